@@ -1,0 +1,1 @@
+"""What is sent: selection and error feedback."""

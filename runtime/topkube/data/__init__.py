@@ -1,0 +1,1 @@
+"""Training data: how samples are split over ranks."""

@@ -1,0 +1,1 @@
+"""Runnable examples: python -m topkube.examples.char_gpt."""

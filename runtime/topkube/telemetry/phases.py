@@ -1,0 +1,66 @@
+"""Where a step's time and bytes went. Collectives and the training loop add to `current`; progress takes it once per step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+PHASES = ("data", "forward", "backward", "select", "intra", "inter", "update")
+"""The phases of a step: `select` compression, `intra` inside the node, `inter` between nodes. `select`, `intra` and `inter` run in
+the communication thread and overlap with `backward`."""
+
+
+@dataclass
+class Snapshot:
+    """Totals since the last `take`: seconds per phase; bytes this rank sent inside the node and between nodes, and what a dense
+    ring all-reduce of the same gradients would have sent per rank."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    intra_bytes: int = 0
+    inter_bytes: int = 0
+    dense_bytes: int = 0
+
+
+class Phases:
+    """A thread-safe accumulator of phase seconds and bytes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._intra = self._inter = self._dense = 0
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(phase, time.perf_counter() - start)
+
+    def add(self, phase: str, seconds: float) -> None:
+        assert phase in PHASES, phase
+        with self._lock:
+            self._seconds[phase] += seconds
+
+    def sent(self, *, intra: int = 0, inter: int = 0, dense: int = 0) -> None:
+        """Counts bytes sent by this rank, and the dense equivalent."""
+        with self._lock:
+            self._intra += intra
+            self._inter += inter
+            self._dense += dense
+
+    def take(self) -> Snapshot:
+        """Everything since the last call, and starts again at zero."""
+        with self._lock:
+            snapshot = Snapshot(dict(self._seconds), self._intra, self._inter, self._dense)
+            self._seconds.clear()
+            self._intra = self._inter = self._dense = 0
+        return snapshot
+
+
+current = Phases()
+"""The process's accumulator."""

@@ -1,0 +1,1 @@
+"""The training loop: buckets, schedule, the distributed optimizer, checkpoints."""
