@@ -82,7 +82,7 @@ class CheckpointError(TopKubeError, RuntimeError):
 
 
 class LaunchError(TopKubeError, RuntimeError):
-    """Ranks could not be started, or one of them failed; all of them have ended. `exit_code` is the first failing one's."""
+    """Ranks could not be started, or one of them failed; all have ended. `exit_code` is the first failing one's."""
 
     def __init__(self, what: str, *, exit_code: int = 1, cause: str = "", next_step: str = "") -> None:
         self.exit_code = exit_code

@@ -1,7 +1,7 @@
 """Every environment variable that TopKube reads, in one class.
 
-`topkube run` (and, on a cluster, the operator) sets them from the TrainingJob; a person may set them by hand for a script that
-is started with plain `mpiexec`. Code takes a `Settings`; nothing else reads `os.environ`.
+`topkube run` (and, on a cluster, the operator) sets them from the TrainingJob; a person may set them by hand for a
+script that is started with plain `mpiexec`. Code takes a `Settings`; nothing else reads `os.environ`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Settings:
     ranks_per_node: str = _setting(
         "TOPKUBE_RANKS_PER_NODE",
         "",
-        "declares the nodes: ranks of each node in rank order, '2,2' or '3,1'; empty: nodes are found from shared memory",
+        "declares the nodes: ranks of each node in rank order, '2,2' or '3,1'; empty: found from shared memory",
     )
     expected_ranks: int = _setting(
         "TOPKUBE_EXPECTED_RANKS", 0, "ranks that were started; 0: not checked. Tells two MPIs apart"

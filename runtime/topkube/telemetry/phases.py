@@ -1,4 +1,4 @@
-"""Where a step's time and bytes went. Collectives and the training loop add to `current`; progress takes it once per step."""
+"""Where a step's time and bytes went. Collectives and the training loop add to `current`; progress takes it each step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 PHASES = ("data", "forward", "backward", "select", "intra", "inter", "update")
-"""The phases of a step: `select` compression, `intra` inside the node, `inter` between nodes. `select`, `intra` and `inter` run in
-the communication thread and overlap with `backward`."""
+"""The phases of a step: `select` compression, `intra` inside the node, `inter` between nodes. These three run in the
+communication thread and overlap with `backward`."""
 
 
 @dataclass
 class Snapshot:
-    """Totals since the last `take`: seconds per phase; bytes this rank sent inside the node and between nodes, and what a dense
-    ring all-reduce of the same gradients would have sent per rank."""
+    """Totals since the last `take`: seconds per phase; bytes this rank sent inside the node and between nodes, and what
+    a dense ring all-reduce of the same gradients would have sent per rank."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     intra_bytes: int = 0

