@@ -1,8 +1,8 @@
 // The extension's Python face. It knows arrays only: no MPI, no torch.
-#include <nanobind/nanobind.h>
-
-namespace nb = nanobind;
+#include "cpu/bind.hpp"
 
 NB_MODULE(_kernels, m) {
   m.doc() = "TopKube's compiled kernels; use topkube.kernels.";
+  topkube::bind_path(m);
+  topkube::bind_reduce(m);
 }

@@ -1,4 +1,4 @@
-"""Arrays at the border: NumPy arrays and torch CPU tensors come in, one-dimensional NumPy views of the same memory go on.
+"""Arrays at the border: NumPy arrays and torch CPU tensors come in, 1-D NumPy views of the same memory go on.
 
 bfloat16 travels as `ml_dtypes.bfloat16`. Everything inside the package works on these views; nothing is copied here.
 """
@@ -28,8 +28,8 @@ def is_tensor(x: object) -> bool:
 def flat_view(x: object, name: str, *, writable: bool = False, dtypes: tuple[np.dtype[Any], ...] = FLOATS) -> Array:
     """A one-dimensional NumPy view of a contiguous NumPy array or torch CPU tensor; no copy.
 
-    Raises ArgumentError when `x` is neither, lies on another device, is not contiguous, is read-only although it must be
-    written, or has a dtype outside `dtypes`. `name` is the parameter's name in the message.
+    Raises ArgumentError when `x` is neither, lies on another device, is not contiguous or not aligned, is read-only
+    although it must be written, or has a dtype outside `dtypes`. `name` is the parameter's name in the message.
     """
     if is_tensor(x):
         array = _tensor_view(x, name)
@@ -52,6 +52,12 @@ def flat_view(x: object, name: str, *, writable: bool = False, dtypes: tuple[np.
             cause="a transposed or sliced view",
             next_step="pass a contiguous copy: numpy.ascontiguousarray(x), or x.contiguous() for a tensor",
         )
+    if not array.flags.aligned:
+        raise ArgumentError(
+            f"{name} is not aligned to its {array.dtype.itemsize}-byte elements",
+            cause="a view into a byte buffer at an odd offset",
+            next_step=f"pass {name}.copy()",
+        )
     if writable and not array.flags.writeable:
         raise ArgumentError(f"{name} is read-only and would be written in place", next_step=f"pass {name}.copy()")
     return array.reshape(-1)
@@ -72,7 +78,7 @@ def _tensor_view(x: Any, name: str) -> Array:
 
 
 def like(values: Array, original: object) -> Any:
-    """`values` as the kind of array that `original` is: a torch tensor sharing memory where it is one, else unchanged."""
+    """`values` as the kind of array that `original` is: a torch tensor sharing memory, or unchanged."""
     if not is_tensor(original):
         return values
     torch = sys.modules["torch"]

@@ -1,0 +1,71 @@
+// Element types and their conversions, in integer arithmetic so that every path gives the same bits.
+//
+// Rounding to 16 bits is to nearest, ties to even. Denormals are kept in both directions. A NaN stays a NaN: its sign and the
+// top of its payload survive and it becomes quiet. A float beyond the range of fp16 becomes infinite, as IEEE 754 says.
+//
+// Everything here is `static`: the header is compiled into units with different instruction sets, and a function shared through
+// the linker could carry AVX-512 code into the portable path.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace topkube {
+
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+static inline std::size_t item_size(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
+static inline std::uint32_t bits_of(float value) { return __builtin_bit_cast(std::uint32_t, value); }
+static inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+static inline float from_bf16(std::uint16_t bits) { return float_of(std::uint32_t{bits} << 16); }
+
+static inline std::uint16_t to_bf16(float value) {
+  const std::uint32_t bits = bits_of(value);
+  const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const std::uint32_t quiet = (bits >> 16) | 0x40u;
+  return static_cast<std::uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+}
+
+static inline float from_f16(std::uint16_t half) {
+  const std::uint32_t sign = (std::uint32_t{half} & 0x8000u) << 16;
+  const std::uint32_t magnitude = half & 0x7fffu;
+  const std::uint32_t normal = (magnitude << 13) + (112u << 23);
+  const std::uint32_t special = (magnitude << 13) | 0x7f800000u | (magnitude > 0x7c00u ? 0x400000u : 0u);
+  // A denormal is a multiple of 2^-24; as a float it is normal, so the product is exact.
+  const std::uint32_t denormal = bits_of(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24f);
+  const std::uint32_t bits = magnitude < 0x400u ? denormal : magnitude < 0x7c00u ? normal : special;
+  return float_of(sign | bits);
+}
+
+static inline std::uint16_t to_f16(float value) {
+  const std::uint32_t bits = bits_of(value);
+  const std::uint32_t sign = (bits >> 16) & 0x8000u;
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  const std::uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const std::uint32_t special = magnitude > 0x7f800000u ? 0x7e00u | ((magnitude >> 13) & 0x3ffu) : 0x7c00u;
+  // One ulp of 0.5f is 2^-24, the unit of fp16's denormals: the addition rounds to it.
+  const std::uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+  const std::uint32_t rounded = magnitude < 0x38800000u ? denormal : magnitude < 0x47800000u ? normal : special;
+  return static_cast<std::uint16_t>(sign | rounded);
+}
+
+// Tags by which templates name an element type: `Item` is how it lies in memory.
+struct F32 {
+  using Item = float;
+  static float load(Item item) { return item; }
+  static Item round(float value) { return value; }
+};
+struct BF16 {
+  using Item = std::uint16_t;
+  static float load(Item item) { return from_bf16(item); }
+  static Item round(float value) { return to_bf16(value); }
+};
+struct F16 {
+  using Item = std::uint16_t;
+  static float load(Item item) { return from_f16(item); }
+  static Item round(float value) { return to_f16(value); }
+};
+
+}  // namespace topkube

@@ -1,0 +1,121 @@
+"""What a measurement hands back: a table for people, JSON for everything else, and the machine it ran on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from rich.table import Table
+
+Cell = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of repeated runs of one thing."""
+
+    median: float
+    minimum: float
+    maximum: float
+    repeats: int
+
+
+def timed(
+    run: Callable[[], object], *, repeats: int, warmups: int = 1, prepare: Callable[[], object] | None = None
+) -> Timing:
+    """Runs `run` `repeats` times after `warmups` unmeasured ones. `prepare` is called before each, unmeasured."""
+    assert repeats >= 1
+    seconds = []
+    for turn in range(warmups + repeats):
+        if prepare is not None:
+            prepare()
+        start = perf_counter()
+        run()
+        elapsed = perf_counter() - start
+        if turn >= warmups:
+            seconds.append(elapsed)
+    return Timing(median(seconds), min(seconds), max(seconds), repeats)
+
+
+def machine_facts() -> dict[str, Cell]:
+    """The facts without which a figure means nothing: processor, cores, system, Python."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+@dataclass
+class Report:
+    """One measurement: `rows` are mappings with the keys of `columns`; a missing key prints as a dash.
+
+    `columns` maps each key to its heading, units included. `facts` says what the figures rest on: the machine, probed
+    bandwidths, sizes.
+    """
+
+    title: str
+    columns: Mapping[str, str]
+    rows: list[dict[str, Cell]] = field(default_factory=list)
+    facts: dict[str, Cell] = field(default_factory=machine_facts)
+
+    def add(self, **row: Cell) -> None:
+        unknown = row.keys() - self.columns.keys()
+        assert not unknown, f"columns {sorted(unknown)} are not among {list(self.columns)}"
+        self.rows.append(row)
+
+    def table(self) -> Table:
+        """The rows as a rich table, with the facts below it."""
+        facts = " · ".join(f"{name} {_text(value)}" for name, value in self.facts.items())
+        table = Table(title=self.title, caption=facts, title_justify="left", caption_justify="left")
+        for key, heading in self.columns.items():
+            numbers = any(isinstance(row.get(key), (int, float)) for row in self.rows)
+            table.add_column(heading, justify="right" if numbers else "left")
+        for row in self.rows:
+            table.add_row(*(_text(row.get(key)) for key in self.columns))
+        return table
+
+    def markdown(self, keys: Sequence[str] = ()) -> str:
+        """The rows as a Markdown table, for the documents; `keys` chooses and orders columns (default: all)."""
+        keys = list(keys) or list(self.columns)
+        lines = [" | ".join(self.columns[key] for key in keys), " | ".join("---" for _ in keys)]
+        lines += [" | ".join(_text(row.get(key)) for key in keys) for row in self.rows]
+        return "\n".join(f"| {line} |" for line in lines)
+
+    def to_json(self) -> str:
+        """The report as JSON text: title, columns, facts, rows."""
+        content: dict[str, Any] = {
+            "title": self.title,
+            "facts": self.facts,
+            "columns": dict(self.columns),
+            "rows": self.rows,
+        }
+        return json.dumps(content, indent=1) + "\n"
+
+
+def _text(value: Cell) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else value
