@@ -1,0 +1,52 @@
+"""The TrainingJob: types, defaults, validation. One definition for the local run, the operator, admission and the CRD.
+
+`spec` and `status` hold the types, `reading` turns a person's YAML into data that remembers its lines,
+`problems` says what is wrong and what is allowed, `training_job` puts them together, `reference` writes
+docs/trainingjob.md.
+"""
+
+from topkube.job.spec import (
+    Aggregation,
+    Cache,
+    Checkpoint,
+    Dataset,
+    Launcher,
+    Metadata,
+    RunPolicy,
+    SchedulingPolicy,
+    Spec,
+)
+from topkube.job.status import (
+    CachedNode,
+    CacheStatus,
+    Condition,
+    FirstFailure,
+    Progress,
+    ReplicaCount,
+    ReplicaStatuses,
+    Status,
+)
+from topkube.job.training_job import API_VERSION, KIND, TrainingJob
+
+__all__ = [
+    "API_VERSION",
+    "KIND",
+    "Aggregation",
+    "Cache",
+    "CacheStatus",
+    "CachedNode",
+    "Checkpoint",
+    "Condition",
+    "Dataset",
+    "FirstFailure",
+    "Launcher",
+    "Metadata",
+    "Progress",
+    "ReplicaCount",
+    "ReplicaStatuses",
+    "RunPolicy",
+    "SchedulingPolicy",
+    "Spec",
+    "Status",
+    "TrainingJob",
+]

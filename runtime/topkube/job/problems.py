@@ -1,0 +1,202 @@
+"""What is wrong with a job, one line per mistake: the path, the value, what is allowed, and the nearest valid name."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import annotated_types
+from pydantic import ValidationError
+from pydantic.alias_generators import to_camel
+from pydantic.fields import FieldInfo
+
+from topkube.job.part import Allowed, Part, Path
+
+Lines = Mapping[Path, int]
+
+
+def dotted(path: Path) -> str:
+    """('spec', 'containers', 0, 'nvidia.com/gpu') -> spec.containers[0]["nvidia.com/gpu"]"""
+    text = ""
+    for key in path:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        elif key.replace("_", "").replace("-", "").isalnum():
+            text += f".{key}"
+        else:
+            text += f'["{key}"]'
+    return text.removeprefix(".") or "the file"
+
+
+def described(path: Path, text: str, lines: Lines) -> str:
+    """One problem, with the line where the value (or what should hold it) stands."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in lines:
+            return f"{dotted(path)} (line {lines[path[:length]]}): {text}"
+    return f"{dotted(path)}: {text}"
+
+
+def listed(error: ValidationError, model: type[Part], lines: Lines) -> list[str]:
+    """All problems of a failed validation, in the order of the file."""
+    found: list[tuple[Path, str]] = []
+    for entry in error.errors(include_url=False):
+        path = tuple(entry["loc"])
+        for below, text in entry.get("ctx", {}).get("problems", [((), _problem(entry, path, model))]):
+            found.append(((*path, *below), text))
+    found.sort(key=lambda one: _line(one[0], lines))
+    return [described(path, text, lines) for path, text in found]
+
+
+def _line(path: Path, lines: Lines) -> int:
+    return next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), 0)
+
+
+def _problem(entry: Any, path: Path, model: type[Part]) -> str:
+    kind, value = entry["type"], entry["input"]
+    if kind == "value_error":
+        return str(entry["ctx"]["error"])
+    if kind == "extra_forbidden":
+        parent = _part(path[:-1], model)
+        names = field_names(parent) if parent else []
+        guess = _nearest(str(path[-1]), names) or _moved(str(path[-1]), model)
+        return f"unknown field{guess}; allowed: {', '.join(names)}"
+    field = _field(path, model)
+    if field is None:
+        return f"{shown(value)}: {entry['msg']}"
+    if kind == "missing":
+        return f"is required: {field.description}"
+    guess = _nearest(value, choices(field.annotation)) if isinstance(value, str) else ""
+    return f"{shown(value)} is not {allowed(field)}{guess}"
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    lower = {known.lower(): known for known in names}
+    squeezed = name.lower().replace("_", "").replace("-", "")
+    near = difflib.get_close_matches(squeezed, lower, 1, 0.6) or [known for known in lower if known in squeezed]
+    return f"; did you mean {lower[near[0]]}?" if near else ""
+
+
+def _moved(name: str, model: type[Part]) -> str:
+    place = _elsewhere(to_camel(name), model)
+    return f"; it belongs to {dotted(place)}" if place else ""
+
+
+def shown(value: Any) -> str:
+    """A value for a message: short, with its type where that is the point."""
+    if isinstance(value, bool):
+        return f"the truth value {str(value).lower()}"
+    if isinstance(value, str):
+        return f"'{value}'" if len(value) <= 60 else f"'{value[:57]}…' ({len(value)} characters)"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return f"{value!r}"
+
+
+def allowed(field: FieldInfo) -> str:
+    """What a field may hold, in words."""
+    for metadata in _metadata(field):
+        if isinstance(metadata, Allowed):
+            return metadata.words
+    options = choices(field.annotation)
+    if options:
+        return "one of " + ", ".join(options)
+    kind = bare(field.annotation)
+    if typing.get_origin(kind) is list:
+        return "a list"
+    if kind is bool:
+        return "true or false"
+    if kind is str:
+        return "text (quote it if it looks like a number)"
+    if kind in (int, float):
+        return ("a whole number" if kind is int else "a number") + _bounds(field)
+    return "a mapping"
+
+
+def _metadata(field: FieldInfo) -> list[Any]:
+    found = list(field.metadata)
+    for part in (field.annotation, *typing.get_args(field.annotation)):
+        found += getattr(part, "__metadata__", ())
+    return found
+
+
+def _bounds(field: FieldInfo) -> str:
+    low = high = ""
+    for metadata in field.metadata:
+        match metadata:
+            case annotated_types.Ge(ge=least):
+                low = f" of at least {least}"
+            case annotated_types.Gt(gt=above):
+                low = f" above {above}"
+            case annotated_types.Le(le=most):
+                high = f" at most {most}"
+    return low + (" and" if low and high else "") + high
+
+
+def choices(annotation: Any) -> list[str]:
+    """The values of a Literal, optional or not; empty for anything else."""
+    kind = bare(annotation)
+    return [str(value) for value in typing.get_args(kind)] if typing.get_origin(kind) is Literal else []
+
+
+def bare(annotation: Any) -> Any:
+    """The annotation without Annotated and without None."""
+    while True:
+        if typing.get_origin(annotation) is typing.Annotated:
+            annotation = typing.get_args(annotation)[0]
+        elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+            annotation = next(part for part in typing.get_args(annotation) if part is not type(None))
+        else:
+            return annotation
+
+
+def field_names(model: type[Part]) -> list[str]:
+    """The names as they are written in YAML."""
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _field(path: Path, model: type[Part]) -> FieldInfo | None:
+    parent = _part(path[:-1], model) if path else None
+    return _named(str(path[-1]), parent) if parent else None
+
+
+def _named(name: str, model: type[Part]) -> FieldInfo | None:
+    return next((field for key, field in model.model_fields.items() if name in (field.alias, key)), None)
+
+
+def _part(path: Path, model: type[Part]) -> type[Part] | None:
+    """The type of the mapping at `path`; None where it is none of ours."""
+    for key in path:
+        if isinstance(key, int):
+            continue
+        field = _named(key, model)
+        below = part_of(field) if field else None
+        if below is None:
+            return None
+        model = below
+    return model
+
+
+def part_of(field: FieldInfo) -> type[Part] | None:
+    """The type of ours that a field holds, itself or in a list."""
+    kind = bare(field.annotation)
+    if typing.get_origin(kind) is list:
+        kind = bare(typing.get_args(kind)[0])
+    return kind if isinstance(kind, type) and issubclass(kind, Part) else None
+
+
+def _elsewhere(name: str, model: type[Part], path: Path = ()) -> Path | None:
+    """Where in `model` a field of this name is, if anywhere."""
+    for field in model.model_fields.values():
+        here = (*path, str(field.alias))
+        if field.alias == name:
+            return here
+        below = part_of(field)
+        found = _elsewhere(name, below, here) if below and here != ("status",) else None
+        if found:
+            return found
+    return None

@@ -1,0 +1,180 @@
+"""YAML as a person writes it: one document into plain data, with the line of every value and all mistakes at once.
+
+Read as kubectl reads it: duplicate keys are mistakes, dates stay text, 1e-2 is a number. Aliases neither blow up nor
+contain themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from topkube.errors import JobError
+from topkube.job.part import Path
+from topkube.job.problems import described
+
+MOST_VALUES = 100_000
+DEEPEST = 100
+
+
+class _Loader(yaml.SafeLoader):
+    pass
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_PREFIX = "tag:yaml.org,2002:"
+_EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
+for _resolver in (_Loader, _Dumper):
+    _resolver.add_implicit_resolver(_PREFIX + "float", _EXPONENT, list("-+0123456789"))
+
+
+@dataclass
+class Document:
+    """Plain data, the line (from 1) of each value by path, and what YAML's own rules forbid, one line per mistake."""
+
+    data: Any
+    lines: dict[Path, int] = field(default_factory=dict)
+    mistakes: list[str] = field(default_factory=list)
+
+
+def read(text: str | bytes, name: str) -> Document:
+    """The one document of `text`; `name` is what messages call it.
+
+    Raises JobError where it is not YAML, empty, or more than one document.
+    """
+    try:
+        loader = _Loader(text)
+        try:
+            nodes: list[yaml.Node] = []
+            while loader.check_node():
+                node = loader.get_node()
+                assert node is not None
+                nodes.append(node)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        where = error.problem_mark
+        place = f"line {where.line + 1}, column {where.column + 1}: " if where else ""
+        raise JobError(
+            f"{name} is not YAML: {place}{error.problem or error.context}",
+            cause="an indentation, a quote or a colon out of place",
+            next_step="correct that line; spaces, not tabs, make the levels",
+        ) from None
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise JobError(
+            f"{name} is not readable as YAML: {' '.join(str(error).split())}",
+            cause="it is not a text file in UTF-8",
+            next_step="save it as plain UTF-8 text",
+        ) from None
+    except RecursionError:
+        raise JobError(f"{name} is nested too deeply", next_step=f"use fewer than {DEEPEST} levels") from None
+    nodes = [node for node in nodes if node.tag != _PREFIX + "null"]
+    if not nodes:
+        raise JobError(f"{name} is empty", next_step="start from an example: manifests/samples/char-gpt.yaml")
+    if len(nodes) > 1:
+        raise JobError(
+            f"{name} holds {len(nodes)} documents; the second starts at line {nodes[1].start_mark.line + 1}",
+            cause="documents separated by ---",
+            next_step="keep one TrainingJob per file",
+        )
+    builder = _Builder(loader)
+    data = builder.value(nodes[0], ())
+    return Document(data, builder.lines, builder.mistakes)
+
+
+def write(data: Any) -> str:
+    """Plain data as YAML that `read` gives back unchanged: a text '1e3' is quoted, PyYAML alone would not do that."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Builder:
+    """Nodes into data."""
+
+    def __init__(self, loader: _Loader) -> None:
+        self.loader, self.lines, self.mistakes = loader, dict[Path, int](), list[str]()
+        self._values = 0
+
+    def value(self, node: yaml.Node, path: Path) -> Any:
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise JobError(
+                f"the YAML stands for more than {MOST_VALUES} values",
+                cause="aliases (*name) that repeat each other",
+                next_step="write the values out",
+            )
+        if len(path) > DEEPEST:
+            raise JobError(
+                f"the YAML is more than {DEEPEST} levels deep",
+                cause="an alias (*name) inside its own anchor (&name)",
+                next_step="use fewer levels",
+            )
+        if isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":
+            return [self.value(child, (*path, index)) for index, child in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path)
+        return self._wrong(path, f"the tag {_short(node.tag)} is not allowed: remove it")
+
+    def _wrong(self, path: Path, text: str) -> None:
+        self.mistakes.append(described(path, text, self.lines))
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        first: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == _PREFIX + "merge":
+                self._merge(value_node, path, merged)
+                continue
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _PREFIX + "str":
+                quoted = f': quote it, "{key_node.value}"' if isinstance(key_node, yaml.ScalarNode) else ""
+                self._wrong((*path, f"line {line}"), f"this key is not text{quoted}")
+                continue
+            key = key_node.value
+            if key in first:
+                self._wrong((*path, key), f"is given twice, at lines {first[key]} and {line}: keep one")
+                continue
+            first[key] = line
+            self.lines[*path, key] = line
+            result[key] = self.value(value_node, (*path, key))
+        return {**merged, **result}
+
+    def _merge(self, node: yaml.Node, path: Path, merged: dict[str, Any]) -> None:
+        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        for source in sources:
+            value = self.value(source, path)
+            if not isinstance(value, dict):
+                self._wrong(path, "<< must name a mapping")
+                continue
+            for key, one in value.items():
+                merged.setdefault(key, one)
+
+    def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
+        kind = node.tag.removeprefix(_PREFIX)
+        if kind in ("str", "timestamp", "value"):
+            return node.value
+        if kind in ("null", "bool", "int", "float"):
+            try:
+                value = self.loader.construct_object(node)
+            except (ValueError, KeyError, IndexError, OverflowError, yaml.YAMLError):
+                return self._wrong(path, f"{_short(node.value)} is not a valid {kind}: quote it if it is text")
+            if isinstance(value, float) and not math.isfinite(value):
+                return self._wrong(path, f"{_short(node.value)} is not a finite number")
+            if isinstance(value, int) and abs(value) >= 2**63:
+                return self._wrong(path, f"{_short(node.value)} does not fit in 64 bits: quote it if it is text")
+            return value
+        return self._wrong(path, f"the tag {_short(node.tag)} is not allowed: remove it")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,168 @@
+"""The TrainingJob as a whole: read strictly from a person, leniently from a cluster; what ranks get from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from topkube.errors import JobError
+from topkube.job.part import Part
+from topkube.job.problems import listed, shown
+from topkube.job.reading import Document, read, write
+from topkube.job.spec import Metadata, Spec
+from topkube.job.status import Status
+from topkube.job.template import worker_container
+from topkube.settings import Settings
+
+GROUP = "topkube.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "TrainingJob"
+
+
+class TrainingJob(Part):
+    """One training, from its YAML."""
+
+    api_version: Literal["topkube.dev/v1alpha1"] = Field(description=f"always {API_VERSION}")
+    kind: Literal["TrainingJob"] = Field(description=f"always {KIND}")
+    metadata: Metadata = Field(description="the name of the job, and labels")
+    spec: Spec = Field(description="what is to run, and on how much")
+    status: Status | None = Field(default=None, description="written by the operator")
+
+    @classmethod
+    def from_yaml(cls, source: str | bytes | FilePath) -> TrainingJob:
+        """The job in a YAML text or file. A `Path`, or one line that ends in .yaml, .yml or .json, is a file's path.
+
+        Raises JobError with all mistakes; unknown fields are mistakes.
+        """
+        text, name = _text(source)
+        return cls._validated(read(text, name), name)
+
+    @classmethod
+    def parse(cls, data: Any) -> TrainingJob:
+        """The job in plain data (what YAML or JSON gives), as strictly as `from_yaml`."""
+        return cls._validated(Document(data), "the job")
+
+    @classmethod
+    def from_cluster(cls, data: Mapping[str, Any]) -> TrainingJob:
+        """The job as a cluster stores it. Fields that this version does not know are kept and written back,
+        not refused: a rollback must not break stored objects."""
+        try:
+            return cls.model_validate(data, extra="allow", by_name=False)
+        except ValidationError as error:
+            raise _invalid("the stored job", listed(error, cls, {})) from None
+
+    @classmethod
+    def _validated(cls, document: Document, name: str) -> TrainingJob:
+        data = document.data
+        if not isinstance(data, dict):
+            raise JobError(
+                f"{name} holds {shown(data)}, not a {KIND}", next_step="start with apiVersion, kind, metadata, spec"
+            )
+        kind, version = data.get("kind"), data.get("apiVersion")
+        if isinstance(kind, str) and kind.lower() != KIND.lower() and GROUP not in str(version):
+            raise JobError(
+                f"{name} is of kind {shown(kind)} ({shown(version)}), not a {KIND}",
+                cause="another kind of Kubernetes object",
+                next_step=f"give a file with apiVersion: {API_VERSION} and kind: {KIND}",
+            )
+        mistakes = document.mistakes
+        try:
+            job = cls.model_validate(data, extra="forbid", by_name=False)
+        except ValidationError as error:
+            mistakes = mistakes + listed(error, cls, document.lines)
+        if mistakes:
+            raise _invalid(name, mistakes)
+        return job
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+    @property
+    def ranks(self) -> int:
+        """All ranks of the job."""
+        return self.spec.workers * self.spec.slots_per_worker
+
+    @property
+    def container(self) -> dict[str, Any]:
+        """The workers' container, as written."""
+        container: dict[str, Any] = worker_container(self.spec.template)
+        return container
+
+    @property
+    def command(self) -> list[str]:
+        """What each rank runs: command and args."""
+        return [*self.container["command"], *(self.container.get("args") or [])]
+
+    @property
+    def plain_environment(self) -> dict[str, str]:
+        """The container's environment entries that have a value of their own (not valueFrom)."""
+        entries = self.container.get("env") or []
+        return {entry["name"]: entry.get("value") or "" for entry in entries if "valueFrom" not in entry}
+
+    def scaled(self, workers: int | None = None, slots_per_worker: int | None = None) -> TrainingJob:
+        """The same job over other workers or slots, checked again. A GPU limit follows the slots."""
+        data = self.to_dict()
+        if workers is not None:
+            data["spec"]["workers"] = workers
+        if slots_per_worker is not None:
+            data["spec"]["slotsPerWorker"] = slots_per_worker
+            limits = (worker_container(data["spec"]["template"]).get("resources") or {}).get("limits") or {}
+            if "nvidia.com/gpu" in limits:
+                limits["nvidia.com/gpu"] = slots_per_worker
+        return self.parse(data)
+
+    def settings(self, **changes: Any) -> Settings:
+        """What the ranks are told; `changes` are further fields of Settings."""
+        aggregation, checkpoint = self.spec.aggregation, self.spec.checkpoint
+        settings = Settings(
+            expected_ranks=self.ranks,
+            algorithm=aggregation.algorithm,
+            density=aggregation.density,
+            warmup_steps=aggregation.warmup_steps,
+            wire=aggregation.wire,
+            selection=aggregation.selection,
+            job_name=self.name,
+            checkpoint_every=checkpoint.every_steps if checkpoint else Settings.checkpoint_every,
+            checkpoint_keep=checkpoint.keep if checkpoint else Settings.checkpoint_keep,
+        )
+        return dataclasses.replace(settings, **changes)
+
+    def environment(self, **changes: Any) -> dict[str, str]:
+        """`settings` as environment variables."""
+        return self.settings(**changes).to_environment()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The job as plain data in YAML's names: what was written, without defaults."""
+        return self.model_dump(by_alias=True, exclude_unset=True)
+
+    def to_yaml(self) -> str:
+        return write(self.to_dict())
+
+
+def _text(source: str | bytes | FilePath) -> tuple[str | bytes, str]:
+    if isinstance(source, bytes):
+        return source, "the job"
+    if isinstance(source, str):
+        if "\n" in source or not source.endswith((".yaml", ".yml", ".json")):
+            return source, "the job"
+        source = FilePath(source)
+    try:
+        return source.read_bytes(), str(source)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise JobError(
+            f"{str(source)!r} cannot be read: {reason}", next_step="give the path of a TrainingJob's YAML file"
+        ) from None
+
+
+def _invalid(name: str, problems: list[str]) -> JobError:
+    count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+    return JobError(
+        f"{name} has {count}", problems, next_step="correct them; every field is explained in docs/trainingjob.md"
+    )
