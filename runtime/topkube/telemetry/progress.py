@@ -1,7 +1,7 @@
 """Progress of a run: one `StepRecord` per step, one JSON line each, in the run's directory.
 
-Rank 0 appends, anything may read at the same time: a reader takes whole lines only. After a restart the file grows on, and a step
-may stand in it twice; the later line counts.
+Rank 0 appends, anything may read at the same time: a reader takes whole lines only. After a restart the file grows
+on, and a step may stand in it twice; the later line counts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ PROGRESS_FILE = "progress.jsonl"
 class StepRecord:
     """One finished step of the whole job.
 
-    Counts (`samples`, the bytes) are sums over all ranks; `loss` is the mean over all samples of the step, None where the script
-    reports none or it is not finite; `seconds` are rank 0's. `samples_per_second` covers the time since the previous record.
-    `dense_bytes` is what a dense ring all-reduce of the same gradients would have sent. `density` is the one in force (warm-up
-    included), 1 for dense steps. `skipped_steps` counts from the start of the run, across restarts. `time` is Unix time.
+    Counts (`samples`, the bytes) are sums over all ranks; `loss` is the mean over all samples of the step, None where
+    the script reports none or it is not finite; `seconds` are rank 0's. `samples_per_second` covers the time since
+    the previous record. `dense_bytes` is what a dense ring all-reduce of the same gradients would have sent.
+    `density` is the one in force (warm-up included), 1 for dense steps. `skipped_steps` counts from the start of the
+    run, across restarts. `time` is Unix time.
     """
 
     step: int
@@ -78,8 +79,8 @@ class ProgressWriter:
 
 
 def read_records(path: Path, offset: int = 0) -> Iterator[tuple[StepRecord, int]]:
-    """Records of the file from byte `offset` on, each with the offset behind it, for the next call. Nothing where there is no file
-    yet; a line still being written waits for the next call."""
+    """Records of the file from byte `offset` on, each with the offset behind it, for the next call. Nothing where
+    there is no file yet; a line still being written waits for the next call."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

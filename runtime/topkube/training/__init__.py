@@ -1,1 +1,8 @@
 """The training loop: buckets, schedule, the distributed optimizer, checkpoints."""
+
+from __future__ import annotations
+
+from topkube.training.broadcast import broadcast_optimizer_state, broadcast_parameters
+from topkube.training.distributed import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer", "broadcast_optimizer_state", "broadcast_parameters"]

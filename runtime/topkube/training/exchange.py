@@ -1,0 +1,97 @@
+"""What the communication thread does with a bucket: collect gradients, all-reduce, deliver; and agreement among
+ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from topkube.arrays import flat_view
+from topkube.collectives.registry import Request, find
+from topkube.training.aggregation import Aggregation
+from topkube.training.buckets import Bucket, Parameter
+from topkube.training.residuals import Residuals
+from topkube.world import World
+
+
+class Exchange:
+    """Buckets through one world. Methods run in the communication thread, in the same order on every rank."""
+
+    def __init__(self, world: World, aggregation: Aggregation) -> None:
+        self.world, self.aggregation = world, aggregation
+        self.large, self.dense = find(aggregation.name(world)), find(aggregation.dense_name(world))
+        self.residuals = Residuals(world, self.large)
+        self._staging: dict[torch.dtype, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def run(self, bucket: Bucket, density: float, warming: bool) -> bool:
+        """Exchanges the bucket's local gradients and puts the means into `.grad`, beside what was aggregated before.
+        Returns whether everything that this rank saw was finite; residuals wait for `commit` or `discard`."""
+        trainable = [parameter for parameter in bucket.parameters if parameter.tensor.requires_grad]
+        algorithm = self.dense if bucket.small or (warming and density == 1) else self.large
+        if self.world.size == 1 and not algorithm.sparse:
+            return all(_finite(p.tensor.grad) for p in trainable if p.tensor.grad is not None) and _settle(trainable)
+        flat = self._collect(bucket)
+        residual = self.residuals.of(bucket) if algorithm.sparse else None
+        request = Request(
+            flat_view(flat, "bucket", writable=True),
+            "mean",
+            density if algorithm.sparse else 1.0,
+            self.aggregation.wire if algorithm.sparse else "fp32",
+            self.aggregation.selection,
+            residual,
+        )
+        finite = algorithm.run(self.world, request)
+        self._deliver(bucket, flat)
+        return finite
+
+    def _collect(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's local gradients side by side: in the staging buffer, or where it lies for a gradient on its
+        own."""
+        only = bucket.parameters[0]
+        if len(bucket.parameters) == 1 and only.local and only.tensor.requires_grad and only.stash is None:
+            gradient = only.tensor.grad
+            assert gradient is not None
+            if gradient.is_contiguous():
+                return gradient.detach().view(-1)
+        staging = self._staging.get(bucket.dtype)
+        if staging is None or staging.numel() < bucket.length:
+            staging = self._staging[bucket.dtype] = torch.empty(bucket.length, dtype=bucket.dtype)
+        for parameter, start in zip(bucket.parameters, bucket.starts, strict=False):
+            piece = staging[start : start + parameter.tensor.numel()]
+            if parameter.local and parameter.tensor.requires_grad:
+                piece.view(parameter.tensor.shape).copy_(parameter.tensor.grad)  # type: ignore[arg-type]
+            else:
+                piece.zero_()
+        return staging[: bucket.length]
+
+    def _deliver(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        for parameter, start in zip(bucket.parameters, bucket.starts, strict=False):
+            if not parameter.tensor.requires_grad:
+                continue  # frozen: what its residual still held is dropped with the update that it would have been
+            piece = flat[start : start + parameter.tensor.numel()].view(parameter.tensor.shape)
+            gradient = parameter.tensor.grad
+            if gradient is None:
+                parameter.created = True
+                parameter.tensor.grad = gradient = torch.empty_like(parameter.tensor).copy_(piece)
+            elif parameter.aggregated:
+                gradient += piece
+            elif gradient.data_ptr() != piece.data_ptr():
+                gradient.copy_(piece)
+            if parameter.stash is not None:
+                gradient += parameter.stash
+        _settle([parameter for parameter in bucket.parameters if parameter.tensor.requires_grad])
+
+
+def _settle(parameters: Sequence[Parameter]) -> bool:
+    for parameter in parameters:
+        if parameter.tensor.grad is not None:
+            parameter.aggregated, parameter.stash = True, None
+    return True
+
+
+def _finite(gradient: torch.Tensor) -> bool:
+    """Whether all entries are finite, in one read: only where the sum is not finite (it may have overflowed) are
+    entries looked at."""
+    return bool(torch.isfinite(gradient.sum())) or bool(torch.isfinite(gradient).all())
