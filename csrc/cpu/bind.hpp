@@ -32,5 +32,6 @@ inline Dtype dtype_of(int code) {
 
 void bind_path(nb::module_& module);
 void bind_reduce(nb::module_& module);
+void bind_shared_memory(nb::module_& module);
 
 }  // namespace topkube

@@ -117,6 +117,19 @@ class Settings:
         return Path(self.run_directory) if self.run_directory else None
 
 
+def launched_ranks(environment: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Which MPI's launcher started this process and how many ranks it started: ("", 0) where none did.
+
+    Launchers say it in variables of their own: PMI_SIZE (MPICH, Intel MPI, Slurm's PMI), OMPI_COMM_WORLD_SIZE (Open MPI). They are
+    read to tell a launcher of one MPI from a library of another, and for nothing else.
+    """
+    environment = os.environ if environment is None else environment
+    for variable, launcher in [("OMPI_COMM_WORLD_SIZE", "Open MPI's mpiexec"), ("PMI_SIZE", "MPICH's mpiexec")]:
+        if environment.get(variable, "").isdigit():
+            return launcher, int(environment[variable])
+    return "", 0
+
+
 def _parse(variable: str, raw: str, kind: type) -> Any:
     try:
         return kind(raw)

@@ -1,0 +1,39 @@
+// Copies past the caches, for a destination that is larger than they are and not read again soon: a plain store would first read
+// the line it is about to overwrite.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+namespace topkube {
+
+static inline void stream_copy(void* out, const void* input, std::size_t bytes) {
+#if defined(__x86_64__)
+  char* to = static_cast<char*>(out);
+  const char* from = static_cast<const char*>(input);
+  const std::size_t head = std::min<std::size_t>(bytes, (64 - (reinterpret_cast<std::uintptr_t>(to) & 63)) & 63);
+  std::memcpy(to, from, head);
+  to += head, from += head, bytes -= head;
+  for (; bytes >= 64; bytes -= 64, to += 64, from += 64)
+    for (int i = 0; i < 4; ++i)  // whole lines, or the write buffers flush in part
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
+  std::memcpy(to, from, bytes);
+#else
+  std::memcpy(out, input, bytes);
+#endif
+}
+
+// Streamed stores are not ordered with others: call this before telling anyone that the data is there.
+static inline void stream_end() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace topkube

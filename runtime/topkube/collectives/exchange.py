@@ -1,0 +1,145 @@
+"""Exchanges between nodes: each is a generator that posts messages, yields while they travel and goes on when they
+are complete.
+
+So several pieces of an array can be under way at once, driven by one thread that also works inside the node
+(`Exchanges`). Sums have a fixed order: by rank in `pairwise`, along the ring in `ring`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from topkube import kernels
+from topkube.arrays import Array
+from topkube.collectives.call import Call, as_bytes, shard_bounds
+from topkube.telemetry import phases
+
+Exchange = Iterator[list[Any]]
+"""Yields the MPI requests it waits for."""
+
+PAIRWISE_LIMIT = 16
+"""Up to this many partners, everybody sends to everybody at once; beyond, rings spare the receivers' links."""
+
+
+class Exchanges:
+    """Exchanges that are under way on this rank. `advance` moves all of them as far as their messages allow."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._running: dict[int, tuple[Exchange, list[Any]]] = {}
+
+    def start(self, number: int, exchange: Exchange) -> None:
+        self._running[number] = (exchange, [])
+        self.advance()
+
+    def advance(self) -> None:
+        from mpi4py.MPI import Request
+
+        for number, (exchange, requests) in list(self._running.items()):
+            while Request.Testall(requests):
+                following = next(exchange, None)
+                if following is None:
+                    del self._running[number]
+                    break
+                requests = following
+                self._running[number] = (exchange, requests)
+
+    def finish(self, number: int) -> None:
+        """Returns once exchange `number` is complete."""
+
+        def complete() -> bool:
+            self.advance()
+            return number not in self._running
+
+        with phases.current.timed("inter"):
+            self._call.wait(complete)
+
+
+def pairwise_all_reduce(comm: Any, x: Array, buffer: Array, tag: int, saw: Callable[[bool], None]) -> Exchange:
+    """x becomes the sum over `comm`: each rank reduces one segment, in rank order and float32, and sends it to all.
+
+    `buffer` (x's type) holds what arrives: (ranks - 1) segments. `saw` is told whether this rank's segment is finite.
+    """
+    ranks, me = comm.size, comm.rank
+    bounds = shard_bounds(x.size, ranks)
+    segments = [x[bounds[i] : bounds[i + 1]] for i in range(ranks)]
+    own = segments[me]
+    others = [(me + i) % ranks for i in range(1, ranks)]
+    arriving = {p: buffer[i * own.size : (i + 1) * own.size] for i, p in enumerate(others)}
+    requests = [comm.Irecv(as_bytes(arriving[p]), p, tag) for p in others]
+    requests += [comm.Isend(as_bytes(segments[p]), p, tag) for p in others]
+    yield requests
+    kernels.sum_(own, [own if p == me else arriving[p] for p in range(ranks)])
+    saw(kernels.is_finite(own))
+    requests = [comm.Irecv(as_bytes(segments[p]), p, tag) for p in others]
+    requests += [comm.Isend(as_bytes(own), p, tag) for p in others]
+    yield requests
+
+
+def ring_all_reduce(
+    comm: Any,
+    x: Array,
+    buffer: Array,
+    tag: int,
+    saw: Callable[[bool], None],
+    scale: float = 1.0,
+) -> Exchange:
+    """x becomes the sum over `comm` times `scale`, in two trips around a ring (Patarasuk & Yuan, "Bandwidth optimal
+    all-reduce algorithms for clusters of workstations", 2009). `buffer` holds one segment. Partial sums travel in x's
+    type."""
+    ranks, me = comm.size, comm.rank
+    bounds = shard_bounds(x.size, ranks)
+    segments = [x[bounds[i % ranks] : bounds[i % ranks + 1]] for i in range(2 * ranks)]
+    right, left = (me + 1) % ranks, (me - 1) % ranks
+    for step in range(ranks - 1):
+        outgoing, mine = segments[me - step], segments[me - step - 1]
+        arriving = buffer[: mine.size]
+        yield [comm.Irecv(as_bytes(arriving), left, tag), comm.Isend(as_bytes(outgoing), right, tag)]
+        kernels.sum_(mine, [arriving, mine], scale if step == ranks - 2 else 1.0)
+    saw(kernels.is_finite(segments[me + 1]))
+    for step in range(ranks - 1):
+        outgoing, incoming = segments[me + 1 - step], segments[me - step]
+        yield [comm.Irecv(as_bytes(incoming), left, tag), comm.Isend(as_bytes(outgoing), right, tag)]
+
+
+def all_reduce_buffer_length(length: int, ranks: int) -> int:
+    """How long the buffer of either exchange must be for an array of `length`."""
+    return -(-length // ranks) * max(ranks - 1, 1)
+
+
+SLOT_HEADER = 8
+"""Bytes before a slot's payload: the payload's size."""
+
+
+def fill_slot(slot: Array, payload: Array) -> None:
+    """Writes `payload` (bytes) into a slot (bytes, at least SLOT_HEADER longer)."""
+    slot[:SLOT_HEADER].view(np.int64)[0] = payload.size
+    slot[SLOT_HEADER : SLOT_HEADER + payload.size] = payload
+
+
+def payload_of(slot: Array) -> Array:
+    """The bytes that `fill_slot` put there."""
+    size = int(slot[:SLOT_HEADER].view(np.int64)[0])
+    return slot[SLOT_HEADER : SLOT_HEADER + size]
+
+
+def all_gather_slots(comm: Any, slots: Array, tag: int, sent: Callable[[int, int], None]) -> Exchange:
+    """slots: (ranks, bytes), row r filled by rank r; every rank gets all rows. Only payloads travel. `sent(partner,
+    bytes)` is told what goes out."""
+    ranks, me = comm.size, comm.rank
+
+    def send(row: int, partner: int) -> Any:
+        size = SLOT_HEADER + payload_of(slots[row]).size
+        sent(partner, size)
+        return comm.Isend(slots[row][:size], partner, tag)
+
+    if ranks <= PAIRWISE_LIMIT:
+        others = [(me + i) % ranks for i in range(1, ranks)]
+        yield [comm.Irecv(slots[p], p, tag) for p in others] + [send(me, p) for p in others]
+        return
+    right, left = (me + 1) % ranks, (me - 1) % ranks
+    for step in range(ranks - 1):
+        yield [comm.Irecv(slots[(me - step - 1) % ranks], left, tag), send((me - step) % ranks, right)]
