@@ -6,4 +6,6 @@ NB_MODULE(_kernels, m) {
   topkube::bind_path(m);
   topkube::bind_reduce(m);
   topkube::bind_shared_memory(m);
+  topkube::bind_select(m);
+  topkube::bind_wire(m);
 }

@@ -7,6 +7,8 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -33,5 +35,7 @@ inline Dtype dtype_of(int code) {
 void bind_path(nb::module_& module);
 void bind_reduce(nb::module_& module);
 void bind_shared_memory(nb::module_& module);
+void bind_select(nb::module_& module);
+void bind_wire(nb::module_& module);
 
 }  // namespace topkube

@@ -6,6 +6,8 @@
 
 namespace topkube {
 
+constexpr std::size_t filter_slack = 16;  // the widest vector: whole vectors are stored
+
 struct PathKernels {
   const char* name;
 
@@ -18,6 +20,22 @@ struct PathKernels {
   WidenAdd widen_add[3];
   Narrow narrow[3];
   IsFinite is_finite[3];
+  // Selection. Appends index and 32-bit value of every element whose value, less the sign, is at least `threshold` (an integer
+  // up to 2^31) to `indices` and `values`; returns their number. `base` is the first element's index. Both buffers have room for
+  // length + filter_slack entries.
+  using Filter = std::size_t (*)(const void* data, std::size_t length, std::uint32_t base, std::uint32_t threshold,
+                                 std::uint32_t* indices, std::uint32_t* values);
+  Filter filter_bits[3];   // the value is the element's own bits, widened with zeros
+  Filter filter_float[3];  // the value is the element as fp32
+  // The same for acc = residual + gradient, which is written on the way. `acc` may be `gradient`.
+  using AccumulateFilter = std::size_t (*)(const void* gradient, const float* residual, float* acc, std::size_t length,
+                                           std::uint32_t base, std::uint32_t threshold, std::uint32_t* indices,
+                                           std::uint32_t* values);
+  AccumulateFilter accumulate_filter[3];
+  // The sum of |x| in double, of a fixed shape (path_kernels.cpp), and the largest |x| as bits of fp32.
+  using Moments = void (*)(const void* data, std::size_t length, double* sum, std::uint32_t* largest);
+  Moments moments[3];
+
   // out = (a + b) * scale, fp32. `out` may be `a` or `b`.
   void (*add_f32)(float* out, const float* a, const float* b, std::size_t length, float scale);
 };

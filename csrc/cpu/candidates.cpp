@@ -1,0 +1,80 @@
+#include "candidates.hpp"
+
+#include <bit>
+
+namespace topkube {
+namespace {
+
+constexpr unsigned digit = 11;  // bits per histogram: 8 KiB of counters, which stay in the first-level cache
+
+// One round: counts values - least by its top bits, narrows [least, least + 2^bits) to the bin that holds the k-th largest.
+template <class Each>
+void narrow_to_bin(const Each& each, std::size_t& k, std::uint32_t& least, unsigned& bits) {
+  std::array<std::uint32_t, 1u << digit> bins{};
+  const unsigned shift = bits > digit ? bits - digit : 0;
+  each([&](std::uint32_t magnitude) { ++bins[(magnitude - least) >> shift]; });
+  least += static_cast<std::uint32_t>(bin_of_kth(bins.data(), bins.size(), k)) << shift;
+  bits = shift;
+}
+
+}  // namespace
+
+std::uint32_t kth_largest(const std::vector<Run>& runs, std::size_t k, std::uint32_t mask, std::uint32_t least,
+                          std::uint32_t* scratch) {
+  std::uint32_t largest = least;
+  for (const Run& run : runs) {
+    for (std::size_t i = 0; i < run.count; ++i) largest = std::max(largest, run.values[i] & mask);
+  }
+  unsigned bits = static_cast<unsigned>(std::bit_width(largest - least));
+  narrow_to_bin(
+      [&](auto&& count_in) {
+        for (const Run& run : runs) {
+          for (std::size_t i = 0; i < run.count; ++i) count_in(run.values[i] & mask);
+        }
+      },
+      k, least, bits);
+  if (bits == 0) return least;
+  // Usually a few hundred are left, of hundreds of thousands.
+  std::size_t left = 0;
+  for (const Run& run : runs) {
+    for (std::size_t i = 0; i < run.count; ++i) {
+      const std::uint32_t magnitude = run.values[i] & mask;
+      scratch[left] = magnitude;
+      left += (magnitude - least) >> bits == 0;  // below `least` this wraps to a large number
+    }
+  }
+  while (bits > 0) {
+    narrow_to_bin(
+        [&](auto&& count_in) {
+          for (std::size_t i = 0; i < left; ++i) count_in(scratch[i]);
+        },
+        k, least, bits);
+    std::size_t kept = 0;
+    for (std::size_t i = 0; i < left; ++i) {
+      scratch[kept] = scratch[i];
+      kept += (scratch[i] - least) >> bits == 0;
+    }
+    left = kept;
+  }
+  return least;
+}
+
+std::size_t sample_size(std::size_t length, std::size_t k) {
+  // About 256 of the sample lie above the threshold where the density allows: 25% more candidates than needed at 4 sigma.
+  const double wanted = 256.0 * static_cast<double>(length) / static_cast<double>(k);
+  const auto size = static_cast<std::size_t>(std::min(wanted, 65536.0));
+  return std::min(std::max<std::size_t>(size, 8192), length / 2);
+}
+
+Plan plan_from_sample(std::uint32_t* sample, std::size_t size, std::size_t length, std::size_t k, std::uint32_t* scratch) {
+  const double per_sample = static_cast<double>(length) / static_cast<double>(size);
+  const double expected = static_cast<double>(k) / per_sample;
+  // 4 standard deviations below: too few candidates once in tens of thousands of calls, and then it only takes longer.
+  const auto rank = static_cast<std::size_t>(expected + 4 * std::sqrt(expected) + 8);
+  const double most = static_cast<double>(rank) + 5 * std::sqrt(static_cast<double>(rank)) + 8;
+  const std::vector<Run> run{{nullptr, sample, size}};
+  const std::uint32_t threshold = kth_largest(run, std::min(rank, size), magnitude_of_f32, 0, scratch);
+  return {threshold, std::min(length, static_cast<std::size_t>(most * per_sample))};
+}
+
+}  // namespace topkube
