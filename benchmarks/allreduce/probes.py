@@ -1,0 +1,55 @@
+"""What the machine can do, measured in the same run: memory with all ranks at once, links by a plain TCP stream."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from allreduce.network import Network
+
+STREAM = Path(__file__).with_name("stream.py")
+PASSES = 5
+LARGEST = 16_000_000
+
+
+def memory(kind: str, length: int, barrier: Callable[[], None]) -> dict[str, Any]:
+    """One pass over `length` float32 per rank, all ranks together: "read" or "update" (a += b)."""
+    import numpy as np
+
+    from topkube import kernels
+
+    a, b = np.ones(length, np.float32), np.ones(length, np.float32)
+    passes: dict[str, Callable[[], object]] = {
+        "read": lambda: kernels.is_finite(a),
+        "update": lambda: kernels.add_(a, b),
+    }
+    run = passes[kind]
+    run()
+    barrier()
+    start = time.clock_gettime(time.CLOCK_MONOTONIC)
+    for _ in range(PASSES):
+        run()
+    return {"start": start, "end": time.clock_gettime(time.CLOCK_MONOTONIC), "passes": PASSES}
+
+
+def link(network: Network, sizes: list[int]) -> dict[str, Any]:
+    """Seconds for node 0 and node 1 to send each other `size` bytes at the same time, as collectives do: the median for
+    each size, and the round trip of one byte."""
+    first, second = network.nodes[:2]
+    arguments = [first.address, ",".join(map(str, sizes))]
+    program = [sys.executable, str(STREAM)]
+    listener = subprocess.Popen(
+        first.enter([*program, "listen", *arguments]), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    )
+    connector = subprocess.Popen(second.enter([*program, "connect", *arguments]), stdin=subprocess.DEVNULL)
+    output, _ = listener.communicate(timeout=120)
+    connector.wait(timeout=10)
+    if listener.returncode or connector.returncode:
+        raise RuntimeError("the link probe failed; its traceback is above")
+    answer: dict[str, Any] = json.loads(output)
+    return answer

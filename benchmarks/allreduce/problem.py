@@ -1,0 +1,97 @@
+"""One problem: every rank's array and the sums that must come out, kept as files that all ranks map."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+CHUNK = 1 << 20
+
+
+class WrongResult(AssertionError):
+    """A contender's sum is not the sum."""
+
+
+class Problem:
+    """`length` float32 per rank for `layout` ranks; normally distributed, the same for every contender."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.length = int(np.load(directory / "rank0.npy", mmap_mode="r").size)
+
+    @classmethod
+    def create(cls, directory: Path, length: int, layout: tuple[int, ...], densities: tuple[float, ...]) -> Problem:
+        directory.mkdir()
+        generator = np.random.default_rng(2024)
+        inputs = []
+        for rank in range(sum(layout)):
+            inputs.append(generator.standard_normal(length, np.float32))
+            np.save(directory / f"rank{rank}.npy", inputs[-1])
+        problem = cls(directory)
+        total = np.zeros(length, np.float64)
+        for array in inputs:
+            total += array
+        np.save(directory / "dense.npy", total.astype(np.float32))
+        nodes = _per_node(inputs, layout)
+        for density in densities:
+            everyone = np.zeros(length, np.float32)
+            for array in inputs:
+                everyone += _kept(array, density, 1)
+            np.save(directory / f"naive-{density}.npy", everyone)
+            between = np.zeros(length, np.float32)
+            for array in nodes:
+                between += _kept(array, density, min(layout))
+            np.save(directory / f"hitopk-{density}.npy", between)
+        return problem
+
+    def input(self, rank: int) -> Floats:
+        array: Floats = np.load(self.directory / f"rank{rank}.npy", mmap_mode="r")
+        return array
+
+    def check(self, result: Floats, reference: str, tolerance: float) -> None:
+        """Every element within `tolerance` of `reference`, and zeros exactly where they belong. Raises WrongResult."""
+        wanted = np.load(self.directory / f"{reference}.npy", mmap_mode="r")
+        if result.shape != wanted.shape:
+            raise WrongResult(f"length {result.shape}, not {wanted.shape}")
+        for start in range(0, self.length, CHUNK):
+            ours, theirs = result[start : start + CHUNK], wanted[start : start + CHUNK]
+            wrong = ~(np.abs(ours - theirs) <= tolerance)
+            if reference != "dense":
+                # Rounded values may cancel where the exact ones leave a little, never the other way round.
+                wrong |= (theirs == 0) & (ours != 0)
+                wrong |= (ours == 0) & (np.abs(theirs) > tolerance)
+            if wrong.any():
+                first = int(np.flatnonzero(wrong)[0])
+                raise WrongResult(
+                    f"{reference}: element {start + first} is {ours[first]}, not {theirs[first]}; "
+                    f"{int(wrong.sum())} of this million are wrong"
+                )
+
+
+def _per_node(inputs: list[Floats], layout: tuple[int, ...]) -> list[Floats]:
+    sums, rank = [], 0
+    for ranks in layout:
+        total = inputs[rank].copy()
+        for array in inputs[rank + 1 : rank + ranks]:
+            total += array
+        sums.append(total)
+        rank += ranks
+    return sums
+
+
+def _kept(array: Floats, density: float, shards: int) -> Floats:
+    """The k largest magnitudes of each shard, the rest zero; at the threshold the lowest index wins."""
+    kept = np.zeros_like(array)
+    for shard, out in zip(np.array_split(array, shards), np.array_split(kept, shards), strict=True):
+        k = max(1, math.ceil(density * array.size / shards))
+        magnitude = np.abs(shard)
+        threshold = np.partition(magnitude, array.size // shards - k)[array.size // shards - k]
+        above = np.flatnonzero(magnitude > threshold)
+        ties = np.flatnonzero(magnitude == threshold)[: k - above.size]
+        for chosen in (above, ties):
+            out[chosen] = shard[chosen]
+    return kept

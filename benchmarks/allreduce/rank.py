@@ -1,0 +1,73 @@
+"""What every rank runs: take an order, run one collective between barriers, check the result, answer with the seconds.
+
+rank.py LIBRARY SOCKET LAYOUT        LIBRARY: mpich | openmpi | gloo; LAYOUT: ranks per node, "2,2"
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from allreduce import contenders
+from allreduce.problem import Problem
+
+
+def serve(library: str, path: str) -> None:
+    backend = contenders.BACKENDS[library]()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        stream = connection.makefile("rw")
+        stream.write(json.dumps({"rank": backend.rank}) + "\n")
+        stream.flush()
+        for line in stream:
+            try:
+                answer = obey(backend, json.loads(line))
+            except Exception:
+                answer = {"error": traceback.format_exc()}
+            stream.write(json.dumps(answer) + "\n")
+            stream.flush()
+    backend.close()
+
+
+_work = np.empty(0, np.float32)
+
+
+def obey(backend: Any, order: dict[str, Any]) -> dict[str, Any]:
+    global _work
+    if order["do"] == "probe":
+        from allreduce.probes import memory
+
+        return memory(order["kind"], order["length"], backend.barrier)
+    problem = Problem(Path(order["problem"]))
+    if _work.size != problem.length:
+        _work = np.empty(problem.length, np.float32)
+    np.copyto(_work, problem.input(backend.rank))
+    collective = backend.collective(order["contender"], order["density"])
+    gc.collect()
+    gc.disable()
+    try:
+        backend.barrier()
+        start = time.clock_gettime(time.CLOCK_MONOTONIC)
+        result = collective(_work)
+        end = time.clock_gettime(time.CLOCK_MONOTONIC)
+        backend.barrier()
+    finally:
+        gc.enable()
+    answer = {"start": start, "end": end, "phases": backend.phases()}
+    if order["check"]:
+        problem.check(np.asarray(result), order["reference"], order["tolerance"])
+    return answer
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2])

@@ -1,0 +1,297 @@
+"""All-reduce side by side, on this machine.
+
+    python benchmarks/allreduce/run.py [--quick] [--json FILE] [--part 2x2|4x1|node ...]
+    python benchmarks/allreduce/run.py --part 2x2 --rate 1gbit --contender hitopk --contender MPICH
+
+The second form is for tuning and keeps nothing.
+
+As root: nodes in network namespaces, their links shaped to 1 and 10 Gbit/s and 100 Mbit/s, two layouts (2 nodes x 2
+ranks, 4 x 1). `node` (2 ranks, shared memory, no network) needs no root. Contenders alternate run by run; each result
+is checked; the bytes on every link are read from the interface counters and compared with the formula; memory and links
+are probed in between. A part that is run again replaces its rows in the JSON file and leaves the others. About 12
+minutes in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from allreduce import field as entries
+from allreduce import probes
+from allreduce.bounds import Machine
+from allreduce.field import Contender
+from allreduce.network import RATES, Network, missing
+from allreduce.problem import Problem
+from allreduce.worlds import RankWorld
+from topkube.bench.report import Report
+
+LENGTH = 25_557_032
+"""ResNet-50's parameters."""
+CURVE = (262_144, 4_194_304)
+"""1 MB and 16 MB of float32."""
+LAYOUTS = {"2x2": (2, 2), "4x1": (1, 1, 1, 1), "node": (2,)}
+RESULTS = Path(__file__).parents[1] / "results" / "allreduce.json"
+COLUMNS = {
+    "part": "layout",
+    "rate": "link",
+    "elements": "elements",
+    "contender": "contender",
+    "kind": "kind",
+    "ms": "ms",
+    "ms_min": "min",
+    "ms_max": "max",
+    "runs": "runs",
+    "bound_ms": "bound, ms",
+    "of_bound": "% of bound",
+    "sent_mb": "sent per node, MB",
+    "formula_mb": "formula, MB",
+    "against_dense": "x best dense peer",
+    "against_topk": "x torch.topk + all-gather",
+    "select_ms": "select, ms",
+    "intra_ms": "in the node, ms",
+    "inter_ms": "between nodes, ms",
+}
+
+
+def contenders(part: str, rate: str | None, elements: int, quick: bool) -> list[Contender]:
+    """The slow links get fewer: at 100 Mbit/s one dense all-reduce takes ten seconds."""
+    if part == "node":
+        return [*entries.PEERS[part], entries.OURS_DENSE[2]]
+    peers, dense, sparse = entries.PEERS[part], entries.OURS_DENSE, entries.OURS_SPARSE
+    everyone = [*peers, *entries.SPARSE_PEERS, *dense, *sparse]
+    if quick:
+        return [peers[0], peers[-1], entries.SPARSE_PEERS[0], dense[2], sparse[1]]
+    if rate == "100mbit":
+        return [*peers[1:], entries.SPARSE_PEERS[0], dense[2], *sparse[1:]]
+    if elements != LENGTH:
+        return [*peers, entries.SPARSE_PEERS[0], dense[2], *sparse[1:]]
+    return everyone
+
+
+class Bench:
+    """One layout: its network, its worlds and what was measured there."""
+
+    def __init__(self, part: str, directory: Path, network: Network | None, quick: bool, wanted: list[str]) -> None:
+        self.part, self.layout, self.directory, self.network, self.quick = (
+            part,
+            LAYOUTS[part],
+            directory,
+            network,
+            quick,
+        )
+        self.wanted = wanted
+        self.rows: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
+        self.worlds: dict[str, RankWorld] = {}
+        self.failures: list[str] = []
+
+    def close(self) -> None:
+        for world in self.worlds.values():
+            world.close()
+
+    def world(self, contender: Contender) -> RankWorld:
+        name = contender.world
+        if name not in self.worlds:
+            recipe = entries.PLAIN_MPICH if self.network is None and name == "mpich" else entries.RECIPES[name]
+            self.worlds[name] = RankWorld(recipe, self.layout, self.directory, self.network)
+        return self.worlds[name]
+
+    def memory(self, length: int) -> Machine:
+        """Bandwidths with all ranks of this layout at once, over arrays of one shard each."""
+        world = self.world(entries.OURS_DENSE[2])
+        found = {}
+        for kind, width in (("read", 4), ("update", 12)):
+            answers = world.ask(do="probe", kind=kind, length=length)
+            seconds = max(a["end"] for a in answers) - min(a["start"] for a in answers)
+            found[kind] = world.size * length * width * answers[0]["passes"] / seconds
+            self.facts[f"{self.part} memory {kind} GB/s"] = round(found[kind] / 1e9, 1)
+        return Machine(**found)
+
+    def links(self, machine: Machine, field: list[Contender], length: int) -> Machine:
+        if self.network is None:
+            return machine
+        sent = {int(c.bound(length, self.layout, machine).sent_bytes) for c in field}
+        sizes = sorted({min(size, probes.LARGEST) for size in sent})
+        answer = probes.link(self.network, sizes)
+        if length == LENGTH or self.quick:
+            name = f"{self.part} {self.network.rate}"
+            self.facts[f"{name} link MB/s"] = round(sizes[-1] / answer["seconds"][-1] / 1e6, 1)
+            self.facts[f"{name} latency us"] = round(answer["latency"] * 1e6, 1)
+        return Machine(machine.read, machine.update, tuple(sizes), tuple(answer["seconds"]))
+
+    def measure(self, rate: str | None, length: int, rounds: int, warm: bool) -> None:
+        field = [c for c in contenders(self.part, rate, length, self.quick) if self.available(c)]
+        if self.network:
+            self.network.shape(rate)
+        problem = self.directory / f"problem-{length}"
+        if not problem.exists():
+            Problem.create(problem, length, self.layout, entries.DENSITIES if self.part != "node" else ())
+        machine = self.links(self.memory(LENGTH // 4), field, length)
+        runs: dict[str, list[dict[str, Any]]] = {c.label: [] for c in field}
+        for turn in range(-1 if warm else 0, rounds):
+            first = turn % len(field)
+            for contender in field[first:] + field[:first]:
+                run = self.once(contender, problem, check=turn in (-1 if warm else 0, rounds - 1))
+                if turn >= 0:
+                    runs[contender.label].append(run)
+        rows = [self.row(c, rate, length, runs[c.label], machine) for c in field]
+        _compare(rows)
+        self.rows += rows
+        for row in rows:
+            _say(row)
+
+    def available(self, contender: Contender) -> bool:
+        if self.wanted and not any(text in contender.label for text in self.wanted):
+            return False
+        recipe = entries.RECIPES[contender.world]
+        if recipe.python.exists():
+            return True
+        print(f"{contender.label} is left out: {recipe.python} is missing; run scripts/openmpi-environment.sh")
+        return False
+
+    def once(self, contender: Contender, problem: Path, check: bool) -> dict[str, Any]:
+        world = self.world(contender)
+        before = self.network.traffic() if self.network else []
+        answers = world.ask(
+            do="run", problem=str(problem), contender=contender.call, density=contender.density,
+            check=check, reference=contender.reference, tolerance=contender.tolerance,
+        )  # fmt: skip
+        after = self.network.traffic() if self.network else []
+        moved = [late - early for early, late in zip(before, after, strict=True)]
+        phases = {name: max(a["phases"].get(name, 0.0) for a in answers) for name in ("select", "intra", "inter")}
+        return {
+            "seconds": max(a["end"] for a in answers) - min(a["start"] for a in answers),
+            "sent": max((m.sent for m in moved), default=0),
+            **phases,
+        }
+
+    def row(
+        self, c: Contender, rate: str | None, length: int, runs: list[dict[str, Any]], machine: Machine
+    ) -> dict[str, Any]:
+        bound = c.bound(length, self.layout, machine)
+        ms = [run["seconds"] * 1e3 for run in runs]
+        row: dict[str, Any] = {
+            "part": self.part,
+            "rate": rate,
+            "elements": length,
+            "contender": c.label,
+            "kind": ("ours" if c.ours else "peer") + (" dense" if c.dense else " sparse"),
+            "ms": round(median(ms), 2),
+            "ms_min": round(min(ms), 2),
+            "ms_max": round(max(ms), 2),
+            "runs": len(ms),
+            "bound_ms": round(bound.seconds * 1e3, 2),
+            "of_bound": round(100 * bound.seconds * 1e3 / median(ms), 1),
+        }
+        row["sent_mb"] = round(median(run["sent"] for run in runs) / 1e6, 3) if self.network else None
+        row["formula_mb"] = round(bound.sent_bytes / 1e6, 3) if self.network else None
+        if c.ours:
+            for phase in ("select", "intra", "inter"):
+                row[f"{phase}_ms"] = round(median(run[phase] for run in runs) * 1e3, 2)
+        return row
+
+
+def _compare(rows: list[dict[str, Any]]) -> None:
+    """Adds how many times faster each is than the best dense peer and the best torch.topk + all-gather of its run."""
+    for column, kind in (("against_dense", "peer dense"), ("against_topk", "peer sparse")):
+        peers = [row["ms"] for row in rows if row["kind"] == kind]
+        for row in rows:
+            if peers and row["kind"].startswith("ours"):
+                row[column] = round(min(peers) / row["ms"], 2)
+
+
+def _say(row: dict[str, Any]) -> None:
+    """One line while it runs; the file has the rest."""
+    line = f"{row['part']:4} {row['rate'] or 'memory':7} {row['elements']:>10,} {row['contender']:38}"
+    line += f"{row['ms']:9.1f} ms ({row['ms_min']:.1f}-{row['ms_max']:.1f}) {row['of_bound']:4.0f}% of bound"
+    if row["sent_mb"] is not None:
+        line += f"  {row['sent_mb']:8.2f} MB sent, {row['formula_mb']:.2f} by the formula"
+    for column, peer in (("against_dense", "dense"), ("against_topk", "topk")):
+        if column in row:
+            line += f"  {row[column]:.2f}x {peer}"
+    phases = [f"{name} {row[f'{name}_ms']:.0f}" for name in ("select", "intra", "inter") if row.get(f"{name}_ms")]
+    print(line + (f"  [{', '.join(phases)} ms]" if phases else ""), flush=True)
+
+
+def run(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="topkube-allreduce-")))
+        network = None if part == "node" else stack.enter_context(Network(len(LAYOUTS[part])))
+        bench = Bench(part, directory, network, options.quick, options.contender or [])
+        stack.callback(bench.close)
+        if options.rate:
+            bench.measure(options.rate, LENGTH, 5, warm=True)
+        elif options.quick:
+            bench.measure(None if part == "node" else "1gbit", 400_000, 1, warm=True)
+        elif part == "node":
+            bench.measure(None, LENGTH, 11, warm=True)
+        else:
+            bench.measure("1gbit", LENGTH, 5, warm=True)
+            for length in CURVE:
+                bench.measure("1gbit", length, 7, warm=True)
+            bench.measure("10gbit", LENGTH, 5, warm=False)
+            bench.measure("100mbit", LENGTH, 3, warm=False)
+        return bench.rows, bench.facts
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM unwinds the stack as Ctrl-C does, so that ranks and namespaces are closed in order."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small array, one run each: is everything in place?")
+    parser.add_argument(
+        "--json", type=Path, help=f"result file (default {RESULTS}; none with --quick, --rate or --contender)"
+    )
+    parser.add_argument("--part", choices=LAYOUTS, action="append", help="only this layout; may be repeated")
+    parser.add_argument("--rate", choices=RATES, help="only this link speed, full size")
+    parser.add_argument(
+        "--contender", action="append", help="only contenders whose name has this text; may be repeated"
+    )
+    options = parser.parse_args()
+    parts = options.part or list(LAYOUTS)
+    reason = missing()
+    if reason and set(parts) - {"node"}:
+        print(f"{reason}. Without it: {sys.argv[0]} --part node", file=sys.stderr)
+        return 2
+    target = options.json or (None if options.quick or options.rate or options.contender else RESULTS)
+    report = Report("All-reduce, float32 sum over all ranks", COLUMNS)
+    if target and target.exists():
+        stored = json.loads(target.read_text())
+        report.rows = [row for row in stored["rows"] if row["part"] not in parts]
+        report.facts = {**stored["facts"], **report.facts}
+    with _terminated_like_interrupted():
+        for part in parts:
+            rows, facts = run(part, options)
+            report.rows += rows
+            report.facts |= facts
+            if target:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(report.to_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
