@@ -1,0 +1,127 @@
+"""The steps of a run in little memory: what the bar, the summary and the plot need."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from topkube.telemetry.progress import PROGRESS_FILE, StepRecord, read_records
+
+PARTS = ("compute", "select", "inside node", "between nodes")
+"""How a step's time is told. Exchanges overlap with the backward pass, so compute is the part of the step in which nothing was
+exchanged: the four add up to the step."""
+
+
+@dataclass
+class History:
+    """Columns over steps; `seconds` has one column per entry of PARTS. Totals are sums over all steps and ranks."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    losses: array[float] = field(default_factory=lambda: array("d"))
+    seconds: dict[str, array[float]] = field(default_factory=lambda: {part: array("d") for part in PARTS})
+    samples: array[int] = field(default_factory=lambda: array("q"))
+    sent: array[int] = field(default_factory=lambda: array("q"))
+    between: array[int] = field(default_factory=lambda: array("q"))
+    dense: array[int] = field(default_factory=lambda: array("q"))
+    times: array[float] = field(default_factory=lambda: array("d"))
+    last: StepRecord | None = None
+
+    def add(self, record: StepRecord) -> None:
+        """Takes one more step. A step that is here already was done again after a restart: the later one counts."""
+        while self.steps and self.steps[-1] >= record.step:
+            for column in self._columns():
+                column.pop()
+        self.steps.append(record.step)
+        self.losses.append(float("nan") if record.loss is None else record.loss)
+        for part, value in split(record.seconds).items():
+            self.seconds[part].append(value)
+        self.samples.append(record.samples)
+        self.sent.append(record.intra_bytes + record.inter_bytes)
+        self.between.append(record.inter_bytes)
+        self.dense.append(record.dense_bytes)
+        self.times.append(record.time)
+        self.last = record
+
+    def _columns(self) -> list[array[int] | array[float]]:
+        own = [self.steps, self.losses, self.samples, self.sent, self.between, self.dense, self.times]
+        return [*own, *self.seconds.values()]
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.last.total_steps if self.last else None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Over the whole run, from the first record to the last."""
+        if len(self.times) < 2 or self.times[-1] <= self.times[0]:
+            return self.last.samples_per_second if self.last and self.last.samples_per_second else None
+        return sum(self.samples[1:]) / (self.times[-1] - self.times[0])
+
+    def eta_seconds(self, recent: int = 50) -> float | None:
+        """Expected seconds to the last step, from the pace of the `recent` steps; None where unknown."""
+        if self.total_steps is None or len(self.times) < 2:
+            return None
+        span = min(recent, len(self.times) - 1)
+        done = self.steps[-1] - self.steps[-1 - span]
+        pace = (self.times[-1] - self.times[-1 - span]) / max(1, done)
+        return max(0.0, (self.total_steps - self.steps[-1]) * pace)
+
+
+def split(seconds: dict[str, float]) -> dict[str, float]:
+    """Seconds per phase as seconds per part. select, intra and inter run beside backward, which waits for them at its end."""
+    step = sum(seconds.get(phase, 0.0) for phase in ("data", "forward", "backward", "update"))
+    exchange = [seconds.get(phase, 0.0) for phase in ("select", "intra", "inter")]
+    compute = step - sum(exchange)
+    if compute < 0:  # several buckets at once, or clocks that disagree: keep the step's length
+        exchange = [value * step / sum(exchange) for value in exchange]
+        compute = 0.0
+    return dict(zip(PARTS, [compute, *exchange], strict=True))
+
+
+class ProgressReader:
+    """Reads what rank 0 has written since the last look."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path, self._offset = directory / PROGRESS_FILE, 0
+
+    def read(self) -> list[StepRecord]:
+        found = []
+        for record, offset in read_records(self._path, self._offset):
+            found.append(record)
+            self._offset = offset
+        return found
+
+
+class LogFollower:
+    """Whole lines that a growing log has gained since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._rest = path, 0, b""
+
+    def read(self, most: int = 1 << 20) -> list[str]:
+        """The new lines; at most about `most` bytes of them at once."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(most)
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > most:
+            lines, self._rest = [*lines, self._rest], b""
+        return [_shown(line) for line in lines]
+
+    def finish(self) -> list[str]:
+        """All that is left, and a last line without its end."""
+        lines: list[str] = []
+        while more := self.read():
+            lines += more
+        rest, self._rest = self._rest, b""
+        return [*lines, _shown(rest)] if rest else lines
+
+
+def _shown(line: bytes) -> str:
+    # A script's own progress bar overwrites its line: what it showed last is what counts.
+    return line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]
