@@ -1,8 +1,22 @@
-"""The command line, `topkube`."""
+"""The command line, `topkube`.
+
+`app` holds the commands and their options, `errors` how a failure is shown; one module per command does the work and is
+loaded only when that command runs.
+"""
 
 from __future__ import annotations
 
+import sys
+
 
 def main() -> None:
-    """Entry point of the console script."""
-    print("topkube")
+    """Entry point of the console script, and of `python -m topkube.cli`."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["rank"] and arguments[1:2] != ["--help"]:
+        # Started once per rank: without the parser, it is there in a third of the time.
+        from topkube.launch.rank import main as rank
+
+        rank(arguments[1:])
+    from topkube.cli.app import run_app
+
+    raise SystemExit(run_app(arguments))

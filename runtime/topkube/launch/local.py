@@ -146,13 +146,13 @@ class LocalRun:
     def node_of(self, rank: int) -> int:
         return rank // self.job.spec.slots_per_worker
 
-    def failed_reports(self) -> RankReport | None:
+    def failed_report(self) -> RankReport | None:
         """The report of the rank that failed first, None where none has."""
         return first_failure(read_all(self.directory, self.job.ranks))
 
     def failure(self) -> LaunchError | None:
         """Why the run failed, with the first failing rank's traceback and exit code; None where it did not."""
-        report = self.failed_reports()
+        report = self.failed_report()
         if report is not None:
             what, cause, next_step = diagnose(report, self.node_of(report.rank))
             lines = report.traceback or "\n".join(report.tail)
@@ -192,7 +192,15 @@ def fresh_directory(wanted: Path | None, job: TrainingJob, now: time.struct_time
         directory = directory.with_name(f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', now)}-{number}")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for pattern in ("rank-*.json", "rank-*.log", "rank-*.part", "progress.jsonl", MPIEXEC_LOG, "summary.json", "plot.png"):
+        for pattern in (
+            "rank-*.json",
+            "rank-*.log",
+            "rank-*.part",
+            "progress.jsonl",
+            MPIEXEC_LOG,
+            "summary.json",
+            "plot.png",
+        ):
             for old in directory.glob(pattern):
                 old.unlink()
         (directory / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")

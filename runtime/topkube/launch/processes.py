@@ -16,7 +16,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def dies_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
-    """To be called in a child (Popen's `preexec_fn`): it gets signal `number` when `parent` (default: this process) ends."""
+    """To be called in a child (Popen's `preexec_fn`): it gets signal `number` when `parent` (default: this process)
+    ends."""
     parent = os.getpid() if parent is None else parent
 
     def set_signal() -> None:
@@ -56,7 +57,8 @@ def signal_all(pids: list[int], number: signal.Signals) -> None:
 
 
 def kill_descendants(but: frozenset[int] = frozenset(), seconds: float = 5.0) -> list[int]:
-    """Kills everything below this process; returns what could not be killed (stuck in the kernel). A process can fork while we
+    """Kills everything below this process; returns what could not be killed (stuck in the kernel). A process can fork
+    while we
     look, hence the loop."""
     end = time.monotonic() + seconds
     while (left := descendants(but=but)) and time.monotonic() < end:
@@ -67,7 +69,8 @@ def kill_descendants(but: frozenset[int] = frozenset(), seconds: float = 5.0) ->
 
 
 def reap_orphans(but: frozenset[int] = frozenset()) -> None:
-    """Takes the exit codes of ended orphans that this process adopted. `but` are its own children, which others wait for."""
+    """Takes the exit codes of ended orphans that this process adopted. `but` are its own children, which others wait
+    for."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) not in but:
             with contextlib.suppress(OSError, ValueError, IndexError):

@@ -1,7 +1,9 @@
 """`topkube rank -- COMMAND`: the shim around each rank. It keeps the rank's log and writes down how it ended.
 
-MPI's own launchers do not tell: Hydra kills what it started the moment one rank aborts, so a shim that Hydra knows could not
-report. Hence two processes: the one that MPI started only waits (the front), and its child, in a session of its own, runs the
+MPI's own launchers do not tell: Hydra kills what it started the moment one rank aborts, so a shim that Hydra knows
+could not
+report. Hence two processes: the one that MPI started only waits (the front), and its child, in a session of its own,
+runs the
 command and survives long enough to report (the keeper). Imports are few: this is started once per rank.
 """
 
@@ -122,7 +124,9 @@ class Keeper:
             self._turn(selector, wake, child, log)
         if log and output == subprocess.PIPE:
             self._copy_rest(selector, wake, log)
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # what the command left behind, such as data loaders
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # what the command left behind, such as data loaders
             os.killpg(child.pid, signal.SIGKILL)
         number = -child.returncode if child.returncode < 0 else None
         code = 128 + number if number else child.returncode
@@ -131,7 +135,11 @@ class Keeper:
         return code
 
     def _turn(
-        self, selector: selectors.BaseSelector, wake: socket.socket, child: subprocess.Popen[bytes], log: IO[bytes] | None
+        self,
+        selector: selectors.BaseSelector,
+        wake: socket.socket,
+        child: subprocess.Popen[bytes],
+        log: IO[bytes] | None,
     ) -> None:
         now = time.monotonic()
         next_look = min(self._stop_at, self._kill_at)
@@ -215,7 +223,9 @@ def _memory_kills() -> int:
     total = 0
     for path, name in (("/sys/fs/cgroup/memory.events", "oom_kill"), ("/proc/vmstat", "oom_kill")):
         with contextlib.suppress(OSError, ValueError):
-            total += sum(int(line.split()[1]) for line in Path(path).read_text().splitlines() if line.split()[0] == name)
+            total += sum(
+                int(line.split()[1]) for line in Path(path).read_text().splitlines() if line.split()[0] == name
+            )
     return total
 
 

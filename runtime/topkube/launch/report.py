@@ -25,7 +25,8 @@ def report_path(directory: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's end. Times are Unix seconds. `exit_code` is 128 and the signal's number where a signal ended it, as in a shell;
+    """One rank's end. Times are Unix seconds. `exit_code` is 128 and the signal's number where a signal ended it, as
+    in a shell;
     `told_to_end` says that it was stopped from outside, so that its end is no cause of anything."""
 
     rank: int
@@ -111,13 +112,15 @@ def _last_traceback(lines: list[str]) -> str | None:
 
 
 def _new_output(line: str) -> bool:
-    """Whether a line behind the exception's own is something else: messages of several lines go on indented or as a list."""
+    """Whether a line behind the exception's own is something else: messages of several lines go on indented or as a
+    list."""
     return not re.match(r"\s+\S|- ", line)
 
 
 def diagnose(report: RankReport, node: int) -> tuple[str, str, str]:
     """What happened to the first failing rank, the likely cause, the next step."""
-    who = f"rank {report.rank} (node {node}) failed first, {max(0.0, report.ended - report.started):.1f} s after its start"
+    seconds = max(0.0, report.ended - report.started)
+    who = f"rank {report.rank} (node {node}) failed first, {seconds:.1f} s after its start"
     log = f"read {report_path(Path(), report.rank).with_suffix('.log')} in the run directory"
     command = " ".join(report.command)
     if report.not_started is not None:
@@ -143,7 +146,11 @@ def diagnose(report: RankReport, node: int) -> tuple[str, str, str]:
         return what, "the ranks it names hang, or skipped a collective", "read the logs of the ranks that never arrived"
     no_module = next((line for line in report.tail if ": No module named " in line or "can't open file" in line), None)
     if no_module:
-        return f"{what}, {no_module}", "the script or module is not where the command looks for it", f"try it: {command}"
+        return (
+            f"{what}, {no_module}",
+            "the script or module is not where the command looks for it",
+            f"try it: {command}",
+        )
     return what, "", log
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from topkube.telemetry.progress import PROGRESS_FILE, StepRecord, read_records
 
 PARTS = ("compute", "select", "inside node", "between nodes")
-"""How a step's time is told. Exchanges overlap with the backward pass, so compute is the part of the step in which nothing was
+"""How a step's time is told. Exchanges overlap with the backward pass, so compute is the part of the step in which
+nothing was
 exchanged: the four add up to the step."""
 
 
@@ -44,8 +45,8 @@ class History:
         self.last = record
 
     def _columns(self) -> list[array[int] | array[float]]:
-        own = [self.steps, self.losses, self.samples, self.sent, self.between, self.dense, self.times]
-        return [*own, *self.seconds.values()]
+        whole = [self.steps, self.samples, self.sent, self.between, self.dense]
+        return [*whole, self.losses, self.times, *self.seconds.values()]
 
     @property
     def total_steps(self) -> int | None:
@@ -69,7 +70,8 @@ class History:
 
 
 def split(seconds: dict[str, float]) -> dict[str, float]:
-    """Seconds per phase as seconds per part. select, intra and inter run beside backward, which waits for them at its end."""
+    """Seconds per phase as seconds per part. select, intra and inter run beside backward, which waits for them at its
+    end."""
     step = sum(seconds.get(phase, 0.0) for phase in ("data", "forward", "backward", "update"))
     exchange = [seconds.get(phase, 0.0) for phase in ("select", "intra", "inter")]
     compute = step - sum(exchange)

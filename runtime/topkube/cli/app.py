@@ -1,0 +1,163 @@
+"""The commands and their options. Nothing heavy is imported here: `topkube --help` answers at once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from topkube import __version__
+from topkube.errors import TopKubeError
+
+
+class Output(StrEnum):
+    """What `-o` can ask for."""
+
+    text = "text"
+    json = "json"
+
+
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text, or json on stdout.")]
+
+
+BENCHES = {"select": "topkube.bench.select", "allreduce": "topkube.bench.allreduce"}
+
+
+class _BenchGroup(TyperGroup):
+    """`topkube bench`: each measurement is a function of its own in topkube.bench, loaded when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(BENCHES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in BENCHES:
+            return None
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(cmd_name)(importlib.import_module(BENCHES[cmd_name]).command)
+        command = typer.main.get_command(single)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(
+    name="topkube",
+    help="Data-parallel training that scales on ordinary cloud networks.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(cls=_BenchGroup, help="Measure selection and all-reduce on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure selection and all-reduce on this machine."""
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"topkube {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show Python tracebacks of errors.")] = False,
+) -> None:
+    """Data-parallel training that scales on ordinary cloud networks."""
+
+
+@app.command()
+def run(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="A TrainingJob, the same file that a cluster takes.")],
+    workers: Annotated[int | None, typer.Option(help="Workers (nodes) to play, instead of the job's.")] = None,
+    slots: Annotated[int | None, typer.Option(help="Ranks per worker, instead of the job's.")] = None,
+    run_directory: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Logs, progress, checkpoints [default: runs/NAME-TIME].")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="The plot [default: plot.png in DIR].")] = None,
+    no_plot: Annotated[bool, typer.Option("--no-plot", help="Draw no plot.")] = False,
+    deadline: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="End the run after so long [default: the job's].")
+    ] = None,
+    collective_deadline: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Longest wait inside one collective [default: 300].")
+    ] = None,
+    output: OutputOption = Output.text,
+) -> None:
+    """Train here, without a cluster: start all ranks of a TrainingJob on this machine."""
+    from topkube.cli.run import Options, run_job
+
+    options = Options(
+        job=job,
+        workers=workers,
+        slots=slots,
+        run_directory=run_directory,
+        plot=plot,
+        draw=not no_plot,
+        deadline_seconds=deadline,
+        collective_deadline_seconds=collective_deadline,
+        json=output is Output.json,
+    )
+    raise typer.Exit(run_job(options))
+
+
+@app.command()
+def doctor(output: OutputOption = Output.text) -> None:
+    """Check what training here needs: MPI, the CPU kernels, torch, memory, CUDA, the cluster."""
+    from topkube.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(json_output=output is Output.json))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def rank(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="What this rank runs.")],
+) -> None:
+    """Run one rank's COMMAND: keep its log and report how it ended (used by `topkube run` and inside pods)."""
+    from topkube.launch.rank import main
+
+    main(command)
+
+
+@app.command()
+def settings(
+    markdown: Annotated[bool, typer.Option("--markdown", help="As docs/settings.md.")] = False,
+) -> None:
+    """List the environment variables that TopKube reads."""
+    from topkube.cli.settings import show_settings
+
+    show_settings(markdown)
+
+
+def run_app(arguments: list[str]) -> int:
+    """Runs one command line and returns its exit code. --debug may stand anywhere before `--`."""
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    debug = "--debug" in own
+    arguments = [word for word in own if word != "--debug"] + arguments[len(own) :]
+    try:
+        app(arguments, prog_name="topkube")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    except TopKubeError as error:
+        if debug:
+            raise
+        from topkube.cli.errors import exit_code, show
+
+        show(error)
+        return exit_code(error)
+    except BrokenPipeError:  # topkube … | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0

@@ -1,0 +1,45 @@
+"""`topkube settings`: every environment variable, from the one class that reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from topkube.settings import Settings
+
+
+def show_settings(markdown: bool) -> None:
+    """Prints the table, or docs/settings.md."""
+    if markdown:
+        print(settings_markdown(), end="")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("variable", "default", "now", "what it does", box=None, pad_edge=False, header_style="bold")
+    for entry in dataclasses.fields(Settings):
+        variable = entry.metadata["variable"]
+        table.add_row(variable, str(entry.default), os.environ.get(variable, ""), _help(entry))
+    Console().print(table)
+
+
+def settings_markdown() -> str:
+    """docs/settings.md."""
+    lines = [
+        "# Environment variables",
+        "",
+        "`topkube run` and the operator set them from the TrainingJob. Set them by hand for a script that is",
+        "started with plain `mpiexec`. This page is generated: `topkube settings --markdown > docs/settings.md`.",
+        "",
+        "| variable | default | what it does |",
+        "|---|---|---|",
+    ]
+    for entry in dataclasses.fields(Settings):
+        default = f"`{entry.default}`" if entry.default != "" else ""
+        lines.append(f"| `{entry.metadata['variable']}` | {default} | {_help(entry)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _help(entry: dataclasses.Field[object]) -> str:
+    choices = entry.metadata["choices"]
+    return str(entry.metadata["help"]) + (f": {', '.join(choices)}" if choices else "")

@@ -1,0 +1,150 @@
+"""A run as a picture: the loss, and where each step's time went. Needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from topkube.errors import TopKubeError
+from topkube.telemetry.history import PARTS, History
+
+INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
+LOSS = "#2f6fb7"
+COLOURS = {"compute": "#c3cfdb", "select": "#e9a23b", "inside node": "#4aa37c", "between nodes": "#cf4f4f"}
+MOST_POINTS = 400
+"""Columns in the time panel; longer runs are averaged over neighbours."""
+
+Values = npt.NDArray[np.float64]
+
+
+class PlotError(TopKubeError, RuntimeError):
+    """The picture could not be drawn; the run itself is not affected."""
+
+
+def draw(history: History, path: Path, title: str) -> None:
+    """Writes the picture (PNG, or what the file's ending asks for). Raises PlotError where it cannot."""
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot, ticker
+    except ImportError:
+        raise PlotError(
+            "there is no plot: matplotlib is not installed", next_step="pip install 'topkube[train]', or use --no-plot"
+        ) from None
+    steps = np.array(history.steps, np.float64)
+    style: Any = {
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "text.color": INK,
+        "axes.edgecolor": MUTED,
+        "axes.labelcolor": MUTED,
+        "xtick.color": MUTED,
+        "ytick.color": MUTED,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with pyplot.rc_context(style):
+        figure, (upper, lower) = pyplot.subplots(
+            2, 1, figsize=(9, 6.4), dpi=150, sharex=True, height_ratios=(3, 2), layout="constrained"
+        )
+        layout: Any = figure.get_layout_engine()
+        layout.set(h_pad=0.12, w_pad=0.12)
+        figure.suptitle(title, x=0.015, ha="left", fontsize=12.5, fontweight="bold")
+        _losses(upper, steps, np.array(history.losses))
+        _times(lower, steps, history)
+        for axes in (upper, lower):
+            axes.grid(axis="y", color=GRID, linewidth=0.8)
+            axes.set_axisbelow(True)
+            axes.tick_params(length=0)
+        lower.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=10))
+        lower.set_xlabel("step")
+        if len(steps) > 1:
+            lower.set_xlim(steps[0], steps[-1])
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path)
+        except (OSError, ValueError) as error:
+            raise PlotError(f"the plot {path} cannot be written: {error}", next_step="give another --plot") from None
+        finally:
+            pyplot.close(figure)
+
+
+def _losses(axes: Any, steps: Values, losses: Values) -> None:
+    axes.set_ylabel("loss")
+    seen = np.isfinite(losses)
+    if not seen.any():
+        axes.text(0.5, 0.5, "the script reported no loss", transform=axes.transAxes, ha="center", color=MUTED)
+        return
+    steps, losses = steps[seen], losses[seen]
+    smooth = smoothed(losses)
+    axes.plot(steps, losses, color=LOSS, alpha=0.28, linewidth=1, label="each step")
+    axes.plot(steps, smooth, color=LOSS, linewidth=2.2, label="smoothed")
+    axes.plot(steps[-1:], smooth[-1:], "o", color=LOSS, markersize=6, clip_on=False, zorder=5)
+    axes.annotate(
+        f"{smooth[-1]:.3g}",
+        (steps[-1], smooth[-1]),
+        (-8, 10),
+        textcoords="offset points",
+        ha="right",
+        fontweight="bold",
+        color=LOSS,
+    )
+    # A few spikes must not flatten the curve.
+    low, high = losses.min(), np.quantile(losses, 0.995)
+    margin = 0.08 * (high - low) or 0.1 * (abs(high) or 1)
+    axes.set_ylim(low - margin, high + margin)
+    axes.legend(frameon=False, loc="upper right", labelcolor=MUTED, ncols=2)
+
+
+def _times(axes: Any, steps: Values, history: History) -> None:
+    axes.set_ylabel("time per step, ms")
+    columns = {part: 1000 * np.array(history.seconds[part]) for part in PARTS}
+    total = sum(columns.values())
+    if not np.any(total):
+        axes.text(0.5, 0.5, "the script reported no times", transform=axes.transAxes, ha="center", color=MUTED)
+        return
+    group = max(1, -(-len(steps) // MOST_POINTS))
+    edges = np.append(steps[::group], steps[-1] + (1 if len(steps) > 1 else 0.5))
+    bottom = np.zeros(len(edges) - 1)
+    mean = float(np.mean(total))
+    for part, column in columns.items():
+        heights = averaged(column, group)
+        share = float(np.mean(column)) / mean
+        axes.stairs(
+            bottom + heights, edges, baseline=bottom, fill=True, color=COLOURS[part], label=f"{part} {share:.0%}"
+        )
+        bottom = bottom + heights
+    # The first steps warm caches and can be far slower; they may leave the panel.
+    axes.set_ylim(0, 1.28 * max(float(np.quantile(bottom, 0.98)), float(np.median(bottom))))
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        handles,
+        labels,
+        frameon=False,
+        loc="upper right",
+        labelcolor=MUTED,
+        ncols=4,
+        handlelength=1.1,
+        columnspacing=1.4,
+    )
+
+
+def smoothed(values: Values) -> Values:
+    """The exponential mean over about 3% of the steps, without the bias of its start. Same shape, (n,)."""
+    keep = 1 - 1 / max(2.0, 0.03 * len(values))
+    result, mean, weight = np.empty_like(values), 0.0, 0.0
+    for index, value in enumerate(values):
+        mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
+        result[index] = mean / weight
+    return result
+
+
+def averaged(values: Values, group: int) -> Values:
+    """Means over runs of `group` neighbours; the last run may be shorter. (n,) -> (ceil(n / group),)."""
+    starts = np.arange(0, len(values), group)
+    counts = np.diff(np.append(starts, len(values)))
+    return np.add.reduceat(values, starts) / counts
