@@ -1,4 +1,4 @@
-"""`topkube doctor`: what training needs, checked one by one. Each line is ok, a warning or a failure with its next step."""
+"""`topkube doctor`: what training needs, checked one by one; a line that is not ok has a next step."""
 
 from __future__ import annotations
 

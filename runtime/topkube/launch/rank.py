@@ -183,9 +183,10 @@ class Keeper:
             return
         lines, traceback = tail(log_path(self.directory, self.rank))
         ended, told, aborted = time.time(), self._told, abort_code(lines)
-        if told and self._front_ended and aborted:
-            # MPICH's MPI_Abort waits to be killed: this rank was stopped from outside because it asked for it.
-            code, number, ended, told = aborted, None, self._front_ended, False
+        if self._front_ended:
+            # MPI ended this rank first. With MPICH it may have asked for that itself: MPI_Abort waits to be killed.
+            ended, told = self._front_ended, not aborted
+            code, number = (aborted, None) if aborted else (code, number)
         RankReport(
             rank=self.rank,
             host=socket.gethostname(),

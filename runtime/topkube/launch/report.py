@@ -11,6 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from topkube import errors
+
+ERRORS = {
+    name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.TopKubeError)
+}
+"""Names of our own errors, whose messages carry cause and next step."""
 TAIL_BYTES = 64 << 10
 TAIL_LINES = 20
 
@@ -140,10 +146,11 @@ def diagnose(report: RankReport, node: int) -> tuple[str, str, str]:
     error = report.error or ""
     kind = error.partition(":")[0].rpartition(".")[2]
     what = f"{who}: exit code {report.exit_code}" + (f", {error}" if error else "")
+    own = re.fullmatch(r"(.*?)\.(?: Likely cause: (.*?)\.)?(?: Next: (.*)\.)", error)
+    if kind in ERRORS and own:
+        return f"{who}: exit code {report.exit_code}, {own[1]}", own[2] or "", own[3]
     if kind in ("ModuleNotFoundError", "ImportError"):
         return what, "a package that the script needs is missing here", "install it into this Python and run again"
-    if kind == "CollectiveTimeout":
-        return what, "the ranks it names hang, or skipped a collective", "read the logs of the ranks that never arrived"
     no_module = next((line for line in report.tail if ": No module named " in line or "can't open file" in line), None)
     if no_module:
         return (
