@@ -5,14 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from topkube.collectives.registry import ALGORITHMS, find
+from topkube.collectives.registry import SELECTIONS, WIRES, find
 from topkube.errors import ArgumentError
 from topkube.settings import Settings
 from topkube.training.buckets import BUCKET_BYTES
-from topkube.world import World
-
-WIRES = ("fp32", "bf16", "fp16")
-SELECTIONS = ("topk", "mstopk")
 
 
 @dataclass(frozen=True)
@@ -56,17 +52,3 @@ class Aggregation:
         if step >= self.warmup_steps:
             return self.density
         return float(self.density ** (step / self.warmup_steps))
-
-    def dense_name(self, world: World) -> str:
-        """The dense algorithm for this world."""
-        if self.algorithm in ALGORITHMS and not ALGORITHMS[self.algorithm].sparse:
-            return self.algorithm
-        return "hierarchical" if world.nodes > 1 and "hierarchical" in ALGORITHMS else "flat"
-
-    def name(self, world: World) -> str:
-        """The registered algorithm for large tensors in this world."""
-        if self.algorithm == "dense":
-            return self.dense_name(world)
-        if self.algorithm == "auto":
-            return "hitopk" if world.nodes > 1 else self.dense_name(world)
-        return self.algorithm

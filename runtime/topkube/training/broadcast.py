@@ -71,7 +71,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
 
 def _broadcast(world: World, raw: Any, root: int) -> None:
     for start in range(0, raw.size, CHUNK):
-        world.comm.Bcast(raw[start : start + CHUNK], root=root)
+        world.wait([world.comm.Ibcast(raw[start : start + CHUNK], root=root)], "a broadcast")
 
 
 def _check_equal(world: World, described: Iterable[tuple[str, tuple[int, ...], str]]) -> None:

@@ -86,6 +86,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Updates made; skipped steps do not count, nor do they advance the warm-up."""
         self.skipped_steps = 0
         """Steps that all ranks skipped because a gradient was NaN or infinite somewhere."""
+        self.density_used = 1.0
+        """Density of the last exchange."""
         self.turns = Turns(self._world)
         self._exchange = Exchange(self._world, self.aggregation)
         self._parameters = _checked(optimizer, named_parameters)
@@ -201,6 +203,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._task = None
         if self._synchronize:
             self._lay_out()
+            self.density_used = self.density
             while len(self._futures) < len(self._buckets):
                 self._hand_over()
             futures, self._futures = self._futures, []
@@ -293,6 +296,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def density(self) -> float:
         """The density in force: falling during warm-up; 1 where aggregation is dense."""
         return self.aggregation.density_at(self.steps) if self._exchange.large.sparse else 1.0
+
+    @property
+    def residual_copy(self) -> tuple[int, int]:
+        """Which copy of the residuals this rank holds a part of, and how many copies the world has."""
+        return self._exchange.residuals.copy, self._exchange.residuals.copies
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -3,12 +3,14 @@ ranks."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 
 from topkube.arrays import flat_view
-from topkube.collectives.registry import Request, find
+from topkube.collectives import resolve
+from topkube.collectives.registry import Algorithm, Request, find
 from topkube.training.aggregation import Aggregation
 from topkube.training.buckets import Bucket, Parameter
 from topkube.training.residuals import Residuals
@@ -20,16 +22,22 @@ class Exchange:
 
     def __init__(self, world: World, aggregation: Aggregation) -> None:
         self.world, self.aggregation = world, aggregation
-        self.large, self.dense = find(aggregation.name(world)), find(aggregation.dense_name(world))
+        self.large = self._algorithm(sys.maxsize)
+        self.dense = find("hierarchical") if self.large.sparse else self.large
         self.residuals = Residuals(world, self.large)
         self._staging: dict[torch.dtype, torch.Tensor] = {}
+
+    def _algorithm(self, length: int) -> Algorithm:
+        """For large tensors: "auto" depends on the bucket's length, and on the target density, so that warm-up
+        changes nothing."""
+        return find(resolve(self.aggregation.algorithm, self.world, length, self.aggregation.density))
 
     @torch.no_grad()
     def run(self, bucket: Bucket, density: float, warming: bool) -> bool:
         """Exchanges the bucket's local gradients and puts the means into `.grad`, beside what was aggregated before.
         Returns whether everything that this rank saw was finite; residuals wait for `commit` or `discard`."""
         trainable = [parameter for parameter in bucket.parameters if parameter.tensor.requires_grad]
-        algorithm = self.dense if bucket.small or (warming and density == 1) else self.large
+        algorithm = self.dense if bucket.small or (warming and density == 1) else self._algorithm(bucket.length)
         if self.world.size == 1 and not algorithm.sparse:
             return all(_finite(p.tensor.grad) for p in trainable if p.tensor.grad is not None) and _settle(trainable)
         flat = self._collect(bucket)

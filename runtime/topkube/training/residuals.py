@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from topkube.collectives.call import own_shard
 from topkube.collectives.registry import Algorithm
 from topkube.compression.error_feedback import Residual
-from topkube.training.buckets import BUCKET_BYTES, Bucket
+from topkube.training.buckets import Bucket
 from topkube.world import World
 
 Pieces = dict[str, list[tuple[int, torch.Tensor]]]
@@ -76,21 +77,17 @@ class Residuals:
         self._buckets.clear()
         self._loaded = {name: list(entries) for name, entries in pieces.items()}
 
-    def _lengths(self, length: int) -> list[int]:
-        """Elements of a bucket that each rank of this node keeps a residual of."""
-        ranks = range(self._world.local_size)
-        return [self._algorithm.residual_length(replace(self._world, local_rank=rank), length) for rank in ranks]
-
     def _range(self, length: int) -> tuple[int, int]:
         """This rank's part of a bucket: its shard, or the whole of it where every rank keeps a residual of its own."""
-        lengths = self._lengths(length)
-        start = sum(lengths[: self._world.local_rank]) if sum(lengths) == length else 0
-        return start, start + lengths[self._world.local_rank]
+        shard = own_shard(self._world, length)
+        kept = self._algorithm.residual_length(self._world, length)
+        return shard if kept == shard[1] - shard[0] else (0, kept)
 
     @property
     def copies(self) -> int:
         """How many residuals every element has in the whole world: one per node, or one per rank."""
-        return self._world.nodes if sum(self._lengths(BUCKET_BYTES)) == BUCKET_BYTES else self._world.size
+        lone_shard = replace(self._world, local_rank=0, shards=2)
+        return self._world.nodes if self._algorithm.residual_length(lone_shard, 2) == 1 else self._world.size
 
     @property
     def copy(self) -> int:

@@ -32,14 +32,14 @@ class Turns:
     def __init__(self, world: World) -> None:
         self.agree = agreement()
         self._size = world.size
-        self._samples = 0
+        self.samples = 0
         self._sums: Future[Sums] | None = None
         self._handed_out: float | None = None
 
     def announce(self, samples: int, *more: float) -> Future[Sums]:
         """Announces this rank's batch; sums over all ranks come of (samples, *more)."""
         numbers = (float(samples), *more)
-        self._samples = samples
+        self.samples = samples
         self._sums = schedule().submit(lambda: self.agree(numbers)) if self._size > 1 else _ready(np.array(numbers))
         return self._sums
 
@@ -48,7 +48,7 @@ class Turns:
         if self._sums is None:
             return 1.0
         total = float(self._sums.result()[0])
-        return self._samples * self._size / total if total else 1.0
+        return self.samples * self._size / total if total else 1.0
 
     def end(self) -> None:
         """No batch is announced any more: gradients of all ranks count alike again."""
@@ -64,18 +64,19 @@ class Turns:
         self,
         loader: Iterable[Any],
         more: Callable[[], Sequence[float]] = tuple,
-        seen: Callable[[Future[Sums]], None] | None = None,
+        seen: Callable[[Future[Sums]], None] = lambda _: None,
+        opened: Callable[[], None] = lambda: None,
     ) -> Iterator[Any]:
         """The batches of `loader`, each announced with `more()`; `seen` gets every agreement. A rank that has run out
         gets its last batch again, with weight zero, until all have."""
         iterator, last = iter(loader), _END
+        opened()
         try:
             while True:
                 with phases.current.timed("data"):
                     batch = next(iterator, _END)
                     sums = self.announce(0 if batch is _END else samples_of(batch), *more())
-                    if seen is not None:
-                        seen(sums)
+                    seen(sums)
                     if batch is _END and not sums.result()[0]:
                         return
                 if batch is _END and last is _END:
