@@ -1,0 +1,164 @@
+"""`topkube bench allreduce`: every all-reduce algorithm, on the ranks and links at hand. Start it under mpiexec.
+
+Columns follow NCCL's convention: algbw = bytes / time, busbw = algbw * 2(P-1)/P with P ranks, so busbw compares with
+the speed of the links whatever P is. For sparse algorithms these are dense-equivalent: the bytes of the array that
+was reduced, not of what travelled; the bytes that travelled have columns of their own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import typer
+from rich.console import Console
+
+from topkube import collectives, world
+from topkube.arrays import BFLOAT16, Array
+from topkube.bench.report import Report, Timing, machine_facts, timed
+from topkube.errors import ArgumentError
+from topkube.telemetry import phases
+from topkube.world import World
+
+_TYPES = {"fp32": np.dtype(np.float32), "bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
+_TOLERANCE = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3}
+_CHECKED = 300_007
+"""Elements of the run whose result is compared; odd, so that shards differ in length."""
+
+COLUMNS = {
+    "algorithm": "algorithm",
+    "median_ms": "median ms",
+    "minimum_ms": "min ms",
+    "maximum_ms": "max ms",
+    "algbw": "algbw GB/s",
+    "busbw": "busbw GB/s",
+    "inter_mb": "MB between nodes, per node",
+    "intra_mb": "MB inside the node, per rank",
+    "inter_ms": "ms between",
+    "intra_ms": "ms inside",
+    "select_ms": "ms select",
+    "error": "error vs float64",
+    "right": "right",
+}
+
+
+def command(
+    elements: Annotated[int, typer.Option(min=1, help="Length of the array.")] = 25_557_032,
+    algorithms: Annotated[str, typer.Option(help="Names, separated by commas; default: all.")] = "",
+    density: Annotated[float, typer.Option(help="Share of the entries that sparse algorithms send.")] = 0.01,
+    wire: Annotated[str, typer.Option(help="Sparse values between nodes: fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="The array's type: fp32, bf16 or fp16.")] = "fp32",
+    repeats: Annotated[int, typer.Option(min=1, help="Measured runs of each; the median counts.")] = 7,
+    json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
+) -> None:
+    """Measures all-reduce on the ranks that mpiexec started, and checks the results."""
+    here = world.init()
+    report = measure(here, elements, _names(algorithms), density, wire, dtype, repeats)
+    if here.rank == 0:
+        Console().print(report.table())
+        if json is not None:
+            json.write_text(report.to_json())
+
+
+def measure(
+    here: World, elements: int, names: list[str], density: float, wire: str, dtype: str, repeats: int
+) -> Report:
+    """Runs each algorithm of `names` `repeats` times on `elements` elements; the report is complete on rank 0. A
+    collective."""
+    if dtype not in _TYPES:
+        raise ArgumentError(f"dtype is {dtype!r}", next_step=f"choose one of {', '.join(_TYPES)}")
+    facts = {
+        **machine_facts(),
+        "ranks": " + ".join(str(len(ranks)) for ranks in here.node_ranks),
+        "elements": elements,
+        "type": dtype,
+        "density": density,
+        "wire": wire,
+    }
+    report = Report("All-reduce", COLUMNS, facts=facts)
+    start = np.random.default_rng(here.rank).standard_normal(elements, np.float32).astype(_TYPES[dtype])
+    work = np.empty_like(start)
+    for name in names:
+        checked, error = _check(here, name, density, wire, dtype)
+
+        def prepare() -> None:
+            np.copyto(work, start)
+            here.agree(True)
+
+        def run(name: str = name) -> None:
+            collectives.allreduce_(work, algorithm=name, density=density, wire=wire)
+            here.agree(True)
+
+        prepare()
+        run()
+        phases.current.take()
+        timing = timed(run, repeats=repeats, warmups=0, prepare=prepare)
+        _row(here, report, name, work, timing, checked, error)
+    return report
+
+
+def _row(here: World, report: Report, name: str, work: Array, timing: Timing, right: bool, error: float) -> None:
+    spent = phases.current.take()
+    runs = timing.repeats
+    sent, inside = here.sum_small(np.array([spent.inter_bytes, spent.intra_bytes], np.float64)) / runs
+    algbw = work.nbytes / timing.median / 1e9
+    report.add(
+        algorithm=name,
+        median_ms=timing.median * 1e3,
+        minimum_ms=timing.minimum * 1e3,
+        maximum_ms=timing.maximum * 1e3,
+        algbw=algbw,
+        busbw=algbw * 2 * (here.size - 1) / here.size,
+        inter_mb=float(sent) / here.nodes / 1e6,
+        intra_mb=float(inside) / here.size / 1e6,
+        **{f"{phase}_ms": spent.seconds.get(phase, 0.0) / runs * 1e3 for phase in ("inter", "intra", "select")},
+        error=error,
+        right=right,
+    )
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()] or list(collectives.ALGORITHMS)
+    for name in names:
+        collectives.find(name)
+    return names
+
+
+def _check(here: World, name: str, density: float, wire: str, dtype: str) -> tuple[bool, float]:
+    """Whether a small run of `name` is right on all ranks, and its largest error relative to the largest value."""
+    inputs = [
+        np.random.default_rng([rank, 1]).standard_normal(_CHECKED, np.float32).astype(_TYPES[dtype])
+        for rank in range(here.size)
+    ]
+    result = inputs[here.rank].copy()
+    collectives.allreduce_(result, algorithm=name, density=density, wire=wire)
+    wanted, sure = _reference(here, name, inputs, density)
+    error = float((np.abs(result.astype(np.float64) - wanted) * sure).max() / np.abs(wanted).max())
+    tolerance = max(_TOLERANCE[dtype], _TOLERANCE[wire] if collectives.find(name).sparse else 0.0)
+    return here.agree(error <= tolerance), error
+
+
+def _reference(
+    here: World, name: str, inputs: list[Array], density: float
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """The mean that must come out, in float64, and where it is certain: rounding decides which of two entries that
+    straddle the k-th magnitude is sent."""
+    wide = [array.astype(np.float64) / here.size for array in inputs]
+    wanted, sure = np.zeros(_CHECKED), np.ones(_CHECKED, np.bool_)
+    if not collectives.find(name).sparse:
+        return np.sum(wide, axis=0), sure
+    hierarchical = name == "hitopk"
+    shards = here.shards if hierarchical else 1
+    givers = [sum(wide[rank] for rank in ranks) for ranks in here.node_ranks] if hierarchical else wide
+    k = max(1, int(np.ceil(density * _CHECKED / shards)))
+    for shard in range(shards):
+        part = slice(_CHECKED * shard // shards, _CHECKED * (shard + 1) // shards)
+        for giver in givers:
+            values = np.asarray(giver)[part]
+            magnitude = np.abs(values)
+            threshold = np.sort(magnitude)[-min(k, values.size)]
+            wanted[part] += np.where(magnitude >= threshold, values, 0.0)
+            sure[part] &= np.abs(magnitude - threshold) > 1e-6 * threshold
+    return wanted, sure
