@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 from topkube import kernels
 from topkube.arrays import Array
 from topkube.collectives.call import Call, as_bytes, shard_bounds
@@ -110,36 +108,14 @@ def all_reduce_buffer_length(length: int, ranks: int) -> int:
     return -(-length // ranks) * max(ranks - 1, 1)
 
 
-SLOT_HEADER = 8
-"""Bytes before a slot's payload: the payload's size."""
-
-
-def fill_slot(slot: Array, payload: Array) -> None:
-    """Writes `payload` (bytes) into a slot (bytes, at least SLOT_HEADER longer)."""
-    slot[:SLOT_HEADER].view(np.int64)[0] = payload.size
-    slot[SLOT_HEADER : SLOT_HEADER + payload.size] = payload
-
-
-def payload_of(slot: Array) -> Array:
-    """The bytes that `fill_slot` put there."""
-    size = int(slot[:SLOT_HEADER].view(np.int64)[0])
-    return slot[SLOT_HEADER : SLOT_HEADER + size]
-
-
-def all_gather_slots(comm: Any, slots: Array, tag: int, sent: Callable[[int, int], None]) -> Exchange:
-    """slots: (ranks, bytes), row r filled by rank r; every rank gets all rows. Only payloads travel. `sent(partner,
-    bytes)` is told what goes out."""
+def all_gather_rows(comm: Any, rows: Array, tag: int) -> Exchange:
+    """rows: (ranks, bytes), row r filled by rank r; every rank gets all rows."""
     ranks, me = comm.size, comm.rank
-
-    def send(row: int, partner: int) -> Any:
-        size = SLOT_HEADER + payload_of(slots[row]).size
-        sent(partner, size)
-        return comm.Isend(slots[row][:size], partner, tag)
-
     if ranks <= PAIRWISE_LIMIT:
         others = [(me + i) % ranks for i in range(1, ranks)]
-        yield [comm.Irecv(slots[p], p, tag) for p in others] + [send(me, p) for p in others]
+        yield [comm.Irecv(rows[p], p, tag) for p in others] + [comm.Isend(rows[me], p, tag) for p in others]
         return
     right, left = (me + 1) % ranks, (me - 1) % ranks
     for step in range(ranks - 1):
-        yield [comm.Irecv(slots[(me - step - 1) % ranks], left, tag), send((me - step) % ranks, right)]
+        sent, received = rows[(me - step) % ranks], rows[(me - step - 1) % ranks]
+        yield [comm.Irecv(received, left, tag), comm.Isend(sent, right, tag)]

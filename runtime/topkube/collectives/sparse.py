@@ -3,16 +3,16 @@ residual."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 
 from topkube import _kernels, kernels
 from topkube.arrays import BFLOAT16, Array
-from topkube.collectives import wire
 from topkube.collectives.call import Call, as_bytes, own_shard, shard_bounds, workspace
 from topkube.collectives.dense import count_dense
-from topkube.collectives.exchange import SLOT_HEADER, Exchanges, all_gather_slots, fill_slot, payload_of
+from topkube.collectives.exchange import Exchanges, all_gather_rows
 from topkube.collectives.registry import Algorithm, Request, register
 from topkube.telemetry import phases
 from topkube.world import World
@@ -24,7 +24,7 @@ _SPARSE_INSIDE = 0.25
 
 def kept(length: int, density: float, shards: int = 1) -> int:
     """How many entries of a shard are sent: max(1, ceil(density * length / shards))."""
-    return max(1, math.ceil(density * length / shards))
+    return max(1, math.ceil(round(density * length / shards, 6)))  # 0.07 * 100 is 7.000000000000001
 
 
 def _hitopk(world: World, request: Request) -> bool:
@@ -47,30 +47,28 @@ def _hitopk(world: World, request: Request) -> bool:
 
     bounds = shard_bounds(x.size, world.shards)
     k = kept(x.size, request.density, world.shards)
-    longest = -(-x.size // world.shards)
-    row = SLOT_HEADER + wire.most_bytes(min(k, longest), longest, request.wire)
-    row += -row % 8
-    slots = workspace(world, "slots", world.shards * world.nodes * row, np.uint8).reshape(
-        world.shards, world.nodes, row
-    )
+    sizes = [_row_bytes(stop - start, k, request.wire) for start, stop in itertools.pairwise(bounds)]
+    rows = workspace(world, "rows", world.shards * world.nodes * max(sizes), np.uint8)
+    rows = rows.reshape(world.shards, world.nodes, max(sizes))
     if world.cross_comm is not None:
-        mine = slots[world.local_rank]
+        mine = rows[world.local_rank]
         _select(shard, min(k, shard.size), request, mine[world.node])
         call.same_everywhere()
         exchanges = Exchanges(call)
-        exchanges.start(0, all_gather_slots(world.cross_comm, mine, 0, lambda _, size: phases.current.sent(inter=size)))
+        exchanges.start(0, all_gather_rows(world.cross_comm, mine, 0))
         exchanges.finish(0)
+        phases.current.sent(inter=(world.nodes - 1) * max(sizes))
     else:
         call.same_everywhere()
-    if world.local_size == 1 or slots.nbytes <= _SPARSE_INSIDE * x.nbytes:
-        call.all_gather(slots.reshape(-1))
+    if rows.nbytes <= _SPARSE_INSIDE * x.nbytes:
+        call.all_gather(rows.reshape(-1))
         with phases.current.timed("intra"):
-            for shard_slots, start, stop in zip(slots, bounds, bounds[1:], strict=False):
-                _spread(x[start:stop], shard_slots, request.wire)
+            for shard_rows, start, stop in zip(rows, bounds, bounds[1:], strict=False):
+                finite = _spread(x[start:stop], shard_rows, k, request.wire) and finite
     else:
         if world.cross_comm is not None:
             with phases.current.timed("intra"):
-                _spread(x[first:last], slots[world.local_rank], request.wire)
+                finite = _spread(x[first:last], rows[world.local_rank], k, request.wire) and finite
         call.all_gather(x)
     return finite
 
@@ -88,42 +86,50 @@ def _naive(world: World, request: Request) -> bool:
             kernels.add_(entries, residual.current)
         finite = kernels.is_finite(entries)
     k = min(kept(x.size, request.density), x.size)
-    row = SLOT_HEADER + wire.most_bytes(k, x.size, request.wire)
-    row += -row % 8
-    slots = workspace(world, "slots", world.size * row, np.uint8).reshape(world.size, row)
-    _select(entries, k, request, slots[world.rank])
+    size = _row_bytes(x.size, k, request.wire)
+    rows = workspace(world, "rows", world.size * size, np.uint8).reshape(world.size, size)
+    _select(entries, k, request, rows[world.rank])
     call.same_everywhere()
     exchanges = Exchanges(call)
-
-    def sent(partner: int, size: int) -> None:
-        phases.current.sent(**{"intra" if partner in world.node_ranks[world.node] else "inter": size})
-
-    exchanges.start(0, all_gather_slots(world.comm, slots, 0, sent))
+    exchanges.start(0, all_gather_rows(world.comm, rows, 0))
     exchanges.finish(0)
+    neighbours = world.local_size - 1
+    phases.current.sent(intra=neighbours * size, inter=(world.size - 1 - neighbours) * size)
     with phases.current.timed("intra"):
-        _spread(x, slots, request.wire)
-    return finite
+        return _spread(x, rows, k, request.wire) and finite
 
 
-def _select(shard: Array, k: int, request: Request, slot: Array) -> None:
-    """Puts the largest k entries of `shard` into `slot`; with a residual, what they leave behind replaces them."""
+def _row_bytes(length: int, k: int, wire: str) -> int:
+    """Bytes kept for the encoded entries of a shard: a whole number of words, so that the next row is aligned."""
+    return -(-kernels.encoded_size(length, min(k, length), wire) // 8) * 8
+
+
+def _select(shard: Array, k: int, request: Request, row: Array) -> None:
+    """Puts the largest k entries of `shard` into `row`, encoded; with a residual, what they leave behind replaces
+    them."""
     with phases.current.timed("select"):
         if k == 0:
             indices, values = np.empty(0, np.uint32), np.empty(0, np.float32)
         elif request.selection == "mstopk":
-            indices, values = getattr(kernels, "mstopk")(shard, k)
+            indices, values = kernels.mstopk(shard, k)
         else:
             indices, values = kernels.topk(shard, k)
-        payload, received = wire.pack(indices, values, shard.size, request.wire)
-        fill_slot(slot, payload)
         if request.residual is not None:
-            shard[indices] = values - received
+            shard[indices] = 0
+        payload = kernels.encode(
+            indices, values, shard.size, wire=request.wire, residual=shard if request.residual is not None else None
+        )
+        row[: payload.size] = payload
 
 
-def _spread(out: Array, slots: Array, wire_type: str) -> None:
-    """out becomes the sum of the sparse vectors in `slots`, added in their order."""
-    parts = [wire.unpack(payload_of(slot), out.size, wire_type) for slot in slots]
+def _spread(out: Array, rows: Array, k: int, wire: str) -> bool:
+    """out becomes the sum of the sparse vectors in `rows`, added in their order; whether all values are finite."""
+    if out.size == 0:
+        return True
+    size = kernels.encoded_size(out.size, min(k, out.size), wire)
+    parts = [kernels.decode(row[:size], length=out.size) for row in rows]
     _kernels.spread(as_bytes(out), _CODES[out.dtype], parts)
+    return all(kernels.is_finite(values) for _, values in parts)
 
 
 def _own_shard_length(world: World, length: int) -> int:
