@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 
 from topkube.errors import CheckpointError
@@ -125,25 +123,6 @@ class CheckpointStore:
                 cause="the directory is not shared by all nodes, or is full",
                 next_step="read the other ranks' messages",
             )
-
-
-def generators() -> dict[str, Any]:
-    """The states of torch's, NumPy's and Python's random generators, in types that a safe load allows."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  (the state of scripts that use it)
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
-        "python": random.getstate(),
-    }
-
-
-def set_generators(states: dict[str, Any]) -> None:
-    """Puts back what `generators` gave."""
-    torch.set_rng_state(states["torch"])
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
 
 
 def recut(saved: Iterable[dict[str, Any]], copy: int, copies: int) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from topkube.errors import TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.telemetry.progress import ProgressWriter, StepRecord
-from topkube.training.checkpoint import CheckpointStore, generators, recut, set_generators
+from topkube.training.checkpoint import CheckpointStore, recut
 from topkube.training.distributed import DistributedOptimizer
+from topkube.training.generators import generators, set_generators
 from topkube.training.schedule import schedule
 from topkube.training.terminal import TerminalBar
 from topkube.training.uneven import Sums
@@ -169,6 +170,7 @@ class Run:
 
     def _end_step(self) -> None:
         assert self._turn is not None
+        self._optimizer.turns.forget_replay()
         sums, own, now = self._turn.result(), phases.current.take(), time.perf_counter()
         samples, stop = int(sums[0]), bool(sums[1])
         self.step += 1

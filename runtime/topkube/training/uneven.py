@@ -19,6 +19,7 @@ import torch
 from topkube.errors import TrainingError
 from topkube.telemetry import phases
 from topkube.training.agreement import agreement
+from topkube.training.generators import generators, set_generators
 from topkube.training.schedule import schedule
 from topkube.world import World
 
@@ -35,6 +36,7 @@ class Turns:
         self.samples = 0
         self._sums: Future[Sums] | None = None
         self._handed_out: float | None = None
+        self._before_replay: dict[str, Any] | None = None
 
     def announce(self, samples: int, *more: float) -> Future[Sums]:
         """Announces this rank's batch; sums over all ranks come of (samples, *more)."""
@@ -60,6 +62,13 @@ class Turns:
             phases.current.add("forward", now - self._handed_out)
             self._handed_out = None
 
+    def forget_replay(self) -> None:
+        """After a batch of weight zero: the random numbers that it drew were not drawn, so that a run that goes on
+        from a checkpoint, and may replay another batch, stays the same bit for bit."""
+        if self._before_replay is not None:
+            set_generators(self._before_replay)
+            self._before_replay = None
+
     def batches(
         self,
         loader: Iterable[Any],
@@ -81,9 +90,13 @@ class Turns:
                         return
                 if batch is _END and last is _END:
                     last = _any_batch(loader)
-                last = last if batch is _END else batch
+                if batch is _END:
+                    self._before_replay = generators()
+                else:
+                    last = batch
                 self._handed_out = time.perf_counter()
                 yield last
+                self.forget_replay()
         finally:
             self.end()
 
