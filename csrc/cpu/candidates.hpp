@@ -93,9 +93,15 @@ inline std::size_t chunk_start(std::size_t length, int chunk, int chunks) {
   return std::min(length, blocks * static_cast<std::size_t>(chunk) / static_cast<std::size_t>(chunks) * block);
 }
 
+// A threshold that selects exactly k: everything above it, and `ties` of those equal to it.
+struct Exact {
+  std::uint32_t threshold;
+  std::size_t ties;
+};
+
 // The k-th largest magnitude of the values in `runs`, all of which are at least `least`; 1 <= k <= their number. `scratch` has
 // room for all of them and one more. Histograms of 2^11 bins, each over the bin that the last one hit.
-std::uint32_t kth_largest(const std::vector<Run>& runs, std::size_t k, std::uint32_t mask, std::uint32_t least,
+Exact kth_largest(const std::vector<Run>& runs, std::size_t k, std::uint32_t mask, std::uint32_t least,
                           std::uint32_t* scratch);
 
 // Sample positions: one per stratum of equal size, at a hashed place in it. A fixed stride would look at the same few columns of

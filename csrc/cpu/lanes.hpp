@@ -12,13 +12,14 @@
 #if defined(TOPKUBE_EMULATE_AVX512)
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
-#elif defined(__AVX2__)
+#elif defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
 namespace topkube {
 namespace {
 
+// A mask has one entry per lane: `at_least` makes it, `bits` gives bit i for lane i, `without` makes the lanes in it zero.
 #if defined(__AVX512F__) || defined(TOPKUBE_EMULATE_AVX512)
 
 struct Lanes {
@@ -44,32 +45,11 @@ struct Lanes {
     return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
   }
   static Mask at_least(Vector magnitude, Vector threshold) { return _mm512_cmpge_epu32_mask(magnitude, threshold); }
-  static Mask either(Mask a, Mask b) { return static_cast<Mask>(a | b); }
-  static bool any(Mask mask) { return mask != 0; }
-  // Compressing in a register and storing the whole of it: the store with a mask takes over 100 cycles on AMD.
-  static std::size_t append(std::uint32_t* indices, std::uint32_t* values, std::uint32_t base, Vector v, Mask mask) {
-    const Vector lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    store(indices, _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(set(base), lane)));
-    store(values, _mm512_maskz_compress_epi32(mask, v));
-    return static_cast<std::size_t>(__builtin_popcount(mask));
-  }
+  static std::uint64_t bits(Mask mask) { return mask; }
+  static Vector without(Mask mask, Vector v) { return _mm512_maskz_mov_epi32(static_cast<Mask>(~mask), v); }
 };
 
 #elif defined(__AVX2__)
-
-struct Compaction {
-  // Row m lists the lanes whose bit is set in m, in order.
-  std::uint8_t lanes[256][8];
-  constexpr Compaction() : lanes{} {
-    for (int mask = 0; mask < 256; ++mask) {
-      int to = 0;
-      for (int lane = 0; lane < 8; ++lane) {
-        if (mask >> lane & 1) lanes[mask][to++] = static_cast<std::uint8_t>(lane);
-      }
-    }
-  }
-};
-constexpr Compaction compaction;
 
 struct Lanes {
   static constexpr std::size_t width = 8;
@@ -94,16 +74,10 @@ struct Lanes {
   static Mask at_least(Vector magnitude, Vector threshold) {
     return _mm256_cmpgt_epi32(magnitude, _mm256_sub_epi32(threshold, _mm256_set1_epi32(1)));
   }
-  static Mask either(Mask a, Mask b) { return _mm256_or_si256(a, b); }
-  static bool any(Mask mask) { return !_mm256_testz_si256(mask, mask); }
-  static std::size_t append(std::uint32_t* indices, std::uint32_t* values, std::uint32_t base, Vector v, Mask mask) {
-    const auto bits = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(mask)));
-    const __m128i row = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(compaction.lanes[bits]));
-    const Vector order = _mm256_cvtepu8_epi32(row);
-    store(indices, _mm256_add_epi32(set(base), order));
-    store(values, _mm256_permutevar8x32_epi32(v, order));
-    return static_cast<std::size_t>(__builtin_popcount(bits));
+  static std::uint64_t bits(Mask mask) {
+    return static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(mask)));
   }
+  static Vector without(Mask mask, Vector v) { return _mm256_andnot_si256(mask, v); }
 };
 
 #else
@@ -113,7 +87,6 @@ struct Lanes {
   typedef std::uint32_t Vector __attribute__((vector_size(16)));
   typedef std::int32_t Mask __attribute__((vector_size(16)));
   typedef float Floats __attribute__((vector_size(16)));
-  typedef std::uint64_t Halves __attribute__((vector_size(16)));
 
   static Vector set(std::uint32_t value) { return Vector{value, value, value, value}; }
   static Vector load(const void* from) {
@@ -132,20 +105,14 @@ struct Lanes {
   static Vector add(Vector a, Vector b) { return (Vector)((Floats)a + (Floats)b); }
   // Both are below 2^31 + 1, so "greater than threshold - 1" may compare as signed.
   static Mask at_least(Vector magnitude, Vector threshold) { return (Mask)magnitude > (Mask)(threshold - 1); }
-  static Mask either(Mask a, Mask b) { return a | b; }
-  static bool any(Mask mask) {
-    const Halves halves = (Halves)mask;
-    return (halves[0] | halves[1]) != 0;
+  static std::uint64_t bits(Mask mask) {
+#if defined(__SSE2__)
+    return static_cast<unsigned>(_mm_movemask_ps((__m128)mask));
+#else
+    return (mask[0] & 1u) | (mask[1] & 2u) | (mask[2] & 4u) | (mask[3] & 8u);
+#endif
   }
-  static std::size_t append(std::uint32_t* indices, std::uint32_t* values, std::uint32_t base, Vector v, Mask mask) {
-    std::size_t count = 0;
-    for (std::uint32_t lane = 0; lane < width; ++lane) {
-      indices[count] = base + lane;
-      values[count] = v[lane];
-      count += mask[lane] & 1;
-    }
-    return count;
-  }
+  static Vector without(Mask mask, Vector v) { return v & ~(Vector)mask; }
 };
 
 #endif

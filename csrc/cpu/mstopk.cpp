@@ -204,7 +204,7 @@ Effort mstopk(const void* data, Dtype dtype, std::size_t length, std::size_t k, 
       attempt.probe([](std::uint32_t) { return Verdict::few; });
     } else {
       const std::uint32_t kth =
-          kth_largest(found.runs, known, magnitude_of_f32, plan.threshold, scratch_space.room(found.count + 1));
+          kth_largest(found.runs, known, magnitude_of_f32, plan.threshold, scratch_space.room(found.count + 1)).threshold;
       attempt.probe([kth](std::uint32_t probe) { return probe > kth ? Verdict::few : Verdict::many; });
     }
     complete = bits_of(attempt.lower) >= plan.threshold;

@@ -88,7 +88,7 @@ bool is_finite(const void* data, std::size_t length) {
   return true;
 }
 
-// Selection. A source gives `Lanes::width` values at index i as 32-bit lanes, or one of them.
+// Selection. A source reads `Lanes::width` values at index i as 32-bit lanes, or one of them.
 
 constexpr std::uint32_t magnitude_bits = 0x7fffffffu;
 
@@ -125,42 +125,40 @@ struct Floats<F16> {
   std::uint32_t scalar(std::size_t i) const { return bits_of(from_f16(x[i])); }
 };
 
-template <class T>
-struct Accumulated {
-  static constexpr std::uint32_t mask = magnitude_bits;
-  Floats<T> gradient;
-  const float* residual;
-  float* acc;
-  Lanes::Vector vector(std::size_t i) const {
-    const Lanes::Vector sum = Lanes::add(Lanes::load(residual + i), gradient.vector(i));
-    Lanes::store(acc + i, sum);
-    return sum;
-  }
-  std::uint32_t scalar(std::size_t i) const {
-    const float sum = residual[i] + float_of(gradient.scalar(i));
-    acc[i] = sum;
-    return bits_of(sum);
-  }
-};
+constexpr std::size_t word = 64;  // elements whose verdicts fill one word
+constexpr std::size_t ahead = 1024;  // elements between a prefetch and its use: the walk below hides the pattern from the hardware
+
+// Appends the lanes whose bit is set. The first four steps are taken whether or not there is one: at usual densities that is
+// enough, and a branch that is often wrong costs more. What they write beyond `count` is overwritten.
+template <class ValueAt>
+std::size_t append(std::uint64_t bits, std::uint32_t base, std::uint32_t* indices, std::uint32_t* values, const ValueAt& value_at) {
+  const auto count = static_cast<std::size_t>(__builtin_popcountll(bits));
+  const auto put = [&](std::size_t at) {
+    const auto lane = static_cast<std::uint32_t>(__builtin_ctzll(bits | std::uint64_t{1} << 63));
+    indices[at] = base + lane;
+    values[at] = value_at(lane);
+    bits &= bits - 1;
+  };
+  for (std::size_t at = 0; at < 4; ++at) put(at);
+  for (std::size_t at = 4; at < count; ++at) put(at);
+  return count;
+}
 
 template <class Source>
 std::size_t filter_source(const Source& source, std::size_t length, std::uint32_t base, std::uint32_t threshold,
                           std::uint32_t* indices, std::uint32_t* values) {
-  constexpr std::size_t group = 4;  // vectors per branch: most groups hold nothing
   const Lanes::Vector mask = Lanes::set(Source::mask), least = Lanes::set(threshold);
   std::size_t count = 0, i = 0;
-  for (; i + group * Lanes::width <= length; i += group * Lanes::width) {
-    Lanes::Vector v[group];
-    Lanes::Mask large[group];
-    for (std::size_t j = 0; j < group; ++j) {
-      v[j] = source.vector(i + j * Lanes::width);
-      large[j] = Lanes::at_least(Lanes::both(v[j], mask), least);
+  for (; i + word <= length; i += word) {
+    std::uint64_t bits = 0;
+    for (std::size_t j = 0; j < word; j += Lanes::width) {
+      bits |= Lanes::bits(Lanes::at_least(Lanes::both(source.vector(i + j), mask), least)) << j;
     }
-    if (!Lanes::any(Lanes::either(Lanes::either(large[0], large[1]), Lanes::either(large[2], large[3])))) continue;
-    for (std::size_t j = 0; j < group; ++j) {
-      count += Lanes::append(indices + count, values + count, base + static_cast<std::uint32_t>(i + j * Lanes::width), v[j],
-                             large[j]);
+    for (std::size_t line = 0; line < word * sizeof *source.x; line += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(source.x + i + ahead) + line);
     }
+    count += append(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count,
+                    [&](std::size_t lane) { return source.scalar(i + lane); });
   }
   for (; i < length; ++i) {
     const std::uint32_t value = source.scalar(i);
@@ -177,11 +175,35 @@ std::size_t filter(const void* data, std::size_t length, std::uint32_t base, std
   return filter_source(Source{static_cast<const Item*>(data)}, length, base, threshold, indices, values);
 }
 
+// acc = residual + gradient, zero where it is appended: those entries are about to be sent, and here they are in the cache.
 template <class T, class Item>
 std::size_t accumulate_filter(const void* gradient, const float* residual, float* acc, std::size_t length, std::uint32_t base,
                               std::uint32_t threshold, std::uint32_t* indices, std::uint32_t* values) {
-  const Accumulated<T> source{{static_cast<const Item*>(gradient)}, residual, acc};
-  return filter_source(source, length, base, threshold, indices, values);
+  const Floats<T> source{static_cast<const Item*>(gradient)};
+  const Lanes::Vector mask = Lanes::set(magnitude_bits), least = Lanes::set(threshold);
+  std::size_t count = 0, i = 0;
+  alignas(64) std::uint32_t sums[word];
+  for (; i + word <= length; i += word) {
+    std::uint64_t bits = 0;
+    for (std::size_t j = 0; j < word; j += Lanes::width) {
+      const Lanes::Vector sum = Lanes::add(Lanes::load(residual + i + j), source.vector(i + j));
+      const Lanes::Mask large = Lanes::at_least(Lanes::both(sum, mask), least);
+      Lanes::store(sums + j, sum);
+      Lanes::store(acc + i + j, Lanes::without(large, sum));
+      bits |= Lanes::bits(large) << j;
+    }
+    count += append(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count,
+                    [&](std::size_t lane) { return sums[lane]; });
+  }
+  for (; i < length; ++i) {
+    const float sum = residual[i] + float_of(source.scalar(i));
+    const bool large = (bits_of(sum) & magnitude_bits) >= threshold;
+    indices[count] = base + static_cast<std::uint32_t>(i);
+    values[count] = bits_of(sum);
+    count += large;
+    acc[i] = large ? 0.0f : sum;
+  }
+  return count;
 }
 
 // Sixteen running sums, element i into sum i % 16, then halves onto halves. Integers order as magnitudes do.

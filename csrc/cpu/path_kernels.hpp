@@ -6,7 +6,7 @@
 
 namespace topkube {
 
-constexpr std::size_t filter_slack = 16;  // the widest vector: whole vectors are stored
+constexpr std::size_t filter_slack = 16;  // entries that a filter may write beyond those that it appends
 
 struct PathKernels {
   const char* name;
@@ -27,7 +27,7 @@ struct PathKernels {
                                  std::uint32_t* indices, std::uint32_t* values);
   Filter filter_bits[3];   // the value is the element's own bits, widened with zeros
   Filter filter_float[3];  // the value is the element as fp32
-  // The same for acc = residual + gradient, which is written on the way. `acc` may be `gradient`.
+  // The same for acc = residual + gradient, which is written on the way, zero where it is appended. `acc` may be `gradient`.
   using AccumulateFilter = std::size_t (*)(const void* gradient, const float* residual, float* acc, std::size_t length,
                                            std::uint32_t base, std::uint32_t threshold, std::uint32_t* indices,
                                            std::uint32_t* values);

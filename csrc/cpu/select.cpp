@@ -6,7 +6,7 @@ namespace topkube {
 namespace {
 
 thread_local Workspace workspace;
-thread_local Workspace scratch_space;
+thread_local Workspace scratch;
 
 int slot(Dtype dtype) { return static_cast<int>(dtype); }
 std::uint32_t mask_of(Dtype dtype) { return dtype == Dtype::f32 ? magnitude_of_f32 : magnitude_of_16; }
@@ -20,63 +20,64 @@ template <class Item>
 struct Output {
   std::uint32_t* indices;
   Item* values;
-  std::uint32_t mask, threshold;
-  std::size_t ties;
+  std::uint32_t mask;
+  Exact exact;
   std::size_t k;
   std::size_t count = 0;
 
+  // Whether an entry is among the selected. Entries come in order; ties are few, so that branch is seldom wrong.
+  bool wants(std::uint32_t value) {
+    const std::uint32_t magnitude = value & mask;
+    if (magnitude != exact.threshold) [[likely]] return magnitude > exact.threshold;
+    if (exact.ties == 0) return false;
+    --exact.ties;
+    return true;
+  }
+
   void take(const Run& run) {
     for (std::size_t i = 0; i < run.count && count < k; ++i) {
-      const std::uint32_t magnitude = run.values[i] & mask;
-      const bool tie = magnitude == threshold;
       indices[count] = run.indices[i];  // overwritten by the next one unless it counts
       values[count] = static_cast<Item>(run.values[i]);
-      count += magnitude > threshold || (tie && ties > 0);
-      ties -= tie && ties > 0;
+      count += wants(run.values[i]);
     }
   }
-};
 
-// The number of values above a threshold, which are all taken; the rest of k are ties.
-std::size_t above(const Candidates& found, std::uint32_t mask, std::uint32_t threshold) {
-  std::size_t count = 0;
-  for (const Run& run : found.runs) {
-    for (std::size_t i = 0; i < run.count; ++i) count += (run.values[i] & mask) > threshold;
+  // The same for all of a run; the entries that are not selected go to `left_...`, which have room for one more than there are.
+  std::size_t split(const Run& run, std::uint32_t* left_indices, std::uint32_t* left_values) {
+    std::size_t left = 0;
+    for (std::size_t i = 0; i < run.count; ++i) {
+      const bool wanted = wants(run.values[i]);
+      if (count < k) {
+        indices[count] = run.indices[i];
+        values[count] = run.values[i];
+      }
+      left_indices[left] = run.indices[i];
+      left_values[left] = run.values[i];
+      count += wanted;
+      left += !wanted;
+    }
+    return left;
   }
-  return count;
-}
-
-template <class Item>
-void finish(const Candidates& found, std::size_t k, std::uint32_t mask, std::uint32_t least, std::uint32_t* indices,
-            Item* values) {
-  const std::uint32_t threshold = kth_largest(found.runs, k, mask, least, scratch_space.room(found.count + 1));
-  Output<Item> output{indices, values, mask, threshold, k - above(found, mask, threshold), k};
-  for (const Run& run : found.runs) output.take(run);
-}
-
-// The k-th largest magnitude by two histograms (one where 16 bits are all there is), and how many equal ones are needed.
-struct Exact {
-  std::uint32_t threshold;
-  std::size_t ties;
-  int passes;
 };
 
-Exact by_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads) {
-  std::size_t rank = k;
+// The k-th largest magnitude by two histograms (one where 16 bits are all there is). `passes` counts them.
+Exact by_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads, int& passes) {
   if (dtype != Dtype::f32) {
     const auto bins = histogram<std::uint16_t>(data, length, 1u << 15, threads,
                                                [](std::uint32_t bits) { return bits & magnitude_of_16; });
-    const auto bin = static_cast<std::uint32_t>(bin_of_kth(bins.data(), bins.size(), rank));
-    return {bin, rank, 1};
+    passes += 1;
+    const auto bin = static_cast<std::uint32_t>(bin_of_kth(bins.data(), bins.size(), k));
+    return {bin, k};
   }
   const auto bins = histogram<std::uint32_t>(data, length, 1u << 16, threads,
                                              [](std::uint32_t bits) { return (bits & magnitude_of_f32) >> 15; });
-  const auto high = static_cast<std::uint32_t>(bin_of_kth(bins.data(), bins.size(), rank)) << 15;
+  const auto high = static_cast<std::uint32_t>(bin_of_kth(bins.data(), bins.size(), k)) << 15;
   // What lies outside the bin wraps or exceeds 2^15, and is left out.
   const auto fine = histogram<std::uint32_t>(data, length, 1u << 15, threads,
                                              [high](std::uint32_t bits) { return (bits & magnitude_of_f32) - high; });
-  const auto low = static_cast<std::uint32_t>(bin_of_kth(fine.data(), fine.size(), rank));
-  return {high | low, rank, 2};
+  passes += 2;
+  const auto low = static_cast<std::uint32_t>(bin_of_kth(fine.data(), fine.size(), k));
+  return {high | low, k};
 }
 
 // Filters block by block with the exact threshold; no buffer larger than a block.
@@ -86,7 +87,7 @@ void collect(const void* data, Dtype dtype, std::size_t length, std::size_t k, c
   const PathKernels& path = active();
   std::vector<std::uint32_t> room(2 * (block + filter_slack));
   Run run{room.data(), room.data() + block + filter_slack, 0};
-  Output<Item> output{indices, values, mask_of(dtype), exact.threshold, exact.ties, k};
+  Output<Item> output{indices, values, mask_of(dtype), exact, k};
   for (std::size_t start = 0; start < length && output.count < k; start += block) {
     run.count = path.filter_bits[slot(dtype)](at(data, dtype, start), std::min(block, length - start),
                                               static_cast<std::uint32_t>(start), exact.threshold, run.indices, run.values);
@@ -120,21 +121,40 @@ struct AccumulatingFilter {
   }
 };
 
+// Exact selection from the data itself, without candidates.
+template <class Item>
+void select_again(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads, std::uint32_t* indices,
+                  Item* values, Effort& effort) {
+  const Exact exact = by_histogram(data, dtype, length, k, threads, effort.passes);
+  collect(data, dtype, length, k, exact, indices, values);
+  effort.passes += 1;
+}
+
 // From what the filter left, or from the data again where that is too little or too much.
 template <class Item>
 Effort select_from(const Candidates& found, const Plan& plan, int passes, const void* data, Dtype dtype, std::size_t length,
                    std::size_t k, int threads, std::uint32_t* indices, Item* values) {
   Effort effort{passes, found.count};
   if (!found.overflowed && found.count >= k) {
-    finish(found, k, mask_of(dtype), plan.threshold, indices, values);
+    const std::uint32_t mask = mask_of(dtype);
+    Output<Item> output{indices, values, mask, kth_largest(found.runs, k, mask, plan.threshold, scratch.room(found.count + 1)), k};
+    for (const Run& run : found.runs) output.take(run);
   } else {
-    const Exact exact = by_histogram(data, dtype, length, k, threads);
-    collect(data, dtype, length, k, exact, indices, values);
-    effort.passes += exact.passes + 1;
+    select_again(data, dtype, length, k, threads, indices, values, effort);
   }
   workspace.trim();
-  scratch_space.trim();
+  scratch.trim();
   return effort;
+}
+
+// acc[indices[i]] = value(i), in order.
+template <class Value>
+void put_back(float* acc, const std::uint32_t* indices, std::size_t count, const Value& value) {
+  constexpr std::size_t ahead = 32;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + ahead < count) __builtin_prefetch(acc + indices[i + ahead], 1);
+    acc[indices[i]] = value(i);
+  }
 }
 
 template <class Item>
@@ -177,12 +197,26 @@ Effort compress(const void* gradient, Dtype dtype, const float* residual, float*
                                 [&](std::size_t i) { return bits_of(residual[i] + element(gradient, dtype, i)); });
   const Candidates found =
       filter_pass(length, plan, threads, workspace, AccumulatingFilter{active(), gradient, dtype, residual, acc});
-  const Effort effort = select_f32_from(found, plan, acc, length, k, threads, indices, values);
-  constexpr std::size_t ahead = 32;
-  for (std::size_t i = 0; i < k; ++i) {
-    if (i + ahead < k) __builtin_prefetch(acc + indices[i + ahead], 1);
-    acc[indices[i]] = 0.0f;
+  // The filter has cleared all candidates. Those that are not selected get their values back: far fewer than are selected.
+  Effort effort{1, found.count};
+  auto* bits = reinterpret_cast<std::uint32_t*>(values);
+  if (!found.overflowed && found.count >= k) {
+    std::uint32_t* room = scratch.room(2 * found.count + 2);
+    const Exact exact = kth_largest(found.runs, k, magnitude_of_f32, plan.threshold, room);
+    Output<std::uint32_t> output{indices, bits, magnitude_of_f32, exact, k};
+    std::uint32_t *left_indices = room, *left_values = room + found.count + 1;
+    std::size_t left = 0;
+    for (const Run& run : found.runs) left += output.split(run, left_indices + left, left_values + left);
+    put_back(acc, left_indices, left, [left_values](std::size_t i) { return float_of(left_values[i]); });
+  } else {
+    for (const Run& run : found.runs) {
+      put_back(acc, run.indices, run.count, [&run](std::size_t i) { return float_of(run.values[i]); });
+    }
+    select_again(acc, Dtype::f32, length, k, threads, indices, bits, effort);
+    put_back(acc, indices, k, [](std::size_t) { return 0.0f; });
   }
+  workspace.trim();
+  scratch.trim();
   return effort;
 }
 
