@@ -56,6 +56,11 @@ def gathered(d: int, m: int, n: int, density: float, entry_bytes: int) -> float:
     return (m * n - 1) * math.ceil(density * d) * entry_bytes if m > 1 else 0.0
 
 
+def everyone(d: int, m: int, n: int, density: float, entry_bytes: int) -> float:
+    """Each of a node's n ranks sends its k entries to every rank elsewhere: n·(P-n)·k·entry."""
+    return n * (m * n - n) * math.ceil(density * d) * entry_bytes
+
+
 def hitopk_sent(d: int, m: int, n: int, density: float, entry_bytes: int) -> float:
     """n shards, k/n entries each, to m-1 other nodes: (m-1)·ρd·entry."""
     return (m - 1) * n * math.ceil(density * d / n) * entry_bytes

@@ -68,7 +68,7 @@ class Contender:
     label: str
     world: str
     call: str
-    formula: str  # ring | between-nodes | gathered | hitopk
+    formula: str  # ring | between-nodes | gathered | everyone | hitopk
     density: float = 1.0
     wire: str = "fp32"
     entry_bytes: int = 0
@@ -100,16 +100,17 @@ class Contender:
         if self.formula == "hitopk":
             sent = bounds.hitopk_sent(d, m, n, self.density, self.entry_bytes)
             return bounds.sparse(d, m, n, sent, machine, hierarchical=True)
-        sent = bounds.gathered(d, m, n, self.density, self.entry_bytes)
+        formula = bounds.gathered if self.formula == "gathered" else bounds.everyone
+        sent = formula(d, m, n, self.density, self.entry_bytes)
         return bounds.sparse(d, m, n, sent, machine, hierarchical=False)
 
 
 def _sparse(algorithm: str, density: float, wire: str) -> Contender:
     return Contender(
-        f"topkube {algorithm} {density:g}" + (f" {wire}" if wire != "fp32" else ""),
+        f"TopKube {algorithm} {density:.1%}".replace(".0%", "%") + (f" {wire}" if wire != "fp32" else ""),
         "mpich",
         f"topkube:{algorithm}/{wire}",
-        "hitopk" if algorithm == "hitopk" else "gathered",
+        "hitopk" if algorithm == "hitopk" else "everyone",
         density,
         wire,
         bounds.VALUE_BYTES[wire] + bounds.INDEX_BYTES,
@@ -137,13 +138,13 @@ PEERS = {
     ],
 }
 SPARSE_PEERS = [
-    Contender("torch.topk + all-gather (gloo) 0.01", "gloo", "topk-allgather", "gathered", 0.01, "fp32", 8),
-    Contender("torch.topk + all-gather (MPICH) 0.01", "mpich", "topk-allgather", "gathered", 0.01, "fp32", 8),
+    Contender("torch.topk + all-gather (gloo) 1%", "gloo", "topk-allgather", "gathered", 0.01, "fp32", 8),
+    Contender("torch.topk + all-gather (MPICH) 1%", "mpich", "topk-allgather", "gathered", 0.01, "fp32", 8),
 ]
 OURS_DENSE = [
-    Contender("topkube flat", "mpich", "topkube:flat", "between-nodes"),
-    Contender("topkube torus2d", "mpich", "topkube:torus2d", "between-nodes"),
-    Contender("topkube hierarchical", "mpich", "topkube:hierarchical", "between-nodes"),
+    Contender("TopKube flat", "mpich", "topkube:flat", "ring"),
+    Contender("TopKube torus2d", "mpich", "topkube:torus2d", "between-nodes"),
+    Contender("TopKube hierarchical", "mpich", "topkube:hierarchical", "between-nodes"),
 ]
 OURS_SPARSE = [
     _sparse("naive", 0.01, "fp32"),

@@ -2,8 +2,9 @@
 
     python benchmarks/allreduce/run.py [--quick] [--json FILE] [--part 2x2|4x1|node ...]
     python benchmarks/allreduce/run.py --part 2x2 --rate 1gbit --contender hitopk --contender MPICH
+    python benchmarks/allreduce/run.py --peer-settings
 
-The second form is for tuning and keeps nothing.
+The second form is for a quick look and keeps nothing; the third tries every setting of the dense peers at 1 Gbit/s.
 
 As root: nodes in network namespaces, their links shaped to 1 and 10 Gbit/s and 100 Mbit/s, two layouts (2 nodes x 2
 ranks, 4 x 1). `node` (2 ranks, shared memory, no network) needs no root. Contenders alternate run by run; each result
@@ -224,6 +225,26 @@ def _say(row: dict[str, Any]) -> None:
     print(line + (f"  [{', '.join(phases)} ms]" if phases else ""), flush=True)
 
 
+def peer_settings() -> list[dict[str, Any]]:
+    """Every world of `field.RECIPES`, dense, the whole array at 1 Gbit/s: the median of three runs after one more."""
+    rows = []
+    for part in ("2x2", "4x1"):
+        with contextlib.ExitStack() as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="topkube-allreduce-")))
+            network = stack.enter_context(Network(len(LAYOUTS[part]), "1gbit"))
+            problem = directory / "problem"
+            Problem.create(problem, LENGTH, LAYOUTS[part], ())
+            for name, recipe in entries.RECIPES.items():
+                bench = Bench(part, directory, network, quick=False, wanted=[])
+                contender = Contender(name, name, "dense", "ring")
+                if bench.available(contender):
+                    ms = [bench.once(contender, problem, check=turn == 0)["seconds"] * 1e3 for turn in range(4)][1:]
+                    rows.append({"part": part, "world": name, "settings": recipe.told, "ms": round(median(ms), 1)})
+                    print(rows[-1], flush=True)
+                bench.close()
+    return rows
+
+
 def run(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="topkube-allreduce-")))
@@ -270,10 +291,12 @@ def main() -> int:
     parser.add_argument(
         "--contender", action="append", help="only contenders whose name has this text; may be repeated"
     )
+    parser.add_argument("--peer-settings", action="store_true", help="try every setting of the dense peers instead")
     options = parser.parse_args()
-    parts = options.part or list(LAYOUTS)
+    parts = options.part or ([] if options.peer_settings else list(LAYOUTS))
+    tuning: list[dict[str, Any]] = []
     reason = missing()
-    if reason and set(parts) - {"node"}:
+    if reason and (options.peer_settings or set(parts) - {"node"}):
         print(f"{reason}. Without it: {sys.argv[0]} --part node", file=sys.stderr)
         return 2
     target = options.json or (None if options.quick or options.rate or options.contender else RESULTS)
@@ -282,14 +305,17 @@ def main() -> int:
         stored = json.loads(target.read_text())
         report.rows = [row for row in stored["rows"] if row["part"] not in parts]
         report.facts = {**stored["facts"], **report.facts}
+        tuning = stored.get("tuning", [])
     with _terminated_like_interrupted():
+        if options.peer_settings:
+            tuning = peer_settings()
         for part in parts:
             rows, facts = run(part, options)
             report.rows += rows
             report.facts |= facts
-            if target:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(report.to_json())
+    if target:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps({**json.loads(report.to_json()), "tuning": tuning}, indent=1) + "\n")
     return 0
 
 

@@ -45,6 +45,11 @@ class Recipe:
     options: tuple[str, ...] = ()
     """Options for mpiexec itself."""
 
+    @property
+    def told(self) -> str:
+        """The settings in one line."""
+        return " ".join([*(f"{name}={value}" for name, value in self.environment), *self.options])
+
 
 class WorldFailed(RuntimeError):
     """A world did not start, did not answer in time, or one of its ranks raised."""

@@ -22,6 +22,7 @@ def test_bytes_between_nodes_follow_the_formulas() -> None:
     assert bounds.hitopk_sent(d, 2, 2, 0.01, 6) == 10_000 * 6
     assert bounds.hitopk_sent(d, 4, 1, 0.01, 6) == 3 * 10_000 * 6
     assert bounds.gathered(d, 2, 2, 0.01, 8) == 3 * 10_000 * 8
+    assert bounds.everyone(d, 2, 2, 0.01, 6) == 4 * 10_000 * 6
 
 
 def test_a_wire_bound_scales_from_the_probe_of_its_message_size() -> None:

@@ -103,6 +103,6 @@ def test_the_quick_run_measures_and_checks_every_contender(tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert {"MPICH", "gloo", "topkube hierarchical", "topkube hitopk 0.01"} <= {row["contender"] for row in rows}
+    assert {"MPICH", "gloo", "TopKube hierarchical", "TopKube hitopk 1%"} <= {row["contender"] for row in rows}
     for row in rows:
         assert row["sent_mb"] >= row["formula_mb"] * 0.95, f"{row['contender']}: its bytes did not cross the link"

@@ -1,0 +1,39 @@
+"""docs/benchmarks.md says what was measured: text and pictures are those that the stored results give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import report
+
+
+def test_the_document_and_its_pictures_are_those_of_the_results() -> None:
+    assert report.stale() == [], "run: python benchmarks/report.py"
+
+
+def test_no_placeholder_is_left_and_every_picture_is_there() -> None:
+    text = report.DOCUMENT.read_text()
+    assert "{{" not in text
+    for name in [part.partition(")")[0] for part in text.split("](images/")[1:]]:
+        assert (report.IMAGES / name).exists(), name
+
+
+def test_a_changed_figure_makes_the_document_and_its_picture_stale(tmp_path: Path) -> None:
+    stored = report.load("allreduce")
+    if stored is None:
+        pytest.skip("benchmarks/results/allreduce.json is not there yet")
+    for path in report.RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    row = next(row for row in stored["rows"] if (row["part"], row["rate"]) == ("2x2", "1gbit"))
+    row["ms"] *= 2
+    (tmp_path / "allreduce.json").write_text(json.dumps(stored))
+    assert {"docs/benchmarks.md", "docs/images/allreduce.png"} <= set(report.stale(tmp_path))
+
+
+def test_a_missing_result_leaves_its_section_out(tmp_path: Path) -> None:
+    text = report.render(tmp_path)
+    assert "## Convergence" not in text
+    assert "## Run it yourself" in text
