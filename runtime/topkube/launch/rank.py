@@ -113,7 +113,7 @@ class Keeper:
             text = f"the program {self.command[0]!r} {reason}"
             print(f"topkube rank: {text}", file=sys.stderr, flush=True)
             code = 127 if isinstance(error, FileNotFoundError) else 126
-            self._report(started, code, None, False, not_started=text)
+            self._report(started, time.time(), code, None, False, not_started=text)
             return code
         if log and output == subprocess.PIPE:
             for stream, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
@@ -122,6 +122,9 @@ class Keeper:
                 selector.register(stream, selectors.EVENT_READ, target.buffer)
         while child.poll() is None:
             self._turn(selector, wake, child, log)
+        ended = time.time()
+        if os.getppid() != self.front:
+            self._front_ended = self._front_ended or ended
         if log and output == subprocess.PIPE:
             self._copy_rest(selector, wake, log)
         with contextlib.suppress(
@@ -131,7 +134,7 @@ class Keeper:
         number = -child.returncode if child.returncode < 0 else None
         code = 128 + number if number else child.returncode
         killed_for_memory = number == signal.SIGKILL and _memory_kills() > kills
-        self._report(started, code, number, killed_for_memory)
+        self._report(started, ended, code, number, killed_for_memory)
         return code
 
     def _turn(
@@ -177,12 +180,18 @@ class Keeper:
                 _copy(selector, key, log)
 
     def _report(
-        self, started: float, code: int, number: int | None, out_of_memory: bool, not_started: str | None = None
+        self,
+        started: float,
+        ended: float,
+        code: int,
+        number: int | None,
+        out_of_memory: bool,
+        not_started: str | None = None,
     ) -> None:
         if self.directory is None:
             return
         lines, traceback = tail(log_path(self.directory, self.rank))
-        ended, told, aborted = time.time(), self._told, abort_code(lines)
+        told, aborted = self._told, abort_code(lines)
         if self._front_ended:
             # MPI ended this rank first. With MPICH it may have asked for that itself: MPI_Abort waits to be killed.
             ended, told = self._front_ended, not aborted
@@ -196,6 +205,7 @@ class Keeper:
             exit_code=code,
             signal=signal_name(number) if number else None,
             told_to_end=told,
+            aborted=aborted is not None,
             out_of_memory=out_of_memory,
             not_started=not_started,
             traceback=traceback if code else None,

@@ -19,6 +19,7 @@ ERRORS = {
 """Names of our own errors, whose messages carry cause and next step."""
 TAIL_BYTES = 64 << 10
 TAIL_LINES = 20
+_SAME_MOMENT_SECONDS = 1.0
 
 
 def log_path(directory: Path, rank: int) -> Path:
@@ -43,6 +44,8 @@ class RankReport:
     exit_code: int
     signal: str | None = None
     told_to_end: bool = False
+    aborted: bool = False
+    """Whether its MPI announced that this rank ended the run (MPI_Abort, or a fatal error inside MPI)."""
     out_of_memory: bool = False
     not_started: str | None = None
     """Why the command could not be started at all."""
@@ -75,9 +78,16 @@ def read_all(directory: Path, ranks: int) -> list[RankReport]:
 
 
 def first_failure(reports: Iterable[RankReport]) -> RankReport | None:
-    """The rank that failed first. Ranks that were stopped from outside count only where no other failed."""
-    failed = sorted((report for report in reports if report.exit_code), key=lambda report: report.ended)
-    return next((report for report in failed if not report.told_to_end), None)
+    """The rank that failed first, by time. Ranks that were stopped from outside do not count, and neither do ranks
+    that fell
+    silently in the moment in which another aborted: MPICH's library ends them with 1 as it loses its launcher."""
+    failed = sorted((one for one in reports if one.exit_code and not one.told_to_end), key=lambda one: one.ended)
+    for report in failed:
+        silent = report.traceback is None and report.signal is None and not report.aborted
+        caused = silent and any(one.aborted and one.ended < report.ended + _SAME_MOMENT_SECONDS for one in failed)
+        if not caused:
+            return report
+    return None
 
 
 def tail(log: Path) -> tuple[list[str], str | None]:
