@@ -218,6 +218,7 @@ def _finish(watch: _Watch, failure: LaunchError | None) -> None:
         "density": job.spec.aggregation.density,
         "wallSeconds": round(watch.wall_seconds, 3),
         **{_camel(name): value for name, value in summary.to_dict().items()},
+        "secondsPerStep": {_camel(part.replace(" ", "_")): value for part, value in summary.seconds_per_step.items()},
         "runDirectory": str(directory),
         "plot": str(plotted) if plotted else None,
         "firstFailure": dataclasses.asdict(report) if report else None,

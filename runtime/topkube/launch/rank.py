@@ -230,14 +230,14 @@ def _copy(selector: selectors.BaseSelector, key: selectors.SelectorKey, log: IO[
 
 
 def _memory_kills() -> int:
-    """Kills for memory so far, as the cgroup counts them, or else the whole machine."""
-    total = 0
-    for path, name in (("/sys/fs/cgroup/memory.events", "oom_kill"), ("/proc/vmstat", "oom_kill")):
-        with contextlib.suppress(OSError, ValueError):
-            total += sum(
-                int(line.split()[1]) for line in Path(path).read_text().splitlines() if line.split()[0] == name
-            )
-    return total
+    """Kills for memory so far, as this process's cgroup counts them, or else the whole machine."""
+    with contextlib.suppress(OSError):
+        own = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip()
+        for events in (Path("/sys/fs/cgroup") / own.lstrip("/") / "memory.events", Path("/proc/vmstat")):
+            if events.exists():
+                counts = dict(line.split()[:2] for line in events.read_text().splitlines())
+                return int(counts.get("oom_kill", 0))
+    return 0
 
 
 if __name__ == "__main__":
