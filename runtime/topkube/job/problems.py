@@ -75,7 +75,7 @@ def _problem(entry: Any, path: Path, model: type[Part]) -> str:
 def _nearest(name: str, names: Sequence[str]) -> str:
     lower = {known.lower(): known for known in names}
     squeezed = name.lower().replace("_", "").replace("-", "")
-    near = difflib.get_close_matches(squeezed, lower, 1, 0.6) or [known for known in lower if known in squeezed]
+    near = difflib.get_close_matches(squeezed, lower, 1, 0.5) or [known for known in lower if known in squeezed]
     return f"; did you mean {lower[near[0]]}?" if near else ""
 
 

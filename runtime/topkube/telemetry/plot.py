@@ -14,6 +14,15 @@ from topkube.telemetry.history import PARTS, History
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 LOSS = "#2f6fb7"
 COLOURS = {"compute": "#c3cfdb", "select": "#e9a23b", "inside node": "#4aa37c", "between nodes": "#cf4f4f"}
+_ABOVE: Any = {
+    "frameon": False,
+    "loc": "lower right",
+    "bbox_to_anchor": (1.0, 0.98),
+    "labelcolor": MUTED,
+    "handlelength": 1.1,
+    "columnspacing": 1.4,
+}
+"""Legends stand above their panel, where they hide nothing."""
 MOST_POINTS = 400
 """Columns in the time panel; longer runs are averaged over neighbours."""
 
@@ -94,10 +103,10 @@ def _losses(axes: Any, steps: Values, losses: Values) -> None:
         color=LOSS,
     )
     # A few spikes must not flatten the curve.
-    low, high = losses.min(), np.quantile(losses, 0.995)
+    low, high = losses.min(), max(float(np.quantile(losses, 0.995)), float(smooth.max()))
     margin = 0.08 * (high - low) or 0.1 * (abs(high) or 1)
     axes.set_ylim(low - margin, high + margin)
-    axes.legend(frameon=False, loc="upper right", labelcolor=MUTED, ncols=2)
+    axes.legend(**_ABOVE, ncols=2)
 
 
 def _times(axes: Any, steps: Values, history: History) -> None:
@@ -119,18 +128,8 @@ def _times(axes: Any, steps: Values, history: History) -> None:
         )
         bottom = bottom + heights
     # The first steps warm caches and can be far slower; they may leave the panel.
-    axes.set_ylim(0, 1.28 * max(float(np.quantile(bottom, 0.98)), float(np.median(bottom))))
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        handles,
-        labels,
-        frameon=False,
-        loc="upper right",
-        labelcolor=MUTED,
-        ncols=4,
-        handlelength=1.1,
-        columnspacing=1.4,
-    )
+    axes.set_ylim(0, 1.08 * max(float(np.quantile(bottom, 0.98)), float(np.median(bottom))))
+    axes.legend(**_ABOVE, ncols=4)
 
 
 def smoothed(values: Values) -> Values:

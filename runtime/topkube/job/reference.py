@@ -1,0 +1,93 @@
+"""docs/trainingjob.md, from the types: `python -m topkube.job.reference > docs/trainingjob.md`."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from topkube.job.part import Part
+from topkube.job.problems import allowed, bare, part_of
+from topkube.job.spec import Metadata
+from topkube.job.training_job import TrainingJob
+
+_BY_KUBERNETES = "set by Kubernetes"
+_HEAD = """# TrainingJob
+
+Every field of a TrainingJob, `topkube.dev/v1alpha1`. The same file runs here (`topkube run job.yaml`) and on a cluster
+(`kubectl apply -f job.yaml`). The smallest one:
+
+```yaml
+apiVersion: topkube.dev/v1alpha1
+kind: TrainingJob
+metadata:
+  name: my-training
+spec:
+  workers: 2
+  slotsPerWorker: 2
+  template:
+    spec:
+      containers:
+      - name: worker
+        image: topkube/runtime:0.1.0
+        command: [python, train.py]
+```
+
+A file with mistakes is refused with all of them: the path, the line, what is allowed, and the nearest valid
+name. Unknown fields are mistakes, except inside pod templates. `null` means the default, as everywhere in
+Kubernetes.
+
+What differs in a local run: `image`, `resources`, `spread`, `launcher`, `suspend`, retries and the dataset's
+cache have no effect; `python` is the Python that runs `topkube`; the ranks' working directory is yours;
+checkpoints go to the run directory.
+
+This page is generated from `topkube.job`: `python -m topkube.job.reference > docs/trainingjob.md`.
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    lines = [_HEAD]
+    for path, part in _parts(TrainingJob, ""):
+        heading = path or "The whole"
+        lines += [f"## {heading}", "", _summary(part), ""]
+        lines += ["| field | allowed | default | meaning |", "|---|---|---|---|"]
+        lines += [_row(field) for field in part.model_fields.values() if field.description != _BY_KUBERNETES]
+        lines.append("")
+        if part is Metadata:
+            lines += ["Fields that Kubernetes itself sets (uid, generation and so on) are accepted and kept.", ""]
+    return "\n".join(lines)
+
+
+def _summary(part: type[Part]) -> str:
+    return " ".join((part.__doc__ or "").split())
+
+
+def _parts(part: type[Part], path: str) -> Iterator[tuple[str, type[Part]]]:
+    yield path, part
+    for field in part.model_fields.values():
+        below = part_of(field)
+        if below is not None:
+            is_list = typing.get_origin(bare(field.annotation)) is list
+            yield from _parts(below, f"{path}.{field.alias}".lstrip(".") + ("[]" if is_list else ""))
+
+
+def _row(field: FieldInfo) -> str:
+    cells = [f"`{field.alias}`", allowed(field), _default(field), field.description or ""]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(field: FieldInfo) -> str:
+    value: Any = field.default
+    if value is PydanticUndefined:
+        return "required"
+    if value is None or isinstance(value, Part) or value in ({}, []):
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,78 @@
+"""Starts `topkube run` as a person does, on a script without torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SCRIPT = Path(__file__).with_name("rank_script.py")
+
+
+def write_job(directory: Path, command: list[str], workers: int = 2, **spec: Any) -> Path:
+    """A job of `workers` x 2 ranks."""
+    container = {"name": "worker", "image": "none", "command": command[:1], "args": command[1:]}
+    job = {
+        "apiVersion": "topkube.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "tiny"},
+        "spec": {
+            "workers": workers,
+            "slotsPerWorker": 2,
+            "template": {"spec": {"containers": [container]}},
+            "aggregation": {"algorithm": "hitopk"},
+            **spec,
+        },
+    }
+    path = directory / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def start(
+    job: Path, directory: Path, *options: str, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "topkube.cli",
+        "run",
+        str(job),
+        "--run-directory",
+        str(directory / "run"),
+        *options,
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=directory, env=environment
+    )
+
+
+def finish(running: subprocess.Popen[str], seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    try:
+        stdout, stderr = running.communicate(timeout=seconds)
+    finally:
+        running.kill()
+    return subprocess.CompletedProcess(running.args, running.returncode, stdout, stderr)
+
+
+def run(
+    job: Path, directory: Path, *options: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return finish(start(job, directory, *options, environment=environment))
+
+
+def processes_of(directory: Path) -> list[str]:
+    """Command lines of living processes that belong to runs in `directory`: it is where they all were started."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            try:
+                if Path(os.readlink(process / "cwd")) == directory:
+                    found.append((process / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue
+    return found
