@@ -29,17 +29,17 @@ struct Lanes {
 
   static Vector set(std::uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
   static Vector load(const void* from) { return _mm512_loadu_si512(from); }
-  static Vector load16(const std::uint16_t* from) {
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  static Vector load16(const std::uint16_t* from) {  // in halves: SIMDe 0.7 lacks the widening of a whole vector
+    const auto* at = reinterpret_cast<const __m128i*>(from);
+    return joined(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), _mm256_cvtepu16_epi32(_mm_loadu_si128(at + 1)));
   }
   static void store(void* to, Vector v) { _mm512_storeu_si512(to, v); }
   static Vector both(Vector a, Vector b) { return _mm512_and_si512(a, b); }
   static Vector shift16(Vector v) { return _mm512_slli_epi32(v, 16); }
   static Vector from_half(const std::uint16_t* from) {
     const auto* at = reinterpret_cast<const __m128i*>(from);
-    const __m256i low = _mm256_castps_si256(_mm256_cvtph_ps(_mm_loadu_si128(at)));
-    const __m256i high = _mm256_castps_si256(_mm256_cvtph_ps(_mm_loadu_si128(at + 1)));
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    return joined(_mm256_castps_si256(_mm256_cvtph_ps(_mm_loadu_si128(at))),
+                  _mm256_castps_si256(_mm256_cvtph_ps(_mm_loadu_si128(at + 1))));
   }
   static Vector add(Vector a, Vector b) {
     return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
@@ -47,6 +47,9 @@ struct Lanes {
   static Mask at_least(Vector magnitude, Vector threshold) { return _mm512_cmpge_epu32_mask(magnitude, threshold); }
   static std::uint64_t bits(Mask mask) { return mask; }
   static Vector without(Mask mask, Vector v) { return _mm512_maskz_mov_epi32(static_cast<Mask>(~mask), v); }
+
+ private:
+  static Vector joined(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 };
 
 #elif defined(__AVX2__)
