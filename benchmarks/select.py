@@ -1,0 +1,157 @@
+"""Selection beside its peers, on ordinary and on adversarial inputs: python benchmarks/select.py
+
+Writes benchmarks/results/select.json. One thread, 25,557,032 float32 elements (ResNet-50's) unless --elements says otherwise.
+Peers: numpy.argpartition and torch.topk on the ready-made |x|; MSTopK composed from torch operations, one count per probe,
+with the same thresholds. Bounds are probed in the same run: one read of the array, and an in-place addition of two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from topkube import kernels
+from topkube.bench.report import Report, timed
+from topkube.bench.select import measure
+
+RESULTS = Path(__file__).parent / "results" / "select.json"
+
+
+def adversarial(d: int) -> Iterator[tuple[str, Any]]:
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal(d, dtype=np.float32)
+    yield "normal", normal
+    yield "sorted", np.sort(normal)
+    yield "constant", np.ones(d, np.float32)
+    yield "few distinct values", rng.integers(-2, 3, d).astype(np.float32)
+    spike = np.zeros(d, np.float32)
+    spike[d // 2] = 1e30
+    yield "one spike", spike
+    yield "denormals", rng.integers(0, 2**12, d, dtype=np.uint32).view(np.float32)
+    with np.errstate(over="ignore"):
+        yield "heavy tails", (rng.standard_cauchy(d) ** 3).astype(np.float32)
+    matrix = rng.standard_normal((4096, 4096), dtype=np.float32)
+    matrix[:, ::256] *= 100
+    yield "4096 x 4096, 16 loud columns", matrix.ravel()
+    matrix = rng.standard_normal((4096, 4096), dtype=np.float32)
+    matrix[:, ::256] *= 0.01
+    yield "4096 x 4096, 16 quiet columns", matrix.ravel()
+    nan = normal.copy()
+    nan[:: d // 1000] = np.nan
+    yield "NaN", nan
+
+
+def is_exact(x: Any, k: int, indices: Any) -> bool:
+    """Whether these are the k largest, the lowest index first among equals."""
+    magnitude = x.view(np.uint32) & 0x7FFFFFFF
+    threshold = np.partition(magnitude, x.size - k)[x.size - k]
+    above = np.flatnonzero(magnitude > threshold)
+    ties = np.flatnonzero(magnitude == threshold)[: k - above.size]
+    return bool(np.array_equal(np.sort(np.concatenate([above, ties])), indices))
+
+
+def mstopk_of_torch(x: torch.Tensor, k: int, iterations: int = 30) -> tuple[int, int]:
+    """Algorithm 1 composed from torch operations; returns how many magnitudes reach either threshold."""
+    a = x.abs()
+    mean, top = a.double().mean().item(), a.max().item()
+    left, right, k1, k2, upper, lower = 0.0, 1.0, 0, a.numel(), float("inf"), 0.0
+    for _ in range(iterations):
+        ratio = left + (right - left) / 2
+        threshold = float(np.float32(mean + ratio * (top - mean)))
+        count = int((a >= threshold).sum())
+        if count <= k:
+            right = ratio
+            if count > k1:
+                k1, upper = count, threshold
+        else:
+            left = ratio
+            if count < k2:
+                k2, lower = count, threshold
+    first = torch.nonzero(a >= upper).squeeze(1)
+    run = torch.nonzero((a < upper) & (a >= lower)).squeeze(1)[: k - k1]
+    chosen = torch.cat([first, run])
+    assert x[chosen].numel() == k
+    return k1, k2
+
+
+def adversarial_report(d: int, repeats: int) -> Report:
+    columns = {
+        "input": "input",
+        "kernel": "kernel",
+        "density": "density",
+        "ms": "ms",
+        "passes": "passes",
+        "exact": "exact",
+    }
+    report = Report("Adversarial inputs", columns)
+    for name, x in adversarial(d):
+        for density in (0.001, 0.01):
+            k = kernels.entries_kept(x.size, density)
+            timing = timed(lambda x=x, k=k: kernels.topk(x, k), repeats=repeats)
+            exact = is_exact(x, k, kernels.topk(x, k)[0])
+            passes = kernels.last_effort().passes
+            report.add(input=name, kernel="topk", density=density, ms=timing.median * 1e3, passes=passes, exact=exact)
+            zeros, gradient = np.zeros_like(x), np.empty_like(x)
+            timing = timed(
+                lambda g=gradient, z=zeros, k=k: kernels.compress_(g, z, k),
+                prepare=lambda g=gradient, x=x: np.copyto(g, x),
+                repeats=repeats,
+            )
+            passes = kernels.last_effort().passes
+            np.copyto(gradient, x)
+            exact = is_exact(x + zeros, k, kernels.compress_(gradient, zeros, k)[0])
+            report.add(
+                input=name, kernel="compress_", density=density, ms=timing.median * 1e3, passes=passes, exact=exact
+            )
+    return report
+
+
+def mstopk_report(d: int, repeats: int) -> Report:
+    columns = {
+        "density": "density",
+        "ms": "ms",
+        "torch_ms": "torch operations, ms",
+        "ratio": "ratio",
+        "same": "same counts",
+    }
+    report = Report("MSTopK, N = 30", columns)
+    torch.set_num_threads(1)
+    x = np.random.default_rng(0).standard_normal(d, dtype=np.float32)
+    for density in (0.001, 0.01):
+        k = kernels.entries_kept(d, density)
+        timing = timed(lambda k=k: kernels.mstopk(x, k), repeats=repeats)
+        thresholds = kernels.last_thresholds()
+        tensor = torch.from_numpy(x)
+        peer = timed(lambda k=k: mstopk_of_torch(tensor, k), repeats=1)
+        same = mstopk_of_torch(tensor, k) == (thresholds.above_upper, thresholds.above_lower)
+        ratio = peer.median / timing.median
+        report.add(density=density, ms=timing.median * 1e3, torch_ms=peer.median * 1e3, ratio=ratio, same=same)
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--elements", type=int, default=25_557_032)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    reports = [
+        measure(options.elements, [0.001, 0.01], repeats=options.repeats),
+        mstopk_report(options.elements, options.repeats),
+        adversarial_report(options.elements, 3),
+    ]
+    for report in reports:
+        Console(width=140).print(report.table())
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps([json.loads(report.to_json()) for report in reports], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

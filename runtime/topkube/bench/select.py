@@ -1,0 +1,142 @@
+"""`topkube bench select`: the selection kernels beside their peers and beside what memory allows, on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from topkube import kernels
+from topkube.arrays import BFLOAT16, Array
+from topkube.bench.probe import seconds_to_add, seconds_to_read
+from topkube.bench.report import Report, timed
+from topkube.errors import ArgumentError
+
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
+COLUMNS = {
+    "kernel": "kernel",
+    "density": "density",
+    "ms": "ms (median)",
+    "min_ms": "min",
+    "max_ms": "max",
+    "bound_percent": "% of bound",
+    "passes": "passes",
+    "vs_argpartition": "× numpy.argpartition",
+    "vs_torch": "× torch.topk",
+}
+
+
+def measure(
+    elements: int,
+    densities: list[float],
+    *,
+    repeats: int = 9,
+    threads: int = 1,
+    dtype: str = "float32",
+    peers: bool = True,
+) -> Report:
+    """Times `topk`, `compress_` and `mstopk` on `elements` normal values at each density, one row each.
+
+    The bound of `topk` and `mstopk` is one read of the array, that of `compress_` an in-place addition, both by one
+    thread.
+    Peers find the k largest of the ready-made |x| by one thread. Raises ArgumentError for unusable sizes.
+    """
+    if dtype not in DTYPES:
+        raise ArgumentError(f"dtype = {dtype!r} is unknown", next_step=f"choose one of {', '.join(DTYPES)}")
+    if elements < 1:
+        raise ArgumentError(f"elements = {elements} is below 1", next_step="give the length of the array")
+    kept = [kernels.entries_kept(elements, density) for density in densities]
+    rng = np.random.default_rng(0)
+    x32 = rng.standard_normal(elements, dtype=np.float32)
+    x = x32.astype(DTYPES[dtype])
+    acc, residual = np.zeros(elements, np.float32), rng.standard_normal(elements, dtype=np.float32)
+    read, add = seconds_to_read(x), seconds_to_add(acc, residual)
+
+    report = Report("Selection by magnitude", COLUMNS)
+    report.facts |= {
+        "elements": elements,
+        "dtype": dtype,
+        "threads": threads,
+        "simd": kernels.simd(),
+        "repeats": repeats,
+        "one read ms": round(read * 1e3, 3),
+        "one in-place addition (float32) ms": round(add * 1e3, 3),
+    }
+    for density, k in zip(densities, kept, strict=True):
+        rivals = _peers(x32, k, repeats) if peers else {}
+        runs: list[tuple[str, Callable[[], object], Callable[[], object] | None, float]] = [
+            ("topk", partial(kernels.topk, x, k, threads=threads), None, read),
+            _compress_run(x, acc, residual, k, threads, add),
+            ("mstopk", partial(kernels.mstopk, x, k, threads=threads), None, read),
+        ]
+        for name, run, prepare, bound in runs:
+            timing = timed(run, repeats=repeats, prepare=prepare)
+            report.add(
+                kernel=name,
+                density=density,
+                ms=timing.median * 1e3,
+                min_ms=timing.minimum * 1e3,
+                max_ms=timing.maximum * 1e3,
+                bound_percent=100 * bound / timing.median,
+                passes=kernels.last_effort().passes,
+                **{f"vs_{peer}": seconds / timing.median for peer, seconds in rivals.items()},
+            )
+        for peer, seconds in rivals.items():
+            report.add(kernel=f"peer: {peer}", density=density, ms=seconds * 1e3)
+    return report
+
+
+def _compress_run(
+    x: Array, acc: Array, residual: Array, k: int, threads: int, bound: float
+) -> tuple[str, Callable[[], object], Callable[[], object] | None, float]:
+    """compress_ as training calls it: the gradient's memory takes the sum (float32), or `acc` does (16-bit)."""
+    if x.dtype == np.float32:
+        gradient = np.empty_like(x)
+        return (
+            "compress_",
+            lambda: kernels.compress_(gradient, residual, k, threads=threads),
+            lambda: np.copyto(gradient, x),
+            bound,
+        )
+    return "compress_", lambda: kernels.compress_(x, residual, k, out=acc, threads=threads), None, bound
+
+
+def _peers(x: Array, k: int, repeats: int) -> dict[str, float]:
+    """Median seconds in which NumPy and torch find the k largest of |x|, float32, one thread."""
+    magnitude = np.abs(x)
+    few = min(repeats, 3)  # they are slow, and vary little
+    found = {"argpartition": timed(lambda: np.argpartition(magnitude, x.size - k)[x.size - k :], repeats=few).median}
+    try:
+        import torch
+    except ImportError:
+        return found
+    tensor, before = torch.from_numpy(magnitude), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found["torch"] = timed(lambda: torch.topk(tensor, k), repeats=few).median
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
+def command(
+    elements: Annotated[int, typer.Option(help="Length of the array.")] = 25_557_032,
+    density: Annotated[
+        list[float] | None, typer.Option(help="Share to keep; may be repeated. [0.001 and 0.01]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured runs of each kernel.")] = 9,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of our kernels; peers use one.")] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    peers: Annotated[bool, typer.Option(help="Time numpy.argpartition and torch.topk too.")] = True,
+    json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
+) -> None:
+    """Time the selection kernels beside their peers and the memory's bound."""
+    report = measure(elements, density or [0.001, 0.01], repeats=repeats, threads=threads, dtype=dtype, peers=peers)
+    Console().print(report.table())
+    if json is not None:
+        json.write_text(report.to_json())
