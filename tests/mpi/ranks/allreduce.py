@@ -1,0 +1,262 @@
+"""Cases of the all-reduce algorithms. Inputs come from (seed, rank): every rank knows what all others hold."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import topkube
+from topkube import collectives
+from topkube.collectives import dense
+from topkube.collectives.registry import ALGORITHMS, Request, find
+from topkube.compression.error_feedback import Residual
+from topkube.errors import ArgumentError
+from topkube.telemetry import phases
+from topkube.world import World
+
+Array = npt.NDArray[np.generic]
+TYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+UNIT = {np.dtype(np.float32): 2.0**-23, np.dtype(np.float16): 2.0**-10, np.dtype(ml_dtypes.bfloat16): 2.0**-7}
+LENGTHS = [1, 2, 3, 5, 1000, 65537, 120_001]
+WIRES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+DENSE = [name for name, algorithm in ALGORITHMS.items() if not algorithm.sparse]
+
+
+def inputs(world: World, length: int, dtype: npt.DTypeLike = np.float32, seed: int = 0) -> list[Array]:
+    """The array of every rank; heavy tails, so that selection has something to find."""
+    arrays = []
+    for rank in range(world.size):
+        x = np.random.default_rng([seed, rank, length]).standard_normal(length)
+        arrays.append((x * (1 + np.abs(x) ** 3)).astype(dtype))
+    return arrays
+
+
+def near(result: Array, wanted: Array, dtype: np.dtype, ranks: int, what: str) -> None:
+    """Within a few roundings of the sum of magnitudes."""
+    bound = 2 * UNIT[dtype] * (ranks + 2) * max(1e-6, float(np.abs(wanted).max()))
+    worst = float(np.abs(result.astype(np.float64) - wanted).max())
+    assert worst <= bound, f"{what}: {worst} off, {bound} allowed"
+
+
+def case_every_algorithm_matches_float64(world: World) -> None:
+    for dtype in TYPES:
+        for length in LENGTHS:
+            arrays = inputs(world, length, dtype)
+            total = np.sum([array.astype(np.float64) for array in arrays], axis=0)
+            for name in ALGORITHMS:
+                for op, wanted in [("sum", total), ("mean", total / world.size)]:
+                    if np.abs(wanted).max() > 6e4:
+                        continue  # fp16 ends at 65504
+                    x = arrays[world.rank].copy()
+                    # At density 1 nothing is left out, so the sparse algorithms must agree as well.
+                    returned = topkube.allreduce_(x, op=op, algorithm=name, density=1.0)
+                    assert returned is x
+                    near(x, wanted, dtype, world.size, f"{name} {op} {dtype} {length}")
+
+
+def case_pieces_and_chunks_meet(world: World) -> None:
+    """Longer than a piece, so that pieces and cells end inside a shard. Whole numbers, so that sums are exact."""
+    count = np.arange(dense.PIECE_BYTES // 4 + 12_345, dtype=np.int32)
+    arrays = [(count % (97 + rank)).astype(np.float32) for rank in range(world.size)]
+    for name in DENSE:
+        x = arrays[world.rank].copy()
+        topkube.allreduce_(x, op="sum", algorithm=name)
+        assert (x == np.sum(arrays, axis=0)).all(), name
+
+
+def case_same_inputs_same_bits_on_all_ranks(world: World) -> None:
+    for dtype in TYPES:
+        arrays = inputs(world, 70_001, dtype, seed=1)
+        for name in ALGORITHMS:
+            bits = []
+            for _ in range(2):
+                x = arrays[world.rank].copy()
+                topkube.allreduce_(x, algorithm=name, density=0.05)
+                bits.append(x.tobytes())
+            assert bits[0] == bits[1], f"{name} {dtype}: two runs differ"
+            assert len(set(world.comm.allgather(hash_of(bits[0])))) == 1, f"{name} {dtype}: ranks differ"
+
+
+def hash_of(data: bytes) -> int:
+    import xxhash
+
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def case_hitopk_is_hitopkcomm(world: World) -> None:
+    """Against a NumPy simulation, residuals and wire rounding included, over several steps: the same bits."""
+    for wire in WIRES:
+        for length, density in [(10_007, 0.01), (40_000, 0.3), (3, 0.01)]:
+            simulated = Simulation(world, length, density, WIRES[wire])
+            residual = collectives.new_residual("hitopk", length)
+            for step in range(4):
+                arrays = inputs(world, length, seed=10 + step)
+                x = arrays[world.rank].copy()
+                topkube.allreduce_(x, algorithm="hitopk", density=density, wire=wire, residual=residual)
+                wanted = simulated.step(arrays)
+                assert x.tobytes() == wanted.tobytes(), f"{wire} {length} step {step}: {np.abs(x - wanted).max()}"
+                if world.local_rank < world.shards:
+                    mine = simulated.residuals[world.node][world.local_rank]
+                    assert residual.current.tobytes() == mine.tobytes(), f"{wire} {length} step {step}: residual"
+
+
+class Simulation:
+    """HiTopKComm as algorithms.md has it, in NumPy on one process."""
+
+    def __init__(self, world: World, length: int, density: float, wire: np.dtype) -> None:
+        self.world, self.wire = world, wire
+        s = world.shards
+        self.bounds = [length * i // s for i in range(s + 1)]
+        self.k = max(1, math.ceil(round(density * length / s, 6)))
+        self.residuals = [
+            [np.zeros(b - a, np.float32) for a, b in itertools.pairwise(self.bounds)] for _ in world.node_ranks
+        ]
+
+    def step(self, arrays: list[Array]) -> Array:
+        world, out = self.world, np.zeros(self.bounds[-1], np.float32)
+        for shard, (start, stop) in enumerate(itertools.pairwise(self.bounds)):
+            for node, ranks in enumerate(world.node_ranks):
+                total = arrays[ranks[0]][start:stop].copy()
+                for rank in ranks[1:]:
+                    total = total + arrays[rank][start:stop]
+                acc = total * np.float32(1 / world.size) + self.residuals[node][shard]
+                chosen = np.sort(np.argsort(-np.abs(acc), kind="stable")[: self.k])
+                sent = acc[chosen].astype(self.wire).astype(np.float32)
+                left = acc.copy()
+                left[chosen] = acc[chosen] - sent
+                self.residuals[node][shard] = left
+                out[start:stop][chosen] += sent
+        return out
+
+
+def case_nothing_is_lost(world: World) -> None:
+    """What was sent plus what every residual holds is the sum of all inputs."""
+    for name in ("hitopk", "naive"):
+        for wire in WIRES:
+            length = 9_999
+            residual = collectives.new_residual(name, length)
+            received, given = np.zeros(length), np.zeros(length)
+            for step in range(5):
+                arrays = inputs(world, length, seed=20 + step)
+                given += np.sum([array.astype(np.float64) for array in arrays], axis=0)
+                x = arrays[world.rank].copy()
+                topkube.allreduce_(x, op="sum", algorithm=name, density=0.02, wire=wire, residual=residual)
+                received += x
+            kept = np.zeros(length)
+            everyone = world.comm.allgather((world.local_rank, residual.current))
+            for local, current in everyone:
+                if name == "naive":
+                    kept += current
+                elif local < world.shards:
+                    kept[length * local // world.shards : length * (local + 1) // world.shards] += current
+            worst = float(np.abs(received + kept - given).max())
+            assert worst <= 1e-4 * np.abs(given).max(), f"{name} {wire}: {worst} lost"
+            assert np.abs(kept).max() > 0, f"{name}: no residual was kept"
+
+
+def case_a_plain_array_is_a_residual(world: World) -> None:
+    length = 5_000
+    plain = np.zeros(find("hitopk").residual_length(world, length), np.float32)
+    proper = collectives.new_residual("hitopk", length)
+    for step in range(3):
+        x = inputs(world, length, seed=30 + step)[world.rank]
+        y = x.copy()
+        topkube.allreduce_(x, density=0.01, residual=plain)
+        topkube.allreduce_(y, density=0.01, residual=proper)
+        assert x.tobytes() == y.tobytes()
+        assert plain.tobytes() == proper.current.tobytes()
+
+
+def case_a_nan_anywhere_leaves_residuals_as_they_were(world: World) -> None:
+    length = 4_001
+    for name in ("hitopk", "naive"):
+        for bad in (np.nan, np.inf):
+            for culprit in {0, world.size - 1}:
+                residual = collectives.new_residual(name, length)
+                topkube.allreduce_(inputs(world, length, seed=40)[world.rank], algorithm=name, residual=residual)
+                before = residual.current.tobytes()
+                x = inputs(world, length, seed=41)[world.rank]
+                if world.rank == culprit:
+                    x[length // 3] = bad
+                topkube.allreduce_(x, algorithm=name, residual=residual)
+                assert residual.current.tobytes() == before, f"{name}: residual changed"
+                assert not np.isfinite(x).all(), f"{name}: the value was lost"
+
+
+def case_somebody_sees_what_is_not_finite(world: World) -> None:
+    for name in ALGORITHMS:
+        for position in (0, 1_500, 2_999):
+            x = inputs(world, 3_000, seed=50)[world.rank]
+            if world.rank == world.size - 1:
+                x[position] = np.nan
+            length = find(name).residual_length(world, x.size)
+            residual = Residual(length) if find(name).sparse else None
+            assert not world.agree(find(name).run(world, Request(x, density=0.1, residual=residual))), name
+
+
+def case_mstopk_and_naive_choose_k(world: World) -> None:
+    x = inputs(world, 20_000, seed=60)[world.rank]
+    topkube.allreduce_(x, algorithm="hitopk", density=0.01, selection="mstopk")
+    assert 0 < np.count_nonzero(x) <= 200 * world.nodes
+    y = inputs(world, 20_000, seed=61)[world.rank]
+    topkube.allreduce_(y, algorithm="naive", density=0.01)
+    assert 200 <= np.count_nonzero(y) <= 200 * world.size
+
+
+def case_bytes_are_counted(world: World) -> None:
+    """Between nodes a node sends 2(m-1)/m of the array for the hierarchical ones; a sparse one far less."""
+    length = 1 << 18
+    for name in ("hierarchical", "torus2d", "hitopk"):
+        x = inputs(world, length, seed=70)[world.rank]
+        phases.current.take()
+        topkube.allreduce_(x, algorithm=name, density=0.01)
+        taken = phases.current.take()
+        sent = float(world.sum_small(np.array([taken.inter_bytes], np.float64))[0]) / world.nodes
+        bound = 2 * (world.nodes - 1) / world.nodes * x.nbytes
+        if name == "hitopk":
+            assert sent <= 0.02 * x.nbytes * (world.nodes - 1)
+            assert (sent > 0) == (world.nodes > 1)
+        else:
+            assert abs(sent - bound) <= 64, f"{name}: {sent} bytes, the bound is {bound}"
+        assert taken.dense_bytes == 2 * (world.size - 1) * x.nbytes // world.size
+
+
+def case_agreement(world: World) -> None:
+    assert world.agree(True)
+    assert not world.agree(world.rank != world.size - 1)
+    values = np.array([world.rank + 0.5, 1.0])
+    assert world.sum_small(values).tolist() == [sum(rank + 0.5 for rank in range(world.size)), world.size]
+
+
+def case_wrong_parameters_are_named(world: World) -> None:
+    x = np.ones(10, np.float32)
+    for wrong, word in [
+        ({"algorithm": "hitopc"}, "hitopk"),
+        ({"density": 0.0}, "density"),
+        ({"density": 1.5}, "density"),
+        ({"density": float("nan")}, "density"),
+        ({"op": "max"}, "mean, sum"),
+        ({"wire": "int8"}, "bf16"),
+        ({"selection": "random"}, "mstopk"),
+        ({"residual": np.zeros(999, np.float32)}, "residual"),
+    ]:
+        with pytest.raises(ArgumentError, match=word):
+            topkube.allreduce_(x, **wrong)
+    for bad in (np.ones(4, np.int32), np.ones((4, 4), np.float32).T[:, :2], [1.0, 2.0], np.ones(3, np.float64)):
+        with pytest.raises(ArgumentError):
+            topkube.allreduce_(bad)
+    assert (x == 1).all()
+
+
+def case_tensors_are_reduced_in_place(world: World) -> None:
+    import torch
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.full((3, 5), float(world.rank + 1), dtype=dtype)
+        assert topkube.allreduce_(x, op="sum", algorithm="dense") is x
+        assert x.tolist() == [[sum(range(1, world.size + 1))] * 5] * 3

