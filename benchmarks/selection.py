@@ -1,8 +1,8 @@
-"""Selection beside its peers, on ordinary and on adversarial inputs: python benchmarks/select.py
+"""Selection beside its peers, on ordinary and on adversarial inputs: python benchmarks/selection.py
 
-Writes benchmarks/results/select.json. One thread, 25,557,032 float32 elements (ResNet-50's) unless --elements says otherwise.
-Peers: numpy.argpartition and torch.topk on the ready-made |x|; MSTopK composed from torch operations, one count per probe,
-with the same thresholds. Bounds are probed in the same run: one read of the array, and an in-place addition of two.
+Writes benchmarks/results/select.json. One thread, 25,557,032 float32 elements (ResNet-50's), or --elements of them.
+Peers: numpy.argpartition and torch.topk on the ready-made |x|; MSTopK composed from torch operations, one count per
+probe, with the same thresholds. Bounds are probed in the same run: one read of the array, and an in-place addition.
 """
 
 from __future__ import annotations
@@ -124,12 +124,12 @@ def mstopk_report(d: int, repeats: int) -> Report:
     report = Report("MSTopK, N = 30", columns)
     torch.set_num_threads(1)
     x = np.random.default_rng(0).standard_normal(d, dtype=np.float32)
+    tensor = torch.from_numpy(x)
     for density in (0.001, 0.01):
         k = kernels.entries_kept(d, density)
         timing = timed(lambda k=k: kernels.mstopk(x, k), repeats=repeats)
         thresholds = kernels.last_thresholds()
-        tensor = torch.from_numpy(x)
-        peer = timed(lambda k=k: mstopk_of_torch(tensor, k), repeats=1)
+        peer = timed(lambda k=k: mstopk_of_torch(tensor, k), repeats=1, warmups=0)
         same = mstopk_of_torch(tensor, k) == (thresholds.above_upper, thresholds.above_lower)
         ratio = peer.median / timing.median
         report.add(density=density, ms=timing.median * 1e3, torch_ms=peer.median * 1e3, ratio=ratio, same=same)
