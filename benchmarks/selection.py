@@ -150,7 +150,8 @@ def main() -> None:
     for report in reports:
         Console(width=140).print(report.table())
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps([json.loads(report.to_json()) for report in reports], indent=1) + "\n")
+    selection, mstopk, inputs = (json.loads(report.to_json()) for report in reports)
+    options.out.write_text(json.dumps(selection | {"mstopk": mstopk, "adversarial": inputs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
