@@ -135,6 +135,7 @@ def test_a_second_run_in_a_directory_starts_clean_but_keeps_checkpoints(tmp_path
     directory = tmp_path / "run"
     (directory / "checkpoints").mkdir(parents=True)
     (directory / "checkpoints" / "step-10").write_text("state")
+    (directory / "mpiexec.log").write_text("")
     (directory / "rank-7.json").write_text('{"exit_code": 1}')
     (directory / "progress.jsonl").write_text('{"step": 999, "total_steps": 1000}\n')
     job = write_job(

@@ -123,11 +123,10 @@ class _Watch:
             while not self.local.wait(LOOK_SECONDS):
                 self._show(display, [(rank, log.read()) for rank, log in enumerate(self._logs)])
                 now = time.monotonic()
-                if self.signals.count > heeded:
-                    heeded = self.signals.count
-                    again = "" if heeded > 1 else " (once more kills them at once)"
+                while self.signals.count > heeded:
+                    heeded += 1
                     display.note(
-                        f"{self.signals.received.name if self.signals.received else ''}: ending all ranks{again}"
+                        "ending all ranks; once more kills them at once" if heeded == 1 else "killing all ranks"
                     )
                     self.local.stop()
                 if deadline is not None and now - start > deadline and not late:

@@ -183,13 +183,20 @@ def fresh_directory(wanted: Path | None, job: TrainingJob, now: time.struct_time
     """The run's directory, made if need be: `wanted`, or runs/NAME-TIME. What an earlier run in it reported is removed;
     its checkpoints stay.
 
-    Raises LaunchError where it cannot be written.
+    Raises LaunchError where it cannot be written, or holds files that no run has left: they could be a person's own.
     """
     directory = wanted or Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
     number = 1
     while wanted is None and directory.exists():
         number += 1
         directory = directory.with_name(f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', now)}-{number}")
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / MPIEXEC_LOG).exists():
+        raise LaunchError(
+            f"{directory} is not empty, and no earlier run's directory",
+            exit_code=2,
+            cause="the run would overwrite files there that have the names of its own",
+            next_step="give a new directory with --run-directory",
+        )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for pattern in (
