@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -289,3 +291,17 @@ def test_passes_that_a_checkpoint_covers_are_passed_over(tmp_path: Path) -> None
     assert broken_off in (7, 8)
     train_until(100)
     assert seen == [(epoch, sample) for epoch in range(3) for sample in range(0, 10, 2)]
+
+
+def test_a_loop_that_was_left_alone_does_not_hang_the_process() -> None:
+    script = """
+import torch, topkube
+topkube.init()
+model = torch.nn.Linear(4, 4)
+optimizer = topkube.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+run = topkube.checkpointing(model, optimizer).__enter__()
+batches = run.progress([torch.ones(2, 4)] * 5)
+model(next(batches)).sum().backward()
+next(batches)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -196,6 +196,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._futures.append(done)
             return
         warming = self.steps < self.aggregation.warmup_steps
+        if self._world.size == 1 and not self._exchange.large.sparse:  # nothing to send: no thread needs to know
+            done = Future()
+            done.set_result(self._exchange.run(bucket, density, warming))
+            self._futures.append(done)
+            return
         self._futures.append(schedule().submit(lambda: self._exchange.run(bucket, density, warming)))
 
     def _finish(self) -> None:
@@ -241,6 +246,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _agree(self, values: Iterable[float]) -> npt.NDArray[np.float64]:
         numbers = [float(value) for value in values]
+        if self._world.size == 1:
+            return np.array(numbers)
         return schedule().submit(lambda: self.turns.agree(numbers)).result()
 
     # ---- layout

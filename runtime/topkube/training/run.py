@@ -139,8 +139,8 @@ class Run:
                 yield from self._one_pass(loader, total)
                 if self.step == before and not resumed:
                     raise TrainingError("the loader gave no batch on any rank", next_step="check the dataset's length")
-        finally:
             schedule().submit(lambda: None).result()  # what the communication thread has to write is written now
+        finally:  # waits for nothing: a loop that was left alone is closed when the interpreter ends
             if self._record is not None:  # the script broke off: only this rank's own numbers are known
                 self._write(self._record, *self._report[:2], *(self._world.size * count for count in self._report[2:]))
             self._passes_asked = min(self._passes_asked, self.epoch)

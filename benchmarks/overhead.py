@@ -1,0 +1,160 @@
+"""What TopKube costs where there is nothing to exchange: the char_gpt loop on one rank against plain torch; and its
+memory.
+
+    python benchmarks/overhead.py
+
+Time: three loops over the same data with the same model, in one process, taken in turn a few steps at a time, so that
+whatever else the machine does meets all of them: plain torch; DistributedOptimizer and run.progress with dense
+aggregation (nothing is sent on one rank); and with compression forced on (hitopk, density 0.01). One torch thread.
+Medians over steps.
+
+Memory: peak resident size of a process per variant, on a model large enough to see. The claim is two float32 shards
+(residual and twin; on one rank a shard is the whole model) and two buckets above plain torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+import topkube
+from topkube.examples.char_gpt import GPT, Source
+from topkube.settings import Settings
+from topkube.training.buckets import BUCKET_BYTES, SMALL_ELEMENTS
+
+VARIANTS = ("plain", "dense", "hitopk")
+LIMIT_PERCENT = {"dense": 3.0, "hitopk": 10.0}
+BATCH, CONTEXT = 8, 128
+
+
+def steps(variant: str, model: GPT, context: int) -> Iterator[None]:
+    """The training loop of the example; yields after every step."""
+    source = Source(context)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if variant == "plain":
+        loader = DataLoader(source, batch_size=BATCH, sampler=torch.randperm(len(source)).tolist())
+        for codes, targets in loader:
+            loss = model(codes, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            plain.step()
+            plain.zero_grad()
+            yield
+        return
+    optimizer = topkube.DistributedOptimizer(
+        plain, model.named_parameters(), aggregation=variant, density=0.01, warmup_steps=0, wire="bf16"
+    )
+    sampler = topkube.data.DistributedSampler(source)
+    loader = DataLoader(source, batch_size=BATCH, sampler=sampler)
+    with topkube.checkpointing(model, optimizer, sampler, settings=Settings()) as run:
+        for codes, targets in run.progress(loader):
+            loss = model(codes, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def measure_time(count: int, turn: int) -> dict[str, object]:
+    """Seconds of every step, the variants in turn, `turn` steps each time."""
+    loops, seconds = {}, {variant: [] for variant in VARIANTS}
+    for variant in VARIANTS:
+        torch.manual_seed(0)
+        model = GPT()
+        loops[variant] = steps(variant, model, CONTEXT)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    for loop in loops.values():
+        for _ in range(3):
+            next(loop)
+    gc.disable()
+    for round_number in range(count // turn):
+        order = VARIANTS[round_number % 3 :] + VARIANTS[: round_number % 3]
+        for variant in order:
+            for _ in range(turn):
+                start = time.perf_counter()
+                next(loops[variant])
+                seconds[variant].append(time.perf_counter() - start)
+    gc.enable()
+    medians = {variant: statistics.median(values) for variant, values in seconds.items()}
+    return {
+        "parameters": parameters,
+        "batch": BATCH,
+        "context": CONTEXT,
+        "torch_threads": torch.get_num_threads(),
+        "steps": count,
+        "median_seconds": medians,
+        "overhead_percent": {v: 100 * (medians[v] / medians["plain"] - 1) for v in VARIANTS[1:]},
+        "limit_percent": LIMIT_PERCENT,
+    }
+
+
+def peak_bytes(variant: str) -> dict[str, int]:
+    """Trains a larger model for a few steps; this process's peak resident size. Runs in a process of its own."""
+    topkube.init()
+    torch.set_num_threads(1)
+    model = GPT(layers=8, width=512, heads=8, context=32)
+    loop = steps(variant, model, 32)
+    for _ in range(4):
+        next(loop)
+    large = [p.numel() for p in model.parameters() if p.ndim > 1 and p.numel() >= SMALL_ELEMENTS]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"peak_bytes": peak, "parameters": sum(p.numel() for p in model.parameters()), "large": sum(large)}
+
+
+def measure_memory(repeats: int) -> dict[str, object]:
+    peaks, about = {}, {}
+    for variant in VARIANTS:
+        values = []
+        for _ in range(repeats):
+            command = [sys.executable, __file__, "--peak-of", variant]
+            about = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            values.append(about["peak_bytes"])
+        peaks[variant] = statistics.median(values)
+    claimed = 2 * 4 * about["large"] + 2 * BUCKET_BYTES
+    return {
+        "parameters": about["parameters"],
+        "peak_bytes": peaks,
+        "above_plain_bytes": {variant: peaks[variant] - peaks["plain"] for variant in VARIANTS[1:]},
+        "two_shards_and_two_buckets_bytes": claimed,
+        "above_plain_share_of_claim": (peaks["hitopk"] - peaks["plain"]) / claimed,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Overhead of TopKube on one rank.")
+    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--turn", type=int, default=3, help="steps of one variant at a time (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="processes per variant for memory (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "overhead.json")
+    parser.add_argument("--peak-of", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("time", "memory"), help="measure one of them, keep the other's result")
+    args = parser.parse_args()
+    if args.peak_of:
+        print(json.dumps(peak_bytes(args.peak_of)))
+        return
+    topkube.init()
+    torch.set_num_threads(1)
+    result = json.loads(args.output.read_text()) if args.output.exists() else {}
+    if args.only != "memory":
+        result["time"] = measure_time(args.steps, args.turn)
+    if args.only != "time":
+        result["memory"] = measure_memory(args.repeats)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
