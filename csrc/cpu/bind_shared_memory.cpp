@@ -19,12 +19,12 @@ using ConstFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::devi
 // A SharedMemory and the window under it, which Python must keep alive for as long.
 class Node {
  public:
-  Node(Bytes window, int rank, int ranks, int shards, int cells, nb::object poll)
+  Node(Bytes window, int rank, int ranks, int shards, int cells, bool crowded, nb::object poll)
       : window_(std::move(window)), poll_(std::move(poll)), shards_(shards), rank_(rank) {
     require(ranks > 0 && rank >= 0 && rank < ranks && shards > 0 && shards <= ranks && cells > 2, "no such place in a node");
     require(window_.size() >= SharedMemory::bytes(ranks, cells), "the window is too small");
     require(static_cast<std::size_t>(shards) * 64 <= SharedMemory::cell_bytes, "too many shards");
-    memory_ = std::make_unique<SharedMemory>(window_.data(), rank, ranks, shards, cells);
+    memory_ = std::make_unique<SharedMemory>(window_.data(), rank, ranks, shards, cells, crowded);
     memory_->poll = [this] {
       nb::gil_scoped_acquire acquire;
       poll_();
@@ -99,8 +99,8 @@ void bind_shared_memory(nb::module_& module) {
     }
   });
   nb::class_<Node>(module, "Node")
-      .def(nb::init<Bytes, int, int, int, int, nb::object>(), nb::arg("window"), nb::arg("rank"), nb::arg("ranks"),
-           nb::arg("shards"), nb::arg("cells"), nb::arg("poll"))
+      .def(nb::init<Bytes, int, int, int, int, bool, nb::object>(), nb::arg("window"), nb::arg("rank"), nb::arg("ranks"),
+           nb::arg("shards"), nb::arg("cells"), nb::arg("crowded"), nb::arg("poll"))
       .def_static("bytes", &SharedMemory::bytes, nb::arg("ranks"), nb::arg("cells"))
       .def("all_reduce", &Node::all_reduce, nb::arg("x"), nb::arg("dtype"), nb::arg("scale"), nb::arg("signature"),
            nb::arg("deadline"))

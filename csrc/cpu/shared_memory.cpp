@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <thread>
 
 #include "float_state.hpp"
 #include "path.hpp"
@@ -58,9 +57,8 @@ std::size_t SharedMemory::bytes(int ranks, int cells) {
   return static_cast<std::size_t>(ranks) * (sizeof(Slot) + static_cast<std::size_t>(cells) * cell_bytes) + line;
 }
 
-SharedMemory::SharedMemory(void* base, int rank, int ranks, int shards, int cells)
-    : rank_(rank), ranks_(ranks), shards_(shards), cells_(cells),
-      crowded_(static_cast<unsigned>(ranks) > std::max(1u, std::thread::hardware_concurrency())) {
+SharedMemory::SharedMemory(void* base, int rank, int ranks, int shards, int cells, bool crowded)
+    : rank_(rank), ranks_(ranks), shards_(shards), cells_(cells), crowded_(crowded) {
   const auto address = reinterpret_cast<std::uintptr_t>(base);
   base_ = reinterpret_cast<char*>((address + line - 1) / line * line);
 }

@@ -38,7 +38,8 @@ class SharedMemory {
   static std::size_t bytes(int ranks, int cells);
 
   // `shards`: an array is cut into that many parts, one for each of the first local ranks.
-  SharedMemory(void* base, int rank, int ranks, int shards, int cells);
+  // `crowded`: more ranks than processors, on the whole machine: waits give way at once.
+  SharedMemory(void* base, int rank, int ranks, int shards, int cells, bool crowded);
 
   // Called in long waits, about ten times a second; it may throw to leave the call.
   std::function<void()> poll;
@@ -78,7 +79,7 @@ class SharedMemory {
 
   char* base_;
   int rank_, ranks_, shards_, cells_;
-  bool crowded_;                // more ranks than processors: give way at once
+  bool crowded_;
   std::uint64_t calls_ = 0;     // calls that this rank has entered
   std::uint64_t sequence_ = 0;  // steps that this rank has finished, over all calls
   double ends_ = 0;             // when the deadline of the call passes

@@ -38,7 +38,7 @@ class Node:
     """Collectives of one node's ranks through `window`, which all of them map; see cpu/shared_memory.hpp."""
 
     def __init__(
-        self, window: Array, rank: int, ranks: int, shards: int, cells: int, poll: Callable[[], None]
+        self, window: Array, rank: int, ranks: int, shards: int, cells: int, crowded: bool, poll: Callable[[], None]
     ) -> None: ...
     @staticmethod
     def bytes(ranks: int, cells: int) -> int: ...

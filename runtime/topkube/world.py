@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import os
 import sys
 import threading
 import time
@@ -58,6 +59,8 @@ class World:
     control: Any
     agreement: Any
     window: npt.NDArray[np.uint8]
+    crowded: bool = False
+    """Whether this machine runs more ranks than it has processors, all nodes that it plays counted."""
     calls: int = 0
     entered: float = 0.0
     cache: dict[str, Any] = field(default_factory=dict)
@@ -226,6 +229,7 @@ def init(settings: Settings | None = None) -> World:
         control=comm.Dup(),
         agreement=comm.Dup(),
         window=_share_window(MPI, node_comm),
+        crowded=hosts.count(host) > len(os.sched_getaffinity(0)),
     )
     if comm.size > 1:
         _end_together(comm)

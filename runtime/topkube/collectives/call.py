@@ -83,7 +83,13 @@ class Call:
             while _kernels.Node.bytes(world.local_size, cells + 1) <= world.window.size and cells < 64:
                 cells += 1
             node = _kernels.Node(
-                world.window, world.local_rank, world.local_size, world.shards, cells, lambda: _look(world)
+                world.window,
+                world.local_rank,
+                world.local_size,
+                world.shards,
+                cells,
+                world.crowded,
+                lambda: _look(world),
             )
             world.cache["node"] = node
         return node
