@@ -12,7 +12,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -359,6 +359,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return any(p.tensor.grad is not None and not torch.isfinite(p.tensor.grad).all() for p in self._parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        wait(self._futures)  # none are left but after a backward that broke off: they would still write into .grad
         self.inner.zero_grad(set_to_none)
         self._nonfinite = self._last_nonfinite = self._unsynchronized = False
         for parameter in self._parameters:
