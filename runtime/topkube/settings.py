@@ -121,7 +121,7 @@ def launched_ranks(environment: Mapping[str, str] | None = None) -> tuple[str, i
     """Which MPI's launcher started this process and how many ranks it started: ("", 0) where none did.
 
     Launchers say it in variables of their own: PMI_SIZE (MPICH, Intel MPI, Slurm's PMI), OMPI_COMM_WORLD_SIZE (Open
-    MPI). They are read to tell a launcher of one MPI from a library of another, and for nothing else. """
+    MPI). They are read to tell a launcher of one MPI from a library of another, and for nothing else."""
     environment = os.environ if environment is None else environment
     for variable, launcher in [("OMPI_COMM_WORLD_SIZE", "Open MPI's mpiexec"), ("PMI_SIZE", "MPICH's mpiexec")]:
         if environment.get(variable, "").isdigit():

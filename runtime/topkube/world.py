@@ -68,6 +68,8 @@ class World:
 
     def enter(self) -> None:
         """Counts a collective, and the time from which it waits."""
+        global _exit_status
+        _exit_status = 0  # a program that goes on has caught its sys.exit
         self.calls += 1
         self.entered = time.monotonic()
 
@@ -185,13 +187,15 @@ class World:
 
 
 _world: World | None = None
+_exit_status = 0
+"""What the last `sys.exit` asked for, where the program is not known to have gone on."""
 
 
 def init(settings: Settings | None = None) -> World:
     """Starts MPI if needed and learns the topology; a second call returns the same world.
 
-    From here on an exception that ends one rank's program ends all ranks: its traceback is printed and MPI aborts the
-    run. Raises WorldError where there is no MPI, two different MPIs meet, or the declared nodes do not fit.
+    From here on an exception or a `sys.exit` with a status that ends one rank's program ends all ranks: its traceback
+    is printed and MPI aborts the run. Raises WorldError where there is no MPI, two different MPIs meet, or the declared nodes do not fit.
     """
     global _world
     if _world is not None:
@@ -366,8 +370,9 @@ def _share_window(MPI: Any, node_comm: Any) -> npt.NDArray[np.uint8]:
 
 
 def _end_together(comm: Any) -> None:
-    """An uncaught exception on one rank ends all: the others would wait for it, and so would its own MPI_Finalize."""
-    before, before_in_threads = sys.excepthook, threading.excepthook
+    """An uncaught exception or a `sys.exit` with a status on one rank ends all: the others would wait for it, and so
+    would its own MPI_Finalize."""
+    before, before_in_threads, exit_before = sys.excepthook, threading.excepthook, sys.exit
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
@@ -378,11 +383,22 @@ def _end_together(comm: Any) -> None:
         if arguments.exc_type is not SystemExit:
             _abort(comm)
 
-    sys.excepthook, threading.excepthook = on_exception, on_thread_exception
+    def on_exit(status: Any = None) -> NoReturn:
+        global _exit_status
+        if threading.current_thread() is threading.main_thread():
+            _exit_status = status % 256 if isinstance(status, int) else int(status is not None)
+        exit_before(status)
+
+    def at_exit() -> None:
+        if _exit_status:
+            _abort(comm, _exit_status)
+
+    sys.excepthook, threading.excepthook, sys.exit = on_exception, on_thread_exception, on_exit
+    atexit.register(at_exit)
 
 
-def _abort(comm: Any) -> None:
+def _abort(comm: Any, status: int = 1) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    comm.Abort(1)
+    comm.Abort(status)

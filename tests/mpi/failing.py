@@ -62,6 +62,19 @@ def raises(world: World) -> None:
     world.comm.recv(source=1)
 
 
+def exits(world: World) -> None:
+    if world.rank == 1:
+        sys.exit(9)
+    world.comm.recv(source=1)
+
+
+def exits_but_is_caught(world: World) -> None:
+    try:
+        sys.exit(9)
+    except SystemExit:
+        world.agree(True)
+
+
 def raises_in_a_thread(world: World) -> None:
     def work() -> None:
         raise ValueError("the thread had enough")
@@ -83,13 +96,15 @@ CASES: dict[str, Callable[[World], None]] = {
     "densities-differ": densities_differ,
     "raises": raises,
     "raises-in-a-thread": raises_in_a_thread,
+    "exits": exits,
+    "exits-but-is-caught": exits_but_is_caught,
 }
 
 
 def main(case: str, directory: Path) -> None:
     topkube.init()
     world = worlds.current()
-    if case.startswith("raises"):
+    if case.startswith(("raises", "exits")):
         CASES[case](world)
         return
     start = time.monotonic()

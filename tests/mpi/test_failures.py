@@ -73,6 +73,17 @@ def test_one_failing_rank_ends_all(mpi: str, case: str, message: str, tmp_path: 
     assert f"ValueError: {message}" in ended.output
 
 
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_rank_that_exits_with_a_status_ends_all(mpi: str, tmp_path: Path) -> None:
+    ended = worlds.run(mpi, 3, [FAILING, "exits", str(tmp_path)], {}, seconds=40)
+    assert ended.code == 9, ended.output
+
+
+def test_an_exit_that_was_caught_does_not(tmp_path: Path) -> None:
+    ended = worlds.run("mpich", 2, [FAILING, "exits-but-is-caught", str(tmp_path)], {}, seconds=40)
+    assert ended.code == 0, ended.output
+
+
 INIT = ["-c", "import topkube; topkube.init()"]
 
 

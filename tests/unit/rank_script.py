@@ -26,6 +26,8 @@ def fail() -> None:
         raise ValueError("boom")
     if mode == "exit":
         os._exit(7)
+    if mode == "sys-exit":
+        sys.exit(7)
     if mode == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "crash":

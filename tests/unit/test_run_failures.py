@@ -42,6 +42,7 @@ def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> N
     ("mode", "code", "expected"),
     [
         ("exit", 7, ["exit code 7", "next: read rank-1.log in "]),
+        ("sys-exit", 7, ["exit code 7", "next: read rank-1.log in "]),
         ("kill", 137, ["killed by SIGKILL", "counted no out-of-memory kill"]),
         ("crash", 139, ["killed by SIGSEGV", "in string_at", "crash inside native code"]),
     ],
