@@ -195,7 +195,8 @@ def init(settings: Settings | None = None) -> World:
     """Starts MPI if needed and learns the topology; a second call returns the same world.
 
     From here on an exception or a `sys.exit` with a status that ends one rank's program ends all ranks: its traceback
-    is printed and MPI aborts the run. Raises WorldError where there is no MPI, two different MPIs meet, or the declared nodes do not fit.
+    is printed and MPI aborts the run. Raises WorldError where there is no MPI, two different MPIs meet, or the declared
+    nodes do not fit.
     """
     global _world
     if _world is not None:

@@ -1,4 +1,4 @@
-"""Where a step's time and bytes went. Collectives and the training loop add to `current`; progress takes it each step."""
+"""Where a step's time and bytes went. Collectives and training add to `current`; progress takes it each step."""
 
 from __future__ import annotations
 
