@@ -1,10 +1,10 @@
 """Does sparse training reach the loss of dense training? Both examples' models, SGD and AdamW apart, paired seeds.
 
-    TOPKUBE_RANKS_PER_NODE=2,2 mpiexec -n 4 python benchmarks/convergence.py     # trains what is missing, reports
+    TOPKUBE_RANKS_PER_NODE=1,1 mpiexec -n 2 python benchmarks/convergence.py     # trains what is missing, reports
     python benchmarks/convergence.py --report                                    # table and plot of what is there
 
-Every run trains the same model from the same weights on the same samples in the same order, on 2 nodes x 2 ranks;
-only the exchange differs:
+Every run trains the same model from the same weights on the same samples in the same order, on two nodes or
+more (declared on one machine); only the exchange differs:
     dense                     hierarchical all-reduce, float32
     hitopk                    density 0.01, reached after 10% of the steps; bf16 values; error feedback
     hitopk without feedback   the same, but what is not sent is forgotten (negative control)
@@ -48,8 +48,8 @@ LEARNING_RATE = {
     ("digits_cnn", "adamw"): 5e-3,
 }
 """Of a few tried, those with the lowest dense loss; sparse runs use the same."""
-BATCH = {"char_gpt": 4, "digits_cnn": 8}
-"""Samples per rank."""
+BATCH = {"char_gpt": 16, "digits_cnn": 32}
+"""Samples per step, over all ranks."""
 CONTEXT, GPT_WIDTH, GPT_LAYERS, CNN_CHANNELS = 64, 64, 2, 8
 LABEL_SMOOTHING = 0.1
 """On the digits: their plain loss tends to 0, where a difference in per cent means nothing."""
@@ -132,7 +132,7 @@ def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int,
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     sampler = topkube.data.DistributedSampler(dataset, seed=seed)
-    loader = DataLoader(dataset, batch_size=BATCH[name], sampler=sampler)
+    loader = DataLoader(dataset, batch_size=BATCH[name] // topkube.size(), sampler=sampler)
     losses, start = [], time.perf_counter()
     with topkube.checkpointing(model, optimizer, sampler) as run:
         for batch in run.progress(loader, total=steps):
@@ -160,8 +160,9 @@ def write(path: Path, runs: list[Result]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
     about = {
-        "ranks": "2 nodes x 2 ranks (declared, one machine)",
-        "batch_per_rank": BATCH,
+        "nodes": topkube.nodes(),
+        "ranks": topkube.size(),
+        "batch": BATCH,
         "density": DENSITY,
         "warmup": "10% of the steps",
         "wire": "bf16",
