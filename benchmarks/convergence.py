@@ -266,10 +266,11 @@ def main() -> None:
     runs = world.comm.bcast(read(args.output) if world.rank == 0 else None)
     wanted = [
         (model, optimizer, condition, seed, args.steps)
+        for conditions in (CONDITIONS[:2], CONDITIONS[2:])  # the comparison first, its control after it
+        for model in reversed(MODELS)
         for seed in range(args.seeds)
-        for model in MODELS
         for optimizer in OPTIMIZERS
-        for condition in CONDITIONS
+        for condition in conditions
     ]
     for key in wanted:
         if key in {run.key for run in runs}:

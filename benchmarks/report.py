@@ -247,13 +247,41 @@ def convergence_section(stored: dict[str, Any]) -> dict[str, str]:
     headings = ["model, optimizer, exchange", "seeds", "dense loss", "loss", "difference", "95% interval", "within 1%"]
     steps = sorted({run["steps"] for run in stored["runs"]})
     about = {**stored["about"], "steps": ", ".join(map(str, steps))}
-    plain = {name.replace("_", " "): value for name, value in about.items() if not isinstance(value, dict)}
-    listed = "; ".join(f"{name}: {value}" for name, value in plain.items())
+    listed = "; ".join(
+        f"{name.replace('_', ' ')}: "
+        + (", ".join(f"{of} {each}" for of, each in value.items()) if isinstance(value, dict) else str(value))
+        for name, value in about.items()
+    )
     return {"CONVERGENCE": f"{table(headings, cells)}\n\n{listed}."}
 
 
 def overhead_section(stored: dict[str, Any]) -> dict[str, str]:
-    return {"OVERHEAD": generic(stored)}
+    time, memory = stored["time"], stored["memory"]
+    steps = [
+        [
+            name,
+            f"{1e3 * seconds:.1f}",
+            f"{time['overhead_percent'][name]:+.1f}%" if name in time["overhead_percent"] else "",
+            f"{time['limit_percent'][name]:.0f}%" if name in time["limit_percent"] else "",
+        ]
+        for name, seconds in time["median_seconds"].items()
+    ]
+    above = [
+        [name, f"{bytes_ / 1e6:.1f}", f"{memory['two_shards_and_two_buckets_bytes'] / 1e6:.1f}"]
+        for name, bytes_ in memory["above_plain_bytes"].items()
+    ]
+    return {
+        "OVERHEAD": "\n\n".join(
+            [
+                f"One rank, char_gpt with {time['parameters']:,} parameters, batch {time['batch']}, "
+                f"context {time['context']}, {time['torch_threads']} torch thread; "
+                f"medians of {time['steps']} interleaved steps.",
+                table(["loop", "ms per step", "above plain torch", "allowed"], steps),
+                f"Peak memory above plain torch, {memory['parameters']:,} parameters, one rank:",
+                table(["loop", "MB above plain torch", "two shards and two buckets, MB"], above),
+            ]
+        )
+    }
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
