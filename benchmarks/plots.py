@@ -156,7 +156,7 @@ def sizes(rows: list[Row], path: Path) -> None:
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlabel("array, MiB (float32)")
-        axes.set_xticks([length * 4 / 2**20 for length in lengths], [f"{length * 4 / 2**20:.0f}" for length in lengths])
+        axes.set_xticks([length * 4 / 2**20 for length in lengths], [f"{length * 4 / 2**20:.2g}" for length in lengths])
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(lambda value, _: milliseconds(value).replace(".0 ", " ").replace(".00 ", " "))
         axes.grid(color=FAINT)

@@ -13,7 +13,7 @@ from typing import Any
 from allreduce.network import Network
 
 STREAM = Path(__file__).with_name("stream.py")
-PASSES = 5
+PASSES = 10
 LARGEST = 16_000_000
 
 
