@@ -20,7 +20,6 @@ import contextlib
 import json
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -34,6 +33,7 @@ from allreduce.bounds import Machine
 from allreduce.field import Contender
 from allreduce.network import RATES, Network, missing
 from allreduce.problem import Problem
+from allreduce.scratch import scratch
 from allreduce.worlds import RankWorld
 from topkube.bench.report import Report
 
@@ -242,7 +242,7 @@ def peer_settings() -> list[dict[str, Any]]:
     rows = []
     for part in ("2x2", "4x1"):
         with contextlib.ExitStack() as stack:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="topkube-allreduce-")))
+            directory = stack.enter_context(scratch())
             network = stack.enter_context(Network(len(LAYOUTS[part]), "1gbit"))
             problem = directory / "problem"
             Problem.create(problem, LENGTH, LAYOUTS[part], ())
@@ -259,7 +259,7 @@ def peer_settings() -> list[dict[str, Any]]:
 
 def run(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="topkube-allreduce-")))
+        directory = stack.enter_context(scratch())
         network = None if part == "node" else stack.enter_context(Network(len(LAYOUTS[part])))
         bench = Bench(part, directory, network, options.quick, options.contender or [])
         stack.callback(bench.close)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from allreduce import network, probes
+from allreduce import network, probes, scratch
 from allreduce.network import Network, NetworkError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -77,6 +77,19 @@ def test_nothing_outlives_a_killed_owner() -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in held):
         assert time.monotonic() < deadline, "a node outlived its owner"
         time.sleep(0.01)
+
+
+def test_a_killed_run_leaves_its_directory_to_the_next(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    leftover, strangers = tmp_path / f"topkube-allreduce-{ended.pid}-1234-x", tmp_path / "topkube-allreduce-notes"
+    with scratch.scratch() as mine:
+        running = tmp_path / mine.name
+        for path in (leftover, strangers, running):
+            path.mkdir()
+        assert scratch.remove_leftovers(tmp_path) == [leftover]
+    assert sorted(tmp_path.iterdir()) == sorted([strangers, running])
+    assert not mine.exists()
 
 
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
