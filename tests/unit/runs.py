@@ -33,19 +33,16 @@ def write_job(directory: Path, command: list[str], workers: int = 2, **spec: Any
     return path
 
 
+def command_line(job: Path, directory: Path, *options: str) -> list[str]:
+    """`topkube run` with its run directory inside `directory`."""
+    where = ["--run-directory", str(directory / "run")]
+    return [sys.executable, "-m", "topkube.cli", "run", str(job), *where, *options]
+
+
 def start(
     job: Path, directory: Path, *options: str, environment: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "topkube.cli",
-        "run",
-        str(job),
-        "--run-directory",
-        str(directory / "run"),
-        *options,
-    ]
+    command = command_line(job, directory, *options)
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=directory, env=environment
     )

@@ -7,12 +7,11 @@ import os
 import pty
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import SCRIPT, processes_of, run, write_job
+from runs import SCRIPT, command_line, processes_of, run, write_job
 
 
 @pytest.fixture(scope="module")
@@ -100,16 +99,7 @@ def test_a_person_sees_a_table_and_overrides_hold(tmp_path: Path) -> None:
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
     job = write_job(tmp_path, ["python", str(SCRIPT), "40", "none", "0"], workers=1)
     terminal, end = pty.openpty()
-    command = [
-        sys.executable,
-        "-m",
-        "topkube.cli",
-        "run",
-        str(job),
-        "--run-directory",
-        str(tmp_path / "run"),
-        "--no-plot",
-    ]
+    command = command_line(job, tmp_path, "--no-plot")
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"}
     running = subprocess.Popen(command, stdout=end, stderr=end, env=environment, cwd=tmp_path)
     os.close(end)
