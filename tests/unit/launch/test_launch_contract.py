@@ -1,0 +1,75 @@
+"""What the operator and the pods agree on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkube.errors import LaunchError
+from topkube.job import FirstFailure
+from topkube.launch.contract import (
+    TERMINATION_MESSAGE_BYTES,
+    Ending,
+    ExpectedWorker,
+    LauncherStatus,
+    LaunchPlan,
+    worker_token,
+)
+
+WORKERS = (
+    ExpectedWorker(index=0, attempt=1, pod="a-worker-0-1"),
+    ExpectedWorker(index=1, attempt=2, pod="a-worker-1-2"),
+)
+PLAN = LaunchPlan(name="a", namespace="team", uid="1234", attempt=2, workers=WORKERS, slots=2)
+
+
+def test_a_plan_survives_the_environment_and_newer_fields() -> None:
+    assert LaunchPlan.read(PLAN.text()) == PLAN
+    assert LaunchPlan.read(PLAN.text()[:-1] + ', "fromTheFuture": {"a": 1}}') == PLAN
+    nested = '{"attempt": 1, "state": "Waiting", "progress": {"step": 3, "fromTheFuture": 1}}'
+    progress = LauncherStatus.read(nested).progress
+    assert progress is not None
+    assert progress.step == 3
+
+
+def test_a_malformed_plan_is_named_field_by_field() -> None:
+    with pytest.raises(LaunchError, match=r"TOPKUBE_LAUNCH.*workers\.0\.index.*slots") as error:
+        LaunchPlan.read(PLAN.text().replace('"index":0', '"index":-1').replace('"slots":2', '"slots":0'))
+    assert error.value.exit_code == 2
+    with pytest.raises(LaunchError, match="TOPKUBE_LAUNCH"):
+        LaunchPlan.read("{")
+
+
+def test_a_token_belongs_to_one_worker_of_one_attempt_of_one_job() -> None:
+    tokens = {
+        worker_token(key, uid, index, attempt)
+        for key in ("k", "l")
+        for uid in ("u", "v")
+        for index in (1, 11)
+        for attempt in (1, 11)
+    }
+    assert len(tokens) == 16
+    assert worker_token("k\n", "u", 1, 1) == worker_token("k", "u", 1, 1)
+
+
+@given(st.text(max_size=4096), st.text(max_size=6000))
+def test_the_last_words_fit_what_kubernetes_keeps(tail: str, message: str) -> None:
+    failure = FirstFailure(
+        pod="a-worker-0-1", rank=3, reason="OOMKilled", exit_code=137, message=message, log_tail=tail
+    )
+    text = Ending(attempt=1, state="Failed", exit_code=137, first_failure=failure).message()
+    assert len(text.encode()) <= TERMINATION_MESSAGE_BYTES
+    kept = Ending.read(text).first_failure
+    assert kept is not None
+    assert (kept.rank, kept.reason, kept.exit_code) == (3, "OOMKilled", 137)
+    assert tail.endswith(kept.log_tail or "")
+    assert message.startswith(kept.message or "")
+
+
+def test_the_operator_gets_neither_torch_nor_mpi_from_it() -> None:
+    script = "import sys, topkube.launch.contract; print([m for m in ('torch', 'mpi4py', 'numpy') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
