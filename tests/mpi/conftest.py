@@ -1,4 +1,4 @@
-"""Fixtures of the MPI tests: worlds start once per (MPI, layout, module) and their cases are reported one by one."""
+"""Fixtures of the MPI tests: worlds start once per (MPI, layout, modules) and their cases are reported one by one."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ LAYOUTS = {
 _found: dict[tuple[str, tuple[int, ...], str], dict[str, str]] = {}
 
 
-def cases_of(module: str) -> list[str]:
-    """Names of the cases in ranks/module.py, without importing it: it needs ranks."""
-    tree = ast.parse((HERE / "ranks" / f"{module}.py").read_text())
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")]
+def cases_of(modules: str) -> list[str]:
+    """Names of the cases in ranks/MODULE.py, without importing it: it needs ranks."""
+    names = []
+    for module in modules.split(","):
+        tree = ast.parse((HERE / "ranks" / f"{module.replace('.', '/')}.py").read_text())
+        names += [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[:5] == "case_"]
+    return names
 
 
-def parameters(module: str) -> list[object]:
-    """(mpi, layout, case) for every case of a module in every world."""
+def parameters(modules: str, layouts: dict[str, list[tuple[int, ...]]] = LAYOUTS) -> list[object]:
+    """(mpi, layout, case) for every case of some modules (separated by commas) in every world."""
     return [
         pytest.param(mpi, layout, case, id=f"{mpi}-{'+'.join(map(str, layout))}-{case.removeprefix('case_')}")
-        for mpi, layouts in LAYOUTS.items()
-        for layout in layouts
-        for case in cases_of(module)
+        for mpi, chosen in layouts.items()
+        for layout in chosen
+        for case in cases_of(modules)
     ]
 
 
@@ -41,13 +44,13 @@ def parameters(module: str) -> list[object]:
 def outcome(tmp_path_factory: pytest.TempPathFactory):
     """What went wrong in a case, "" where nothing did. The world runs when its first case is asked for."""
 
-    def of(module: str, mpi: str, layout: tuple[int, ...], case: str) -> str:
+    def of(modules: str, mpi: str, layout: tuple[int, ...], case: str) -> str:
         reason = worlds.missing(mpi)
         if reason:
             pytest.fail(reason)
-        key = (mpi, layout, module)
+        key = (mpi, layout, modules)
         if key not in _found:
-            _found[key] = worlds.run_cases(mpi, layout, module, tmp_path_factory.mktemp("world"))
+            _found[key] = worlds.run_cases(mpi, layout, modules, tmp_path_factory.mktemp("world"))
         found = _found[key]
         return found.get(case, found.get("the world ends well", "the case did not run"))
 

@@ -1,4 +1,7 @@
-"""What every rank of a test world runs: all cases of a module, in order. `rank.py MODULE RESULTS`."""
+"""What every rank of a test world runs: all cases of some modules, in order, or one function of a module.
+
+`rank.py MODULES RESULTS [FUNCTION ARGUMENT...]`, modules separated by commas.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import importlib
 import json
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -14,16 +19,25 @@ import topkube
 from topkube import world as worlds
 
 
-def main(module: str, results: Path) -> None:
+def functions(modules: str, chosen: list[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for module in (importlib.import_module(f"ranks.{name}") for name in modules.split(",")):
+        if chosen:
+            name, *arguments = chosen
+            function = getattr(module, name)
+            yield name, lambda world, f=function, a=arguments: f(world, *a)
+        else:
+            yield from ((name, value) for name, value in vars(module).items() if name.startswith("case_"))
+
+
+def main(modules: str, results: Path, chosen: list[str]) -> None:
     topkube.init()
     world = worlds.current()
-    cases = importlib.import_module(f"ranks.{module}")
     with results.open("w") if world.rank == 0 else open("/dev/null", "w") as out:
-        for name in [name for name in vars(cases) if name.startswith("case_")]:
+        for name, function in functions(modules, chosen):
             problem = ""
             try:
-                getattr(cases, name)(world)
-            except Exception:
+                function(world)
+            except BaseException:  # pytest's own failures are no Exceptions
                 problem = f"rank {world.rank}: {traceback.format_exc()}"
             problems = world.comm.gather(problem)
             if world.rank == 0:
@@ -32,4 +46,4 @@ def main(module: str, results: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

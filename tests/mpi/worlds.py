@@ -1,6 +1,6 @@
-"""Worlds of real ranks for tests: one mpiexec runs all cases of a module on all ranks, and says how each of them went.
- A case is a function `case_...(world)` in a module of `tests/mpi/ranks`. Every rank runs every case; an exception on
-any rank fails the case. Starting ranks costs a second, so a world runs all cases of one module."""
+"""Worlds of real ranks for tests: one mpiexec runs all cases of some modules on all ranks, and says how each of them
+went. A case is a function `case_...(world)` in a module of `tests/mpi/ranks`. Every rank runs every case; an exception
+on any rank fails the case. Starting ranks costs a second, so a world runs all cases of its modules."""
 
 from __future__ import annotations
 
@@ -63,12 +63,13 @@ def run(mpi: str, ranks: int, arguments: list[str], settings: dict[str, str], se
         return Ended(code, output.read())
 
 
-def run_cases(mpi: str, layout: tuple[int, ...], module: str, directory: Path) -> dict[str, str]:
-    """Runs all cases of `ranks/module.py` on sum(layout) ranks, layout[i] of them on node i. Returns what went wrong in
-    each case, "" where nothing did; a world that did not end well fails the cases it left out."""
-    results = directory / f"{module}-{mpi}-{'+'.join(map(str, layout))}.json"
+def run_cases(mpi: str, layout: tuple[int, ...], modules: str, directory: Path, *chosen: str) -> dict[str, str]:
+    """Runs all cases of `ranks/MODULE.py` (several modules: separated by commas), or the one function of it and its
+    arguments that are `chosen`, on sum(layout) ranks, layout[i] of them on node i. Returns what went wrong in each
+    case, "" where nothing did; a world that did not end well fails the cases it left out."""
+    results = directory / f"{modules}-{mpi}-{'+'.join(map(str, layout))}.json"
     settings = {"TOPKUBE_RANKS_PER_NODE": ",".join(map(str, layout)), "TOPKUBE_DEADLINE_SECONDS": "60"}
-    ended = run(mpi, sum(layout), [str(HERE / "rank.py"), module, str(results)], settings)
+    ended = run(mpi, sum(layout), [str(HERE / "rank.py"), modules, str(results), *chosen], settings, seconds=200)
     found: dict[str, str] = {}
     if results.exists():
         for line in results.read_text().splitlines():

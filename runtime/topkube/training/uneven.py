@@ -45,6 +45,13 @@ class Turns:
         self._sums = schedule().submit(lambda: self.agree(numbers)) if self._size > 1 else _ready(np.array(numbers))
         return self._sums
 
+    def sums(self, values: Iterable[float]) -> Sums:
+        """Sums of `values` over all ranks, after everything that was handed in before; waits for them."""
+        numbers = [float(value) for value in values]
+        if self._size == 1:
+            return np.array(numbers)
+        return schedule().submit(lambda: self.agree(numbers)).result()
+
     def scale(self) -> float:
         """The factor for gradients of the announced batch; 1 where none is announced or all batches are equal."""
         if self._sums is None:

@@ -1,0 +1,209 @@
+"""Gradients of several ranks: equal to one process, nothing lost on the way, steps that count on all ranks or none."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import topkube
+from ranks.training.scene import (
+    Optimizers,
+    assert_close,
+    distributed,
+    loss_of,
+    mine,
+    network,
+    residual_sum,
+    same_on_all_ranks,
+    samples,
+    sgd,
+    weights,
+)
+from topkube.errors import TrainingError
+from topkube.world import World
+
+
+def equals_one_process(make: Optimizers, clip: bool = True, **options: object) -> None:
+    model, reference = network(), network()
+    optimizer, plain = distributed(model, make, **options), make(reference.parameters())
+    for step in range(12):
+        x, y = samples(8 * topkube.size(), step)
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        for network_, chosen in ((model, optimizer), (reference, plain)):
+            if clip:
+                nn.utils.clip_grad_norm_(network_.parameters(), 0.5)
+            chosen.step()
+            chosen.zero_grad()
+    assert_close(model, reference)
+    assert same_on_all_ranks(weights(model))
+
+
+def case_dense_equals_one_process(world: World) -> None:
+    equals_one_process(sgd)
+
+
+def case_dense_equals_one_process_with_adamw(world: World) -> None:
+    equals_one_process(lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4))
+
+
+def case_dense_equals_one_process_with_adagrad(world: World) -> None:
+    equals_one_process(lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-4))
+
+
+def case_hitopk_that_sends_all_equals_one_process(world: World) -> None:
+    equals_one_process(sgd, aggregation="hitopk", density=1.0)
+
+
+def case_naive_that_sends_all_equals_one_process(world: World) -> None:
+    equals_one_process(sgd, aggregation="naive", density=1.0)
+
+
+def case_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(world: World) -> None:
+    for name in ("hitopk", "dense"):
+        model = network()
+        optimizer = distributed(model, aggregation=name, density=0.05)
+        for step in range(6):
+            x, y = samples(8 * topkube.size(), step)
+            before = weights(model)
+            residuals = copy.deepcopy(optimizer.state_dict()["topkube"]["residuals"]["pieces"])
+            loss = loss_of(model, mine(x), mine(y))
+            poisoned = step == 3
+            if poisoned and topkube.rank() == topkube.size() - 1:
+                loss = loss * torch.nan
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
+            if poisoned:
+                assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+                assert residuals.keys() == after.keys()
+                for key in residuals:
+                    for (_, a), (_, b) in zip(residuals[key], after[key], strict=True):
+                        assert torch.equal(a, b), key
+            else:
+                assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            assert optimizer.skipped_steps == (step >= 3)
+        assert optimizer.steps == 5
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        assert same_on_all_ranks(weights(model))
+
+
+def case_error_feedback_loses_nothing(world: World) -> None:
+    """Plain SGD with rate 1: what was subtracted, and what is still owed, is the sum of all mean gradients."""
+    for wire in ("fp32", "bf16"):
+        model = network()
+        optimizer = distributed(
+            model, lambda p: torch.optim.SGD(p, lr=1.0), aggregation="hitopk", density=0.02, wire=wire
+        )
+        start, wanted = weights(model), [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+        for step in range(10):
+            x, y = samples(8 * topkube.size(), step)
+            for total, gradient in zip(
+                wanted, torch.autograd.grad(0.01 * loss_of(model, x, y), list(model.parameters())), strict=True
+            ):
+                total += gradient
+            (0.01 * loss_of(model, mine(x), mine(y))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        owed = residual_sum(optimizer, model)
+        assert any(value.abs().sum() > 0 for value in owed.values())
+        for (name, parameter), first, total in zip(model.named_parameters(), start, wanted, strict=True):
+            paid = (first - parameter).double().detach()
+            torch.testing.assert_close(paid + owed[name], total, rtol=1e-4, atol=2e-6)
+
+
+def case_no_sync_accumulates(world: World) -> None:
+    model, reference = network(), network()
+    optimizer, plain = distributed(model), sgd(reference.parameters())
+    for step in range(3):
+        for micro in range(3):
+            x, y = samples(4 * topkube.size(), 10 * step + micro)
+            with contextlib.nullcontext() if micro == 2 else optimizer.no_sync():
+                loss_of(model, mine(x), mine(y)).backward()
+            loss_of(reference, x, y).backward()
+            assert optimizer.accumulating == (micro < 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.step()
+        plain.zero_grad()
+    assert_close(model, reference)
+
+
+def case_a_step_without_exchange_is_refused(world: World) -> None:
+    model = network()
+    optimizer = distributed(model)
+    with optimizer.no_sync():
+        loss_of(model, *samples(4)).backward()
+    with pytest.raises(TrainingError, match="no_sync"):
+        optimizer.step()
+
+
+def case_several_backward_passes_add_up(world: World) -> None:
+    """Each exchanges only what is new; with no_sync between, too."""
+    for name in ("dense", "hitopk"):
+        model, reference = network(), network()
+        optimizer = distributed(model, aggregation=name, density=1.0)
+        for micro, local in enumerate((False, False, True, False)):
+            x, y = samples(4 * topkube.size(), micro)
+            with optimizer.no_sync() if local else contextlib.nullcontext():
+                loss_of(model, mine(x), mine(y)).backward()
+            loss_of(reference, x, y).backward()
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+
+
+def case_gradients_that_are_zeroed_in_place_start_again(world: World) -> None:
+    for zero in ("optimizer", "model"):
+        model, reference = network(), network()
+        optimizer, plain = distributed(model), sgd(reference.parameters())
+        for step in range(4):
+            x, y = samples(4 * topkube.size(), step)
+            loss_of(model, mine(x), mine(y)).backward()
+            loss_of(reference, x, y).backward()
+            optimizer.step()
+            plain.step()
+            (optimizer if zero == "optimizer" else model).zero_grad(set_to_none=False)
+            plain.zero_grad(set_to_none=False)
+        assert_close(model, reference)
+
+
+def case_a_scaler_backs_off_on_all_ranks(world: World) -> None:
+    model = network()
+    optimizer = distributed(model, aggregation="hitopk", density=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scales = []
+    for step in range(4):
+        x, y = samples(4 * topkube.size(), step)
+        loss = loss_of(model, mine(x), mine(y))
+        if step == 1 and topkube.rank() == 0:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**9], scales
+    assert (optimizer.steps, optimizer.skipped_steps) == (3, 1)
+    assert same_on_all_ranks(weights(model))
+
+
+def case_sixteen_bit_parameters_train(world: World) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        model, reference = network().to(dtype), network().to(dtype)
+        optimizer, plain = distributed(model, aggregation="hitopk", density=1.0), sgd(reference.parameters())
+        for step in range(4):
+            x, y = (part.to(dtype) for part in samples(8 * topkube.size(), step))
+            loss_of(model, mine(x), mine(y)).backward()
+            loss_of(reference, x, y).backward()
+            for chosen in (optimizer, plain):
+                chosen.step()
+                chosen.zero_grad()
+        assert_close(model, reference, tolerance=0.06)
+        assert same_on_all_ranks([p.view(torch.int16) for p in weights(model)])

@@ -1,0 +1,147 @@
+"""Parameters that differ: unused, frozen, unlike on other ranks; and the state that all ranks start from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+import topkube
+from ranks.training.scene import (
+    assert_close,
+    distributed,
+    loss_of,
+    mine,
+    network,
+    residual_sum,
+    same_on_all_ranks,
+    samples,
+    sgd,
+    weights,
+)
+from topkube.errors import TrainingError
+from topkube.world import World
+
+
+class Forked(nn.Module):
+    """Three large layers, of which a forward uses those that are named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(24, 48) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        return sum(getattr(self, name)(x).sum(1) for name in used.split())  # type: ignore[return-value]
+
+
+def case_unused_parameters_are_as_with_one_process(world: World) -> None:
+    model, reference = Forked(), Forked()
+    optimizer, plain = distributed(model), sgd(reference.parameters())
+    for step in range(3):
+        x, _ = samples(4 * topkube.size(), step)
+        used = "first second" if topkube.rank() == 0 else "first"
+        model(mine(x), used).mean().backward()
+        share = len(mine(x)) / len(x)
+        (reference(x, "first").mean()).backward()
+        if topkube.rank() == 0:
+            second = reference(mine(x), "second").mean() * share
+        else:
+            second = reference(x[0 :: topkube.size()], "second").mean() * share
+        second.backward()
+        assert model.third.weight.grad is None
+        torch.testing.assert_close(model.second.weight.grad, reference.second.weight.grad, rtol=1e-5, atol=1e-6)
+        for chosen in (optimizer, plain):
+            chosen.step()
+            chosen.zero_grad()
+    assert_close(model, reference)
+    assert same_on_all_ranks(weights(model))
+
+
+def case_an_unused_parameter_is_paid_what_its_residual_owes(world: World) -> None:
+    model = Forked()
+    optimizer = distributed(model, lambda p: torch.optim.SGD(p, lr=0.1), aggregation="hitopk", density=0.05)
+    x, _ = samples(4 * topkube.size())
+    model(mine(x), "first second").mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = residual_sum(optimizer, model)["second.weight"].abs().sum()
+    assert before > 0
+    for _ in range(30):
+        model(mine(x), "first").mean().mul(1e-6).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert residual_sum(optimizer, model)["second.weight"].abs().sum() < before / 2
+
+
+def case_frozen_parameters_stay_and_thaw(world: World) -> None:
+    model, reference = network(), network()
+    for network_ in (model, reference):
+        network_[0].requires_grad_(False)
+    optimizer, plain = distributed(model), sgd(reference.parameters())
+    for step in range(6):
+        if step == 2:  # thaw a layer that has never been exchanged, freeze one that has
+            for network_ in (model, reference):
+                network_[0].requires_grad_(True)
+                network_[3].requires_grad_(False)
+        x, y = samples(4 * topkube.size(), step)
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        if step == 2:
+            assert model[3].weight.grad is None
+        for chosen in (optimizer, plain):
+            chosen.step()
+            chosen.zero_grad()
+    assert_close(model, reference)
+
+
+def case_saved_state_goes_on_bit_for_bit(world: World) -> None:
+    def train(model: nn.Module, optimizer: topkube.DistributedOptimizer, steps: Iterable[int]) -> None:
+        for step in steps:
+            x, y = samples(8 * topkube.size(), step)
+            loss_of(model, mine(x), mine(y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    options = {"aggregation": "hitopk", "density": 0.03, "warmup_steps": 4, "wire": "bf16"}
+    model = network()
+    optimizer = distributed(model, **options)
+    train(model, optimizer, range(7))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(7, 12))
+    again = network()
+    optimizer_again = distributed(again, **options)
+    again.load_state_dict(saved[0])
+    optimizer_again.load_state_dict(saved[1])
+    assert optimizer_again.steps == 7
+    train(again, optimizer_again, range(7, 12))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def case_broadcast_gives_weights_buffers_and_optimizer_state(world: World) -> None:
+    torch.manual_seed(topkube.rank())
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    model(torch.randn(4, 1, 5, 5) + topkube.rank())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (topkube.rank() + 1))
+    if topkube.rank() == 0:  # the others have no state yet
+        model(torch.randn(4, 1, 5, 5)).sum().backward()
+        optimizer.step()
+    topkube.broadcast_parameters(model)
+    topkube.broadcast_optimizer_state(optimizer)
+    assert same_on_all_ranks(list(model.state_dict().values()))
+    assert model[1].num_batches_tracked == 2
+    state = optimizer.state_dict()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert len(state["state"]) == 4
+    assert same_on_all_ranks([state["state"][i][key] for i in range(4) for key in ("exp_avg", "exp_avg_sq", "step")])
+
+
+def case_ranks_with_different_models_are_told(world: World) -> None:
+    model = nn.Linear(24, 64 if topkube.rank() else 32)
+    optimizer = distributed(model)
+    with pytest.raises(TrainingError, match="different parameters"):
+        model(samples(4)[0]).sum().backward()
+    assert optimizer.steps == 0

@@ -1,0 +1,71 @@
+"""A small network, its data, and what two trainings are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import nn
+
+import topkube
+
+Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def network() -> nn.Module:
+    """Large and small tensors, several buckets of 8 KB."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 1))
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def distributed(model: nn.Module, make: Optimizers = sgd, **options: object) -> topkube.DistributedOptimizer:
+    settings: dict[str, object] = {"aggregation": "dense", "warmup_steps": 0, "wire": "fp32", "bucket_bytes": 8192}
+    return topkube.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **{**settings, **options})
+
+
+def samples(count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 24, generator=generator)
+    return x, x[:, :1] * 2 - x[:, 1:2]
+
+
+def mine(x: torch.Tensor) -> torch.Tensor:
+    return x[topkube.rank() :: topkube.size()]
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((model(x) - y) ** 2).mean()
+
+
+def assert_close(model: nn.Module, reference: nn.Module, tolerance: float = 2e-5) -> None:
+    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
+    everyone = topkube.world.current().comm.allgather([tensor.detach().numpy().tobytes() for tensor in tensors])
+    return all(other == everyone[0] for other in everyone)
+
+
+def residual_sum(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+    """What all ranks together still owe to every parameter."""
+    return sum_pieces(optimizer.state_dict()["topkube"]["residuals"]["pieces"], model)
+
+
+def sum_pieces(pieces: dict[str, list[tuple[int, torch.Tensor]]], model: nn.Module) -> dict[str, torch.Tensor]:
+    totals = {}
+    for name, parameter in model.named_parameters():
+        full = np.zeros(parameter.numel())
+        for start, values in pieces.get(name, []):
+            full[start : start + values.numel()] += values.double().numpy()
+        totals[name] = torch.from_numpy(topkube.world.current().comm.allreduce(full)).view_as(parameter)
+    return totals
