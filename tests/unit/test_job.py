@@ -240,7 +240,7 @@ def test_it_loads_neither_torch_nor_mpi_nor_numpy() -> None:
             ["apiVersion: 'topkube.dev/v1' is not one of topkube.dev/v1alpha1"],
         ),
         ({**SMALLEST, "metadata": {"name": "Big_Name"}}, ["metadata.name: 'Big_Name' is not lower-case letters"]),
-        ({**SMALLEST, "metadata": {"name": "a" * 47}}, ["at most 46 characters (the pods' names"]),
+        ({**SMALLEST, "metadata": {"name": "a" * 64}}, ["at most 63 characters (the job's Service"]),
         ({**SMALLEST, "metadata": {"name": "a", "labels": {"v": 1}}}, ["metadata.labels.v: 1"]),
         ({**SMALLEST, "metadata": {}}, ["metadata.name: is required: name of the job"]),
         ({"kind": "TrainingJob"}, ["apiVersion: is required", "metadata: is required", "spec: is required"]),

@@ -141,6 +141,18 @@ def settings(
     show_settings(markdown)
 
 
+@app.command()
+def crd(
+    kubernetes: Annotated[
+        str, typer.Option(metavar="VERSION", help="The cluster's version; before 1.25 there are no CEL rules.")
+    ] = "1.27",
+) -> None:
+    """Print the CustomResourceDefinition of TrainingJob."""
+    from topkube.cli.crd import show_crd
+
+    show_crd(kubernetes)
+
+
 def run_app(arguments: list[str]) -> int:
     """Runs one command line and returns its exit code. --debug may stand anywhere before `--`."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments

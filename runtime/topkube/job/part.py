@@ -12,6 +12,7 @@ from pydantic import (
     ConfigDict,
     SerializerFunctionWrapHandler,
     StringConstraints,
+    WithJsonSchema,
     model_serializer,
     model_validator,
 )
@@ -59,16 +60,26 @@ def problems(found: Sequence[tuple[Path, str]]) -> None:
         raise PydanticCustomError("problems", "problems", {"problems": list(found)})
 
 
+def rules(*entries: tuple[str, str]) -> dict[str, Any]:
+    """CEL rules of a type for its JSON schema, as (rule, message): what a Kubernetes of 1.25 or newer checks by itself.
+
+    Each says in CEL what a validator beside it says in Python.
+    """
+    return {RULES: [{"rule": rule, "message": message} for rule, message in entries]}
+
+
+RULES = "x-kubernetes-validations"
+KEEP = "x-kubernetes-preserve-unknown-fields"
+INT32 = 2**31 - 1
 LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-LONGEST_CHILD = "-worker-9999-9999"
-LONGEST_NAME = 63 - len(LONGEST_CHILD)
+LONGEST_NAME = 63
 
 JobName = Annotated[
     str,
     StringConstraints(max_length=LONGEST_NAME, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$"),
     Allowed(
         "lower-case letters, digits and '-', starting with a letter, ending with a letter or digit, at most "
-        f"{LONGEST_NAME} characters (the pods' names, NAME{LONGEST_CHILD}, must fit in 63)"
+        f"{LONGEST_NAME} characters (the job's Service and the label of its pods carry it)"
     ),
 ]
 ObjectName = Annotated[
@@ -105,5 +116,14 @@ Quantity = Annotated[
     StringConstraints(max_length=64, pattern=QUANTITY),
     Allowed(
         "a Kubernetes quantity of bytes, such as 500Gi, 64Mi or 2T (Ki, Mi, Gi … are powers of 1024; k, M, G … of 1000)"
+    ),
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "minimum": 0,
+            "maxLength": 64,
+            "pattern": QUANTITY,
+        }
     ),
 ]

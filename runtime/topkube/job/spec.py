@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, StringConstraints, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, JsonValue, StringConstraints, ValidationInfo, WithJsonSchema, field_validator
 
 from topkube.job.part import (
+    INT32,
     AbsolutePath,
     Allowed,
     JobName,
@@ -20,9 +21,10 @@ from topkube.job.part import (
     Quantity,
     Uri,
     problems,
+    rules,
 )
 from topkube.job.quantity import in_bytes
-from topkube.job.template import template_problems
+from topkube.job.template import WORKER_TEMPLATE, mapping_problems, template_problems
 
 
 class Metadata(Part):
@@ -46,6 +48,15 @@ class Metadata(Part):
 class Launcher(Part):
     """The pod that starts MPI across the workers."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "!has(self.template) || !has(self.colocate) || !self.colocate",
+                "template has no effect when colocate is true: remove one of the two",
+            )
+        )
+    )
+
     colocate: bool = Field(default=False, description="run the launcher inside worker 0 instead of a pod of its own")
     template: dict[str, JsonValue] | None = Field(
         default=None,
@@ -55,8 +66,9 @@ class Launcher(Part):
     @field_validator("template")
     @classmethod
     def _own_pod(cls, template: dict[str, JsonValue] | None, info: ValidationInfo) -> dict[str, JsonValue] | None:
-        if template and info.data.get("colocate"):
+        if template is not None and info.data.get("colocate"):
             raise ValueError("has no effect when colocate is true: remove one of the two")
+        problems(mapping_problems(template or {}))
         return template
 
 
@@ -70,7 +82,9 @@ class Aggregation(Part):
         "naive and hitopk send only the largest entries",
     )
     density: float = Field(default=0.01, gt=0, le=1, description="share of each gradient that is sent between nodes")
-    warmup_steps: int = Field(default=0, ge=0, description="steps over which the density falls from 1 to its target")
+    warmup_steps: int = Field(
+        default=0, ge=0, le=INT32, description="steps over which the density falls from 1 to its target"
+    )
     wire: Literal["fp32", "bf16", "fp16"] = Field(default="bf16", description="format of the values sent between nodes")
     selection: Literal["topk", "mstopk"] = Field(
         default="topk",
@@ -120,9 +134,13 @@ class Checkpoint(Part):
         str,
         StringConstraints(max_length=1024, pattern=r"^[^/\x00]"),
         Allowed("a relative path inside the claim, without '..'"),
-    ] = Field(default="checkpoints", description="directory inside the claim")
-    every_steps: int = Field(default=500, ge=1, description="steps between two checkpoints")
-    keep: int = Field(default=3, ge=1, description="checkpoints kept")
+    ] = Field(
+        default="checkpoints",
+        description="directory inside the claim",
+        json_schema_extra=rules(("!self.matches('(^|/)[.][.](/|$)')", "leaves the claim: '..' is not allowed")),
+    )
+    every_steps: int = Field(default=500, ge=1, le=INT32, description="steps between two checkpoints")
+    keep: int = Field(default=3, ge=1, le=INT32, description="checkpoints kept")
 
     @field_validator("path")
     @classmethod
@@ -135,10 +153,10 @@ class Checkpoint(Part):
 class SchedulingPolicy(Part):
     """Passed on to queues and gang schedulers."""
 
-    queue: str | None = Field(default=None, description="queue that admits the job")
+    queue: ObjectName | None = Field(default=None, description="queue that admits the job")
     priority_class: ObjectName | None = Field(default=None, description="priority class of the pods")
     min_available: int | None = Field(
-        default=None, ge=1, description="pods that must fit at once; all of them by default"
+        default=None, ge=1, le=10_001, description="pods that must fit at once; all of them by default"
     )
 
 
@@ -149,9 +167,11 @@ class RunPolicy(Part):
     backoff_limit: int = Field(
         default=3, ge=0, le=1000, description="restarts after failures; preemption, drain and node loss are not counted"
     )
-    active_deadline_seconds: int | None = Field(default=None, ge=1, description="seconds after which the run is ended")
+    active_deadline_seconds: int | None = Field(
+        default=None, ge=1, le=INT32, description="seconds after which the run is ended"
+    )
     ttl_seconds_after_finished: int | None = Field(
-        default=None, ge=0, description="seconds after which a finished job is deleted; never by default"
+        default=None, ge=0, le=INT32, description="seconds after which a finished job is deleted; never by default"
     )
     clean_pod_policy: Literal["Running", "All", "None"] = Field(
         default="Running", description="pods deleted when the job ends: those still running, all, or none"
@@ -173,6 +193,16 @@ class RunPolicy(Part):
 class Spec(Part):
     """What is to run, and on how much."""
 
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "!has(self.runPolicy.schedulingPolicy.minAvailable) || "
+                "self.runPolicy.schedulingPolicy.minAvailable <= self.workers + (self.launcher.colocate ? 0 : 1)",
+                "runPolicy.schedulingPolicy.minAvailable is more than the job's pods (workers and launcher)",
+            )
+        )
+    )
+
     workers: int = Field(default=1, ge=1, le=10_000, description="pods")
     slots_per_worker: int = Field(
         default=1, ge=1, le=256, description="ranks per pod; also its GPUs when GPUs are asked for"
@@ -181,7 +211,7 @@ class Spec(Part):
         default="Node", description="Node: one worker per node; None: wherever they fit"
     )
     mpi_implementation: Literal["MPICH", "OpenMPI"] = Field(default="MPICH", description="the MPI in the image")
-    template: dict[str, JsonValue] = Field(
+    template: Annotated[dict[str, JsonValue], WithJsonSchema(WORKER_TEMPLATE)] = Field(
         description="a whole pod template for the workers, preserved as written; "
         "the container called `worker` (or the only one) "
         "needs image and command"

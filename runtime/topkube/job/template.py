@@ -2,12 +2,63 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from topkube.job.part import Path
+from topkube.job.part import KEEP, Path, rules
 
 GPU = "nvidia.com/gpu"
+MOST_CONTAINERS = 100
+CONTAINER_NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+
+# In CEL: `c` is not the container that trains.
+_OTHER = "(self.size() > 1 && (!has(c.name) || c.name != 'worker'))"
+_WORDS = {"type": "array", "items": {"type": "string"}}
+# The part of a pod template that we rely on, as a JSON schema; everything else in it is kept unread.
+WORKER_TEMPLATE: dict[str, Any] = {
+    "type": "object",
+    KEEP: True,
+    "required": ["spec"],
+    "properties": {
+        "spec": {
+            "type": "object",
+            KEEP: True,
+            "required": ["containers"],
+            "properties": {
+                "containers": {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": MOST_CONTAINERS,
+                    "items": {
+                        "type": "object",
+                        KEEP: True,
+                        "properties": {
+                            "name": {"type": "string", "maxLength": 63, "pattern": f"^{CONTAINER_NAME}$"},
+                            "image": {"type": "string"},
+                            "command": _WORDS,
+                            "args": _WORDS,
+                        },
+                    },
+                    **rules(
+                        (
+                            "self.size() == 1 || self.exists(c, has(c.name) && c.name == 'worker')",
+                            "no container is called 'worker': name the one that trains 'worker'",
+                        ),
+                        (
+                            f"self.all(c, {_OTHER} || (has(c.image) && c.image != ''))",
+                            "the worker's image is required: the image that holds the training script and topkube",
+                        ),
+                        (
+                            f"self.all(c, {_OTHER} || (has(c.command) && c.command.size() > 0))",
+                            "the worker's command is required: what each rank runs, such as [python, train.py]",
+                        ),
+                    ),
+                }
+            },
+        }
+    },
+}
 
 
 def worker_container(template: Mapping[str, Any]) -> Any:
@@ -29,34 +80,70 @@ def template_problems(template: Mapping[str, Any], slots: int | None) -> list[tu
 
     `slots` is spec.slotsPerWorker, None where that is itself wrong.
     """
+    found = mapping_problems(template)
     containers = _containers(template)
+    here: Path = ("spec", "containers")
     if not containers:
-        return [(("spec", "containers"), "is required: a list with one container called 'worker' (image and command)")]
-    found: list[tuple[Path, str]] = []
+        return [*found, (here, "is required: a list with one container called 'worker' (image and command)")]
+    if len(containers) > MOST_CONTAINERS:
+        found.append((here, f"{len(containers)} containers are more than {MOST_CONTAINERS}"))
     for index, container in enumerate(containers):
-        if not isinstance(container, dict):
-            found.append(
-                (("spec", "containers", index), "is not a mapping; allowed: a container (name, image, command, …)")
-            )
+        if isinstance(container, dict):
+            found += [((*here, index, *path), text) for path, text in _container_problems(container)]
+        else:
+            found.append(((*here, index), "is not a mapping; allowed: a container (name, image, command, …)"))
+    names = [one.get("name") for one in containers if isinstance(one, dict)]
+    for index, name in enumerate(names):
+        if name is not None and name in names[:index]:
+            found.append(((*here, index, "name"), f"{name!r} is the name of another container too: give each its own"))
     worker = worker_container(template)
     if worker is None:
-        names = ", ".join(str(one.get("name", "(no name)")) for one in containers if isinstance(one, dict))
-        found.append((("spec", "containers"), f"none of {names} is called 'worker': name the one that trains 'worker'"))
+        known = ", ".join(str(name or "(no name)") for name in names)
+        found.append((here, f"none of {known} is called 'worker': name the one that trains 'worker'"))
     elif isinstance(worker, dict):
-        place: Path = ("spec", "containers", containers.index(worker))
+        place: Path = (*here, containers.index(worker))
         found += [((*place, *path), text) for path, text in _worker_problems(worker, slots)]
     return found
 
 
+def mapping_problems(template: Mapping[str, Any]) -> list[tuple[Path, str]]:
+    """What keeps a template from being read at all: metadata, labels, annotations and spec are mappings."""
+    found: list[tuple[Path, str]] = []
+    for path in (("metadata",), ("metadata", "labels"), ("metadata", "annotations"), ("spec",)):
+        value: Any = template
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None and not isinstance(value, dict):
+            found.append((path, "is not a mapping"))
+        elif len(path) == 2:
+            found += [
+                ((*path, key), f'{text!r} is not text: quote it, "{text}"')
+                for key, text in (value or {}).items()
+                if not isinstance(text, str)
+            ]
+    return found
+
+
+def _container_problems(container: dict[str, Any]) -> list[tuple[Path, str]]:
+    """What is wrong in any container, a sidecar's too."""
+    found: list[tuple[Path, str]] = []
+    name = container.get("name")
+    if name is not None and not (isinstance(name, str) and len(name) <= 63 and re.fullmatch(CONTAINER_NAME, name)):
+        found.append((("name",), f"{name!r} is not lower-case letters, digits and '-', at most 63 characters"))
+    image = container.get("image")
+    if image is not None and not isinstance(image, str):
+        found.append((("image",), f"{image!r} is not text: quote it"))
+    for field in ("command", "args"):
+        found += _words_problems(field, container.get(field))
+    return found + _environment_problems(container.get("env"))
+
+
 def _worker_problems(worker: dict[str, Any], slots: int | None) -> list[tuple[Path, str]]:
     found: list[tuple[Path, str]] = []
-    if not _is_text(worker.get("image")):
+    if worker.get("image") in (None, ""):
         found.append((("image",), "is required: the image that holds the training script and topkube"))
-    if not worker.get("command"):
+    if worker.get("command") in (None, []):
         found.append((("command",), "is required: what each rank runs, such as [python, train.py]"))
-    for field in ("command", "args"):
-        found += _words_problems(field, worker.get(field))
-    found += _environment_problems(worker.get("env"))
     resources = worker.get("resources")
     limits = resources.get("limits") if isinstance(resources, dict) else None
     if isinstance(limits, dict) and GPU in limits and slots is not None and str(limits[GPU]) != str(slots):

@@ -1,0 +1,19 @@
+"""`topkube crd`: the CustomResourceDefinition as a manifest."""
+
+from __future__ import annotations
+
+import re
+
+from topkube.errors import ArgumentError
+from topkube.job.crd import RULES_SINCE, crd_yaml
+
+
+def show_crd(kubernetes: str) -> None:
+    """Prints it for a cluster of this version, such as '1.27' or 'v1.20.2'."""
+    match = re.fullmatch(r"v?(\d+)\.(\d+)([.+-].*)?", kubernetes)
+    if match is None:
+        raise ArgumentError(
+            f"{kubernetes!r} is not a version of Kubernetes",
+            next_step="give one such as 1.27; `kubectl version` says it",
+        )
+    print(crd_yaml(rules=(int(match[1]), int(match[2])) >= RULES_SINCE), end="")

@@ -1,0 +1,172 @@
+"""The CustomResourceDefinition: what it says, and that it agrees with the types it comes from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cel
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given, settings
+from test_job_fuzz import jobs, values
+
+from topkube.cli.app import run_app
+from topkube.errors import JobError
+from topkube.job import TrainingJob
+from topkube.job.crd import crd_yaml, custom_resource_definition
+
+MANIFESTS = Path(__file__).parents[2] / "manifests"
+RULES = "x-kubernetes-validations"
+DEFINITION = custom_resource_definition()
+SCHEMA = DEFINITION["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+
+def test_the_manifests_are_fresh() -> None:
+    assert (MANIFESTS / "crd.yaml").read_text() == crd_yaml(rules=False), (
+        "stale: topkube crd --kubernetes 1.20 > manifests/crd.yaml"
+    )
+    folder = MANIFESTS / "kubernetes-1.25"
+    assert (folder / "crd.yaml").read_text() == crd_yaml(), "stale: topkube crd > manifests/kubernetes-1.25/crd.yaml"
+
+
+def test_the_command_prints_it_and_knows_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["crd"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == crd_yaml()
+    assert yaml.safe_load(printed) == DEFINITION
+    assert run_app(["crd", "--kubernetes", "v1.24.3"]) == 0
+    assert RULES not in capsys.readouterr().out
+    assert run_app(["crd", "--kubernetes", "new"]) == 2
+    assert "'new' is not a version of Kubernetes" in capsys.readouterr().err
+
+
+def test_names_and_columns() -> None:
+    names, version = DEFINITION["spec"]["names"], DEFINITION["spec"]["versions"][0]
+    assert (names["shortNames"], names["categories"]) == (["tj"], ["all"])
+    columns = ["NAME", *(column["name"].upper() for column in version["additionalPrinterColumns"])]
+    assert columns == ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS", "RATE", "RESTARTS", "AGE"]
+    assert version["subresources"] == {"status": {}}
+    for column in version["additionalPrinterColumns"]:
+        field: Any = {"properties": {**SCHEMA["properties"], "metadata": {"properties": {"creationTimestamp": {}}}}}
+        for key in column["jsonPath"].split(".")[1:]:
+            field = field["properties"][key]
+        assert field.get("type", "string") == ("string" if column["type"] == "date" else column["type"]), column
+
+
+# What Kubernetes demands of a schema. The real API servers of the cluster tests demand it again.
+
+
+def every(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, schema
+    for name, below in schema.get("properties", {}).items():
+        yield from every(below, f"{path}.{name}")
+    if "items" in schema:
+        yield from every(schema["items"], f"{path}[]")
+
+
+def test_it_is_structural() -> None:
+    for path, schema in every(SCHEMA):
+        assert "type" in schema or schema.get("x-kubernetes-int-or-string"), path
+        assert not {"$ref", "$defs", "title", "const", "allOf", "oneOf", "not"} & set(schema), path
+        assert isinstance(schema.get("exclusiveMinimum", True), bool), path
+        if schema.get("type") == "object":
+            assert schema.get("properties") or schema.get("x-kubernetes-preserve-unknown-fields"), path
+
+
+def test_statuses_have_no_defaults_and_lists_have_keys() -> None:
+    status = SCHEMA["properties"]["status"]
+    assert all("default" not in schema for _, schema in every(status))
+    for name, key in (("conditions", "type"), ("cache.nodes", "name")):
+        field = status
+        for step in name.split("."):
+            field = field["properties"][step]
+        assert field["x-kubernetes-list-map-keys"] == [key]
+        assert key in field["items"]["required"]
+        assert "maxItems" in field
+
+
+def test_what_rules_look_at_is_bounded() -> None:
+    """A rule's cost is estimated from bounds; without them a CRD is refused."""
+    for path, schema in every(SCHEMA):
+        if schema.get(RULES) and schema.get("type") == "string":
+            assert "maxLength" in schema or "enum" in schema, path
+        if schema.get(RULES) and schema.get("type") == "array":
+            assert "maxItems" in schema, path
+        for rule in schema.get(RULES, ()):
+            assert set(rule) == {"rule", "message"}, "other keys need a newer Kubernetes than 1.27"
+
+
+# The API server's part, in a few lines: null is absent, defaults are filled in, the schema and the rules are checked.
+
+
+def defaulted(data: Any, schema: dict[str, Any]) -> Any:
+    if isinstance(data, dict):
+        data = {
+            key: value for key, value in data.items() if value is not None or key not in schema.get("properties", {})
+        }
+        for name, below in schema.get("properties", {}).items():
+            if name not in data and "default" in below:
+                data[name] = copy.deepcopy(below["default"])
+            if name in data:
+                data[name] = defaulted(data[name], below)
+        return data
+    if isinstance(data, list) and "items" in schema:
+        return [defaulted(one, schema["items"]) for one in data]
+    return data
+
+
+def integer(_: Any, value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
+
+
+Checker = jsonschema.validators.extend(
+    jsonschema.Draft4Validator, type_checker=jsonschema.Draft4Validator.TYPE_CHECKER.redefine("integer", integer)
+)
+
+
+def refusals(data: Any, old: Any = None) -> list[str]:
+    """What an API server of 1.25 or newer says about a job, as `path: message`."""
+    checker = Checker(SCHEMA)
+    found = [f"{error.json_path}: {error.message}" for error in checker.iter_errors(data)]
+    return found or [*broken_rules(data, old, SCHEMA, "")]
+
+
+def broken_rules(data: Any, old: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
+    for entry in schema.get(RULES, ()):
+        if "oldSelf" in entry["rule"] and old is None:
+            continue
+        if not cel.evaluate(entry["rule"], {"self": data, "oldSelf": old}):
+            yield f"{path.removeprefix('.')}: {entry['message']}"
+    if isinstance(data, dict):
+        for name, below in schema.get("properties", {}).items():
+            if name in data:
+                yield from broken_rules(data[name], (old or {}).get(name), below, f"{path}.{name}")
+    if isinstance(data, list) and "items" in schema:
+        for index, one in enumerate(data):
+            yield from broken_rules(one, None, schema["items"], f"{path}[{index}]")
+
+
+@given(jobs)
+@settings(max_examples=150, deadline=None)
+def test_what_runs_on_a_laptop_can_be_applied_and_means_the_same(data: dict[str, Any]) -> None:
+    job = TrainingJob.parse(data)
+    stored = defaulted(data, SCHEMA)
+    assert refusals(stored) == []
+    again = TrainingJob.from_cluster(stored)
+    assert again.spec.model_dump() == job.spec.model_dump()
+    assert stored["spec"] == job.spec.model_dump(by_alias=True, exclude_none=True)
+
+
+@given(values)
+@settings(max_examples=200, deadline=None)
+def test_an_arbitrary_spec_that_is_refused_by_kubernetes_is_refused_here(spec: Any) -> None:
+    data = {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
+    try:
+        TrainingJob.parse(data)
+    except JobError:
+        return
+    assert refusals(defaulted(data, SCHEMA)) == []
