@@ -32,6 +32,7 @@ inline Dtype dtype_of(int code) {
   return static_cast<Dtype>(code);
 }
 
+void bind_exit(nb::module_& module);
 void bind_path(nb::module_& module);
 void bind_reduce(nb::module_& module);
 void bind_shared_memory(nb::module_& module);

@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 
 from topkube.arrays import Array
 
+def finalize_on_success(finalize: int, is_finalized: int) -> bool:
+    """Addresses of MPI_Finalize and MPI_Finalized; whether the process will end MPI where its exit status is 0."""
+
 def simd_paths() -> list[str]: ...
 def use_simd(name: str) -> bool: ...
 def simd() -> str: ...

@@ -8,20 +8,17 @@ machine can play several.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import itertools
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from topkube.ending import end_together, goes_on, own_finalize
 from topkube.errors import CollectiveTimeout, WorldError
 from topkube.settings import Settings, launched_ranks
 
@@ -68,8 +65,7 @@ class World:
 
     def enter(self) -> None:
         """Counts a collective, and the time from which it waits."""
-        global _exit_status
-        _exit_status = 0  # a program that goes on has caught its sys.exit
+        goes_on()
         self.calls += 1
         self.entered = time.monotonic()
 
@@ -187,15 +183,13 @@ class World:
 
 
 _world: World | None = None
-_exit_status = 0
-"""What the last `sys.exit` asked for, where the program is not known to have gone on."""
 
 
 def init(settings: Settings | None = None) -> World:
     """Starts MPI if needed and learns the topology; a second call returns the same world.
 
-    From here on an exception or a `sys.exit` with a status that ends one rank's program ends all ranks: its traceback
-    is printed and MPI aborts the run. Raises WorldError where there is no MPI, two different MPIs meet, or the declared
+    From here on an exception, or an exit with a status, that ends one rank's program ends all ranks (`ending`).
+    Raises WorldError where there is no MPI, two different MPIs meet, or the declared
     nodes do not fit.
     """
     global _world
@@ -236,8 +230,7 @@ def init(settings: Settings | None = None) -> World:
         window=_share_window(MPI, node_comm),
         crowded=hosts.count(host) > len(os.sched_getaffinity(0)),
     )
-    if comm.size > 1:
-        _end_together(comm)
+    end_together(comm)
     atexit.register(shutdown)
     return _world
 
@@ -293,6 +286,7 @@ def _load_mpi() -> Any:
         import mpi4py
 
         mpi4py.rc.thread_level = "multiple"
+        own_finalize()
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
         raise WorldError(
@@ -368,38 +362,3 @@ def _share_window(MPI: Any, node_comm: Any) -> npt.NDArray[np.uint8]:
         memory[:] = 0
     node_comm.Barrier()
     return memory
-
-
-def _end_together(comm: Any) -> None:
-    """An uncaught exception or a `sys.exit` with a status on one rank ends all: the others would wait for it, and so
-    would its own MPI_Finalize."""
-    before, before_in_threads, exit_before = sys.excepthook, threading.excepthook, sys.exit
-
-    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        _abort(comm)
-
-    def on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
-        before_in_threads(arguments)
-        if arguments.exc_type is not SystemExit:
-            _abort(comm)
-
-    def on_exit(status: Any = None) -> NoReturn:
-        global _exit_status
-        if threading.current_thread() is threading.main_thread():
-            _exit_status = status % 256 if isinstance(status, int) else int(status is not None)
-        exit_before(status)
-
-    def at_exit() -> None:
-        if _exit_status:
-            _abort(comm, _exit_status)
-
-    sys.excepthook, threading.excepthook, sys.exit = on_exception, on_thread_exception, on_exit
-    atexit.register(at_exit)
-
-
-def _abort(comm: Any, status: int = 1) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    comm.Abort(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -68,6 +69,12 @@ def exits(world: World) -> None:
     world.comm.recv(source=1)
 
 
+def exits_by_raising(world: World) -> None:
+    if world.rank == 1:
+        raise SystemExit(9)
+    world.comm.recv(source=1)
+
+
 def exits_but_is_caught(world: World) -> None:
     try:
         sys.exit(9)
@@ -97,11 +104,15 @@ CASES: dict[str, Callable[[World], None]] = {
     "raises": raises,
     "raises-in-a-thread": raises_in_a_thread,
     "exits": exits,
+    "exits-by-raising": exits_by_raising,
+    "exits-with-mpi4py-first": exits,
     "exits-but-is-caught": exits_but_is_caught,
 }
 
 
 def main(case: str, directory: Path) -> None:
+    if case == "exits-with-mpi4py-first":
+        importlib.import_module("mpi4py.MPI")
     topkube.init()
     world = worlds.current()
     if case.startswith(("raises", "exits")):

@@ -74,8 +74,9 @@ def test_one_failing_rank_ends_all(mpi: str, case: str, message: str, tmp_path: 
 
 
 @pytest.mark.parametrize("mpi", MPIS)
-def test_a_rank_that_exits_with_a_status_ends_all(mpi: str, tmp_path: Path) -> None:
-    ended = worlds.run(mpi, 3, [FAILING, "exits", str(tmp_path)], {}, seconds=40)
+@pytest.mark.parametrize("case", ["exits", "exits-by-raising", "exits-with-mpi4py-first"])
+def test_a_rank_that_exits_with_a_status_ends_all(mpi: str, case: str, tmp_path: Path) -> None:
+    ended = worlds.run(mpi, 3, [FAILING, case, str(tmp_path)], {}, seconds=40)
     assert ended.code == 9, ended.output
 
 
