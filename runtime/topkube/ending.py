@@ -60,10 +60,10 @@ def _finalize_on_success() -> bool:
     try:
         library = ctypes.CDLL(MPI.__file__)  # finds what mpi4py itself is linked with
         functions = [library.MPI_Finalize, library.MPI_Finalized]
+        finalize, is_finalized = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+        return _kernels.finalize_on_success(finalize, is_finalized)
     except (OSError, AttributeError):
         return False
-    finalize, is_finalized = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-    return _kernels.finalize_on_success(finalize, is_finalized)
 
 
 def _abort_on_exceptions(comm: Any) -> None:
