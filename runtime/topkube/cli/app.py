@@ -94,6 +94,10 @@ def run(
     collective_deadline: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Longest wait inside one collective [default: 300].")
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", min=0, max=65535, help="Serve /metrics for Prometheus on 127.0.0.1; 0: any port."),
+    ] = None,
     output: OutputOption = Output.text,
 ) -> None:
     """Train here, without a cluster: start all ranks of a TrainingJob on this machine."""
@@ -108,6 +112,7 @@ def run(
         draw=not no_plot,
         deadline_seconds=deadline,
         collective_deadline_seconds=collective_deadline,
+        metrics_port=metrics_port,
         json=output is Output.json,
     )
     raise typer.Exit(run_job(options))

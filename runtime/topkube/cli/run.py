@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,6 +30,7 @@ from topkube.launch.local import (
 )
 from topkube.launch.report import log_path
 from topkube.telemetry.bar import ProgressDisplay
+from topkube.telemetry.endpoint import MetricsEndpoint
 from topkube.telemetry.history import History, LogFollower, ProgressReader
 from topkube.telemetry.plot import PlotError, draw
 from topkube.telemetry.summary import rows, summarize
@@ -51,6 +53,7 @@ class Options:
     draw: bool = True
     deadline_seconds: float | None = None
     collective_deadline_seconds: float | None = None
+    metrics_port: int | None = None
     json: bool = False
 
 
@@ -67,8 +70,11 @@ def run_job(options: Options) -> int:
         mpi.check_match(found, mpi.library())
     console = Console(stderr=options.json)
     history = History()
-    with Signals() as signals:
+    with Signals() as signals, contextlib.ExitStack() as stack:
         watch = _Watch(options, job, LocalRun(job, found, directory, environment), history, console, signals)
+        if options.metrics_port is not None:
+            endpoint = stack.enter_context(MetricsEndpoint(directory, job.name, options.metrics_port, "127.0.0.1"))
+            _say(console, f"metrics for Prometheus at http://127.0.0.1:{endpoint.port}/metrics")
         _announce(console, job, found, directory)
         failure = watch.run()
         _finish(watch, failure)

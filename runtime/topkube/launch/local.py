@@ -203,6 +203,8 @@ def fresh_directory(wanted: Path | None, job: TrainingJob, now: time.struct_time
             "rank-*.json",
             "rank-*.log",
             "rank-*.part",
+            "metrics-*.bin",
+            "metrics-*.part",
             "progress.jsonl",
             MPIEXEC_LOG,
             "summary.json",

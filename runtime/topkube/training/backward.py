@@ -19,6 +19,7 @@ from topkube.training.aggregation import Aggregation
 from topkube.training.buckets import Parameter
 from topkube.training.exchange import Exchange
 from topkube.training.layout import Layout
+from topkube.training.norms import Norms
 from topkube.training.schedule import schedule
 from topkube.training.uneven import Turns
 from topkube.world import World
@@ -29,12 +30,14 @@ class Backward:
 
     `steps` counts updates made and `skipped_steps` those that all ranks skipped; `density_used` is the last exchange's.
     `synchronize` is off while gradients only accumulate, and `unsynchronized` tells that some have not been exchanged.
+    `norms`, where somebody wants them, are taken of exchanged gradients.
     """
 
     def __init__(self, world: World, parameters: list[Parameter], aggregation: Aggregation) -> None:
         self.steps = self.skipped_steps = 0
         self.density_used = 1.0
         self.synchronize, self.unsynchronized = True, False
+        self.norms: Norms | None = None
         self.turns = Turns(world)
         self.exchange = Exchange(world, aggregation)
         self.layout = Layout(world, parameters, aggregation, self.turns.sums)
@@ -204,6 +207,9 @@ class Backward:
             self.exchange.residuals.commit()
             if unused:
                 self._drop_unused(trainable, idle)
+            if self.norms is not None and self.norms.due:
+                gradients = [p.tensor.grad for p in trainable if p.tensor.grad is not None]
+                self.norms.measure(gradients, self.exchange.residuals.arrays())
         for parameter in trainable:
             parameter.weightless = parameter.created = False
 

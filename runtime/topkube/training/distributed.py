@@ -14,6 +14,7 @@ from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.training.aggregation import Aggregation
 from topkube.training.backward import Backward
+from topkube.training.norms import Norms
 from topkube.training.parameters import named
 from topkube.training.uneven import Turns
 from topkube.world import current
@@ -96,6 +97,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def turns(self) -> Turns:
         """The batches of all ranks, in step."""
         return self._backward.turns
+
+    @property
+    def norms(self) -> Norms | None:
+        """Norms of gradient and residual, taken now and then; None, the default, takes none."""
+        return self._backward.norms
+
+    @norms.setter
+    def norms(self, norms: Norms | None) -> None:
+        self._backward.norms = norms
 
     @property
     def residual_copy(self) -> tuple[int, int]:

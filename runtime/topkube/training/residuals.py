@@ -58,6 +58,11 @@ class Residuals:
             assert bucket.residual is not None
             bucket.residual.discard()
 
+    def arrays(self) -> list[torch.Tensor]:
+        """The residuals themselves, one per bucket (float32, this rank's shard), not copied."""
+        residuals = [bucket.residual.current for bucket in self._buckets if bucket.residual is not None]
+        return [torch.from_numpy(values) for values in residuals if values.size]
+
     def save(self) -> Pieces:
         """Copies of all pieces that this rank owns."""
         pieces: Pieces = {name: list(entries) for name, entries in self._loaded.items()}

@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 
+from topkube.collectives.link import link_rate
 from topkube.data import DistributedSampler
 from topkube.errors import TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.telemetry.progress import ProgressWriter, StepRecord
+from topkube.telemetry.rank_file import ABSENT, RankMetrics
 from topkube.training.checkpoint import CheckpointStore, recut
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.generators import generators, set_generators
+from topkube.training.norms import Norms
 from topkube.training.schedule import schedule
 from topkube.training.terminal import TerminalBar
 from topkube.training.uneven import Sums
@@ -84,6 +87,7 @@ class Run:
         self._record: StepRecord | None = None
         self._report = (0.0,) * 5
         self._writer: ProgressWriter | TerminalBar | None = None
+        self._metrics: RankMetrics | None = None
         self._last_time = 0.0
         self._hook: Any = None
         self._previous_handler: Any = None
@@ -96,6 +100,8 @@ class Run:
             self._resume(self._store)
             if threading.current_thread() is threading.main_thread():
                 self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        if self._settings.run_path is not None:
+            self._measure(self._settings.run_path)
         if self._world.rank == 0:
             if self._settings.run_path is not None:
                 self._writer = ProgressWriter(self._settings.run_path)
@@ -114,6 +120,15 @@ class Run:
             signal.signal(signal.SIGTERM, self._previous_handler)
         if self._writer is not None:
             self._writer.close()
+        if self._metrics is not None:
+            self._optimizer.norms = None
+            self._metrics.close()
+
+    def _measure(self, directory: Path) -> None:
+        """From here on the rank's metrics are in the run's directory."""
+        self._metrics = RankMetrics(directory, self._world.rank, self._settings.attempt)
+        self._metrics["link_rate"] = link_rate(self._world) or ABSENT
+        self._optimizer.norms = Norms()
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._stop = True
@@ -191,10 +206,27 @@ class Run:
             skipped_steps=self._optimizer.skipped_steps,
             time=time.time(),
         )
+        if self._metrics is not None:
+            self._metrics.step(now - self._last_time, own, self._optimizer.turns.samples, self._gauges(self._record))
         self._last_time = now
         self._checkpoint(stop)
 
+    def _gauges(self, record: StepRecord) -> dict[str, float]:
+        norms = self._optimizer.norms or Norms()
+        return {
+            "step": record.step,
+            "total_steps": ABSENT if record.total_steps is None else record.total_steps,
+            "density": record.density,
+            "skipped_steps": record.skipped_steps,
+            "last_step": record.time,
+            "gradient_norm": ABSENT if norms.gradient is None else norms.gradient,
+            "residual_norm": ABSENT if norms.residual is None else norms.residual,
+        }
+
     def _write(self, record: StepRecord, loss: float, weight: float, intra: float, inter: float, dense: float) -> None:
+        if self._metrics is not None and weight:
+            self._metrics["loss"] = loss / weight
+            self._metrics.flush()
         if self._writer is not None:
             self._writer.write(
                 dataclasses.replace(

@@ -1,0 +1,133 @@
+"""/metrics: one endpoint for all ranks of a pod, or of a run on this machine. It reads their files when it is asked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric as Family,
+)
+from prometheus_client.registry import Collector
+
+from topkube import __version__
+from topkube.errors import LaunchError
+from topkube.telemetry import metrics
+from topkube.telemetry.metrics import LEVELS, STEP_BUCKETS, Metric
+from topkube.telemetry.phases import PHASES
+from topkube.telemetry.rank_file import ABSENT, RankValues, read_ranks
+
+_BY_RANK = {
+    metrics.SAMPLES: "samples",
+    metrics.DENSE_BYTES: "dense_bytes",
+    metrics.BOUND_SECONDS: "bound_seconds",
+    metrics.LINK_RATE: "link_rate",
+    metrics.RESIDUAL_NORM: "residual_norm",
+    metrics.LAST_STEP: "last_step",
+}
+_BY_JOB = {
+    metrics.STEP: "step",
+    metrics.LOSS: "loss",
+    metrics.GRADIENT_NORM: "gradient_norm",
+    metrics.DENSITY: "density",
+    metrics.SKIPPED: "skipped_steps",
+}
+
+
+class RunCollector(Collector):
+    """The series of all ranks that write into `directory`. It keeps nothing from one scrape to the next."""
+
+    def __init__(self, directory: Path, job_name: str) -> None:
+        self._directory, self._job = directory, job_name
+
+    def describe(self) -> Iterable[Family]:
+        return ()
+
+    def collect(self) -> Iterator[Family]:
+        build = InfoMetricFamily(metrics.BUILD.name.removesuffix("_info"), metrics.BUILD.help)
+        build.add_metric((), {"component": "runtime", "version": __version__})
+        yield build
+        ranks = read_ranks(self._directory)
+        if not ranks:
+            return
+        yield self._steps(ranks)
+        yield self._phases(ranks)
+        yield self._sent(ranks)
+        for metric, name in _BY_RANK.items():
+            yield self._family(metric, [((self._job, str(one.rank)), one[name]) for one in ranks])
+        if ranks[0].rank == 0:
+            yield from self._job_wide(ranks[0])
+
+    def _job_wide(self, first: RankValues) -> Iterator[Family]:
+        for metric, name in _BY_JOB.items():
+            yield self._family(metric, [((self._job,), first[name])])
+        yield self._family(metrics.ATTEMPT, [((self._job,), float(first.attempt))])
+        if first["total_steps"] > 0 and first["step"] != ABSENT:
+            yield self._family(metrics.PROGRESS, [((self._job,), min(1.0, first["step"] / first["total_steps"]))])
+
+    def _steps(self, ranks: list[RankValues]) -> Family:
+        family = HistogramMetricFamily(metrics.STEP_SECONDS.name, metrics.STEP_SECONDS.help, labels=metrics.RANK)
+        bounds = [*(f"{bound:g}" for bound in STEP_BUCKETS), "+Inf"]
+        for one in ranks:
+            cumulated = list(zip(bounds, itertools.accumulate(one.buckets), strict=True))
+            family.add_metric((self._job, str(one.rank)), cumulated, sum_value=one["step_seconds"])
+        return family
+
+    def _phases(self, ranks: list[RankValues]) -> Family:
+        rows = [((self._job, str(one.rank), phase), one[f"phase {phase}"]) for one in ranks for phase in PHASES]
+        return self._family(metrics.PHASE_SECONDS, rows)
+
+    def _sent(self, ranks: list[RankValues]) -> Family:
+        rows = [((self._job, str(one.rank), level), one[f"{level}_bytes"]) for one in ranks for level in LEVELS]
+        return self._family(metrics.SENT_BYTES, rows)
+
+    @staticmethod
+    def _family(metric: Metric, rows: list[tuple[tuple[str, ...], float]]) -> Family:
+        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        family = kind(metric.name.removesuffix("_total"), metric.help, labels=metric.labels)
+        for labels, value in rows:
+            if value != ABSENT:
+                family.add_metric(labels, value if not math.isnan(value) else math.nan)
+        return family
+
+
+class MetricsEndpoint:
+    """Serves /metrics for the ranks that write into `directory`. Use `with`, or call `close`.
+
+    Raises LaunchError where the port cannot be had.
+    """
+
+    def __init__(self, directory: Path, job_name: str, port: int, address: str = "0.0.0.0") -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(RunCollector(directory, job_name))
+        try:
+            self._server, self._thread = start_http_server(port, address, registry)
+        except (OSError, OverflowError) as error:
+            raise LaunchError(
+                f"/metrics cannot be served on {address}:{port}: {getattr(error, 'strerror', None) or error}",
+                exit_code=2,
+                cause="another process has the port",
+                next_step="give another one, or 0 for any that is free",
+            ) from None
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+    def __enter__(self) -> MetricsEndpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
