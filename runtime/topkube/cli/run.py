@@ -30,7 +30,6 @@ from topkube.launch.local import (
 )
 from topkube.launch.report import log_path
 from topkube.telemetry.bar import ProgressDisplay
-from topkube.telemetry.endpoint import MetricsEndpoint
 from topkube.telemetry.history import History, LogFollower, ProgressReader
 from topkube.telemetry.plot import PlotError, draw
 from topkube.telemetry.summary import rows, summarize
@@ -73,6 +72,8 @@ def run_job(options: Options) -> int:
     with Signals() as signals, contextlib.ExitStack() as stack:
         watch = _Watch(options, job, LocalRun(job, found, directory, environment), history, console, signals)
         if options.metrics_port is not None:
+            from topkube.telemetry.endpoint import MetricsEndpoint
+
             endpoint = stack.enter_context(MetricsEndpoint(directory, job.name, options.metrics_port, "127.0.0.1"))
             _say(console, f"metrics for Prometheus at http://127.0.0.1:{endpoint.port}/metrics")
         _announce(console, job, found, directory)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -14,6 +13,8 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
+)
+from prometheus_client.core import (
     Metric as Family,
 )
 from prometheus_client.registry import Collector
@@ -75,7 +76,7 @@ class RunCollector(Collector):
 
     def _steps(self, ranks: list[RankValues]) -> Family:
         family = HistogramMetricFamily(metrics.STEP_SECONDS.name, metrics.STEP_SECONDS.help, labels=metrics.RANK)
-        bounds = [*(f"{bound:g}" for bound in STEP_BUCKETS), "+Inf"]
+        bounds = [*(str(bound) for bound in STEP_BUCKETS), "+Inf"]
         for one in ranks:
             cumulated = list(zip(bounds, itertools.accumulate(one.buckets), strict=True))
             family.add_metric((self._job, str(one.rank)), cumulated, sum_value=one["step_seconds"])
@@ -90,12 +91,12 @@ class RunCollector(Collector):
         return self._family(metrics.SENT_BYTES, rows)
 
     @staticmethod
-    def _family(metric: Metric, rows: list[tuple[tuple[str, ...], float]]) -> Family:
+    def _family(metric: Metric, rows: Sequence[tuple[tuple[str, ...], float]]) -> Family:
         kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         family = kind(metric.name.removesuffix("_total"), metric.help, labels=metric.labels)
         for labels, value in rows:
             if value != ABSENT:
-                family.add_metric(labels, value if not math.isnan(value) else math.nan)
+                family.add_metric(labels, value)
         return family
 
 

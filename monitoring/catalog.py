@@ -1,0 +1,32 @@
+"""Every metric that TopKube has, by the part that serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from topkube.telemetry import metrics as runtime
+from topkube.telemetry.metrics import Metric
+
+
+@dataclass(frozen=True)
+class Source:
+    """A part of TopKube with an endpoint: where it is, and what it serves."""
+
+    title: str
+    where: str
+    metrics: tuple[Metric, ...]
+
+
+SOURCES = (
+    Source(
+        "Training",
+        "Each worker pod on port 9477, for all its ranks; on a laptop `topkube run --metrics-port PORT`. Counters begin "
+        "again at zero with every attempt, and series end with their pod.",
+        runtime.METRICS,
+    ),
+)
+
+
+def find(series: str) -> Metric | None:
+    """The metric that stores values under the name `series`; None where TopKube has none such."""
+    return next((one for source in SOURCES for one in source.metrics if series in one.series), None)

@@ -1,0 +1,34 @@
+"""The generated files: their paths in the repository and what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from monitoring import reference
+
+ROOT = Path(__file__).parents[1]
+
+
+def files() -> dict[str, str]:
+    """Path from the repository's root to content."""
+    return {"docs/metrics.md": reference.markdown()}
+
+
+def write() -> None:
+    """Writes them all."""
+    for name, content in files().items():
+        path = ROOT / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+
+
+def stale() -> list[str]:
+    """Files that hold something else than they should."""
+    return [name for name, content in files().items() if _read(ROOT / name) != content]
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,37 @@
+"""docs/metrics.md, from the metrics' definitions."""
+
+from __future__ import annotations
+
+from monitoring.catalog import SOURCES
+
+_HEAD = """# Metrics
+
+Base units (seconds, bytes), ratios from 0 to 1. Every label has few values: a job's series are bounded by its ranks, and
+they are gone when the job is. `training_job` is the TrainingJob's name. In a cluster Prometheus adds `namespace` and
+`pod`.
+
+Job-wide values are the same on all ranks and come from rank 0 alone: no sum is needed. Values marked *sampled* in their
+description are taken every five seconds or less often, so that they cost less than 0.4% of a step.
+
+This page is generated: `python -m monitoring` writes it.
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    lines = [_HEAD]
+    for source in SOURCES:
+        lines += [
+            f"## {source.title}",
+            "",
+            source.where,
+            "",
+            "| metric | kind | labels | meaning |",
+            "|---|---|---|---|",
+        ]
+        for one in source.metrics:
+            labels = ", ".join(f"`{label}`" for label in one.labels)
+            scope = " Job-wide." if one.job_wide else ""
+            lines.append(f"| `{one.name}` | {one.kind} | {labels} | {one.help}{scope} |")
+        lines.append("")
+    return "\n".join(lines)
