@@ -20,8 +20,8 @@ class Source:
 SOURCES = (
     Source(
         "Training",
-        "Each worker pod on port 9477, for all its ranks; on a laptop `topkube run --metrics-port PORT`. Counters begin "
-        "again at zero with every attempt, and series end with their pod.",
+        "Each worker pod on port 9477, for all its ranks; on a laptop `topkube run --metrics-port PORT`. Counters "
+        "begin again at zero with every attempt, and series end with their pod.",
         runtime.METRICS,
     ),
 )
