@@ -7,8 +7,8 @@ from monitoring.catalog import SOURCES
 _HEAD = """# Metrics
 
 Base units (seconds, bytes), ratios from 0 to 1. Every label has few values: a job's series are bounded by its ranks,
-and they are gone when the job is. `training_job` is the TrainingJob's name. In a cluster Prometheus adds `namespace` and
-`pod`.
+and they are gone when the job is. `training_job` is the TrainingJob's name. In a cluster Prometheus adds
+`namespace` and `pod`.
 
 Job-wide values are the same on all ranks and come from rank 0 alone: no sum is needed. Values marked *sampled* in their
 description are taken every five seconds or less often, so that they cost less than 0.4% of a step.
