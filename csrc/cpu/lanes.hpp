@@ -19,7 +19,8 @@
 namespace topkube {
 namespace {
 
-// A mask has one entry per lane: `at_least` makes it, `bits` gives bit i for lane i, `without` makes the lanes in it zero.
+// A mask has one entry per lane: `at_least` makes it, `without` makes the lanes in it zero. `word` gives bit i for lane i of
+// the masks of 64 elements: `mask_at(j)` is that of the lanes from j on.
 #if defined(__AVX512F__) || defined(TOPKUBE_EMULATE_AVX512)
 
 struct Lanes {
@@ -45,7 +46,11 @@ struct Lanes {
     return _mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
   }
   static Mask at_least(Vector magnitude, Vector threshold) { return _mm512_cmpge_epu32_mask(magnitude, threshold); }
-  static std::uint64_t bits(Mask mask) { return mask; }
+  template <class MaskAt>
+  static std::uint64_t word(const MaskAt& mask_at) {
+    return std::uint64_t{mask_at(0)} | std::uint64_t{mask_at(16)} << 16 | std::uint64_t{mask_at(32)} << 32 |
+           std::uint64_t{mask_at(48)} << 48;
+  }
   static Vector without(Mask mask, Vector v) { return _mm512_maskz_mov_epi32(static_cast<Mask>(~mask), v); }
 
  private:
@@ -77,8 +82,17 @@ struct Lanes {
   static Mask at_least(Vector magnitude, Vector threshold) {
     return _mm256_cmpgt_epi32(magnitude, _mm256_sub_epi32(threshold, _mm256_set1_epi32(1)));
   }
-  static std::uint64_t bits(Mask mask) {
-    return static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(mask)));
+  // Packed to bytes first: two moves out of vector registers rather than eight.
+  template <class MaskAt>
+  static std::uint64_t word(const MaskAt& mask_at) {
+    const auto half = [&](std::size_t j) {
+      const Vector low = _mm256_packs_epi32(mask_at(j), mask_at(j + 8)), high = _mm256_packs_epi32(mask_at(j + 16), mask_at(j + 24));
+      const Vector bytes = _mm256_packs_epi16(low, high);  // in fours, of each half of a vector by itself
+      const Vector in_order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+      return std::uint64_t{static_cast<unsigned>(_mm256_movemask_epi8(in_order))};
+    };
+    const std::uint64_t low = half(0);
+    return low | half(32) << 32;
   }
   static Vector without(Mask mask, Vector v) { return _mm256_andnot_si256(mask, v); }
 };
@@ -108,14 +122,22 @@ struct Lanes {
   static Vector add(Vector a, Vector b) { return (Vector)((Floats)a + (Floats)b); }
   // Both are below 2^31 + 1, so "greater than threshold - 1" may compare as signed.
   static Mask at_least(Vector magnitude, Vector threshold) { return (Mask)magnitude > (Mask)(threshold - 1); }
-  static std::uint64_t bits(Mask mask) {
+  template <class MaskAt>
+  static std::uint64_t word(const MaskAt& mask_at) {
+    std::uint64_t bits = 0;
+    for (std::size_t j = 0; j < 64; j += width) bits |= std::uint64_t{four(mask_at(j))} << j;
+    return bits;
+  }
+  static Vector without(Mask mask, Vector v) { return v & ~(Vector)mask; }
+
+ private:
+  static unsigned four(Mask mask) {
 #if defined(__SSE2__)
     return static_cast<unsigned>(_mm_movemask_ps((__m128)mask));
 #else
     return (mask[0] & 1u) | (mask[1] & 2u) | (mask[2] & 4u) | (mask[3] & 8u);
 #endif
   }
-  static Vector without(Mask mask, Vector v) { return v & ~(Vector)mask; }
 };
 
 #endif

@@ -128,7 +128,7 @@ struct Floats<F16> {
 constexpr std::size_t word = 64;  // elements whose verdicts fill one word
 constexpr std::size_t ahead = 1024;  // elements between a prefetch and its use: the walk below hides the pattern from the hardware
 
-// Appends the lanes whose bit is set. The first four steps are taken whether or not there is one: at usual densities that is
+// Appends the lanes whose bit is set. The first three steps are taken whether or not there is one: at usual densities that is
 // enough, and a branch that is often wrong costs more. What they write beyond `count` is overwritten.
 template <class ValueAt>
 std::size_t append(std::uint64_t bits, std::uint32_t base, std::uint32_t* indices, std::uint32_t* values, const ValueAt& value_at) {
@@ -139,8 +139,8 @@ std::size_t append(std::uint64_t bits, std::uint32_t base, std::uint32_t* indice
     values[at] = value_at(lane);
     bits &= bits - 1;
   };
-  for (std::size_t at = 0; at < 4; ++at) put(at);
-  for (std::size_t at = 4; at < count; ++at) put(at);
+  for (std::size_t at = 0; at < 3; ++at) put(at);
+  for (std::size_t at = 3; at < count; ++at) put(at);
   return count;
 }
 
@@ -150,10 +150,8 @@ std::size_t filter_source(const Source& source, std::size_t length, std::uint32_
   const Lanes::Vector mask = Lanes::set(Source::mask), least = Lanes::set(threshold);
   std::size_t count = 0, i = 0;
   for (; i + word <= length; i += word) {
-    std::uint64_t bits = 0;
-    for (std::size_t j = 0; j < word; j += Lanes::width) {
-      bits |= Lanes::bits(Lanes::at_least(Lanes::both(source.vector(i + j), mask), least)) << j;
-    }
+    const std::uint64_t bits =
+        Lanes::word([&](std::size_t j) { return Lanes::at_least(Lanes::both(source.vector(i + j), mask), least); });
     for (std::size_t line = 0; line < word * sizeof *source.x; line += 64) {
       __builtin_prefetch(reinterpret_cast<const char*>(source.x + i + ahead) + line);
     }
@@ -184,14 +182,13 @@ std::size_t accumulate_filter(const void* gradient, const float* residual, float
   std::size_t count = 0, i = 0;
   alignas(64) std::uint32_t sums[word];
   for (; i + word <= length; i += word) {
-    std::uint64_t bits = 0;
-    for (std::size_t j = 0; j < word; j += Lanes::width) {
+    const std::uint64_t bits = Lanes::word([&](std::size_t j) {
       const Lanes::Vector sum = Lanes::add(Lanes::load(residual + i + j), source.vector(i + j));
       const Lanes::Mask large = Lanes::at_least(Lanes::both(sum, mask), least);
       Lanes::store(sums + j, sum);
       Lanes::store(acc + i + j, Lanes::without(large, sum));
-      bits |= Lanes::bits(large) << j;
-    }
+      return large;
+    });
     count += append(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count,
                     [&](std::size_t lane) { return sums[lane]; });
   }
