@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from topkube.telemetry import metrics as runtime
 from topkube.telemetry.metrics import Metric
+from topkube_operator import metrics as operator
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,12 @@ SOURCES = (
         "Each worker pod on port 9477, for all its ranks; on a laptop `topkube run --metrics-port PORT`. Counters "
         "begin again at zero with every attempt, and series end with their pod.",
         runtime.METRICS,
+    ),
+    Source(
+        "Operator",
+        "Each operator pod. Per-job series carry the job's own `namespace` (scrape with `honor_labels`) and end with "
+        "the job; finished jobs are counted only.",
+        operator.METRICS,
     ),
 )
 
