@@ -87,3 +87,11 @@ class LaunchError(TopKubeError, RuntimeError):
     def __init__(self, what: str, *, exit_code: int = 1, cause: str = "", next_step: str = "") -> None:
         self.exit_code = exit_code
         super().__init__(what, cause=cause, next_step=next_step)
+
+
+class ClusterError(TopKubeError, RuntimeError):
+    """A Kubernetes cluster is not there or refused a request; nothing was changed by it. `status` is HTTP's, or 0."""
+
+    def __init__(self, what: str, *, status: int = 0, cause: str = "", next_step: str = "") -> None:
+        self.status = status
+        super().__init__(what, cause=cause, next_step=next_step)

@@ -20,3 +20,10 @@ def main() -> None:
     from topkube.cli.app import run_app
 
     raise SystemExit(run_app(arguments))
+
+
+def kubectl_main() -> None:
+    """Entry point of `kubectl-topkube`, which kubectl runs as `kubectl topkube`."""
+    from topkube.cli.app import run_app
+
+    raise SystemExit(run_app(sys.argv[1:], "kubectl topkube"))

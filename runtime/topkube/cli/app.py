@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,18 +12,9 @@ import typer
 from typer.core import TyperGroup
 
 from topkube import __version__
+from topkube.cli.cluster import commands
+from topkube.cli.options import Output, OutputOption
 from topkube.errors import TopKubeError
-
-
-class Output(StrEnum):
-    """What `-o` can ask for."""
-
-    text = "text"
-    json = "json"
-
-
-OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text, or json on stdout.")]
-
 
 BENCHES = {"select": "topkube.bench.select", "allreduce": "topkube.bench.allreduce"}
 
@@ -158,13 +148,18 @@ def crd(
     show_crd(kubernetes)
 
 
-def run_app(arguments: list[str]) -> int:
-    """Runs one command line and returns its exit code. --debug may stand anywhere before `--`."""
+for _command in (commands.submit, commands.status, commands.logs, commands.delete):
+    app.command()(_command)
+
+
+def run_app(arguments: list[str], name: str = "topkube") -> int:
+    """Runs one command line and returns its exit code. --debug may stand anywhere before `--`. `name` is what help
+    calls the program."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in own
     arguments = [word for word in own if word != "--debug"] + arguments[len(own) :]
     try:
-        app(arguments, prog_name="topkube")
+        app(arguments, prog_name=name)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     except TopKubeError as error:
@@ -174,6 +169,8 @@ def run_app(arguments: list[str]) -> int:
 
         show(error)
         return exit_code(error)
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # topkube … | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -16,6 +16,8 @@ from pydantic.fields import FieldInfo
 from topkube.job.part import Allowed, Part, Path
 
 Lines = Mapping[Path, int]
+DEEPEST = 100
+"""Levels of a document."""
 
 
 def dotted(path: Path) -> str:
@@ -44,6 +46,9 @@ def listed(error: ValidationError, model: type[Part], lines: Lines) -> list[str]
     found: list[tuple[Path, str]] = []
     for entry in error.errors(include_url=False):
         path = tuple(entry["loc"])
+        if len(path) > DEEPEST:
+            found.append((path[:2], f"is nested too deeply: use fewer than {DEEPEST} levels"))
+            continue
         for below, text in entry.get("ctx", {}).get("problems", [((), _problem(entry, path, model))]):
             found.append(((*path, *below), text))
     found.sort(key=lambda one: _line(one[0], lines))

@@ -15,10 +15,9 @@ import yaml
 
 from topkube.errors import JobError
 from topkube.job.part import Path
-from topkube.job.problems import described
+from topkube.job.problems import DEEPEST, described
 
 MOST_VALUES = 100_000
-DEEPEST = 100
 
 
 class _Loader(yaml.SafeLoader):

@@ -1,0 +1,272 @@
+"""A connection to an API server, as kubectl would make it: kubeconfig, context, namespace; or the pod's own account.
+
+The Kubernetes client reads the kubeconfig, gets tokens and sets up TLS. Requests are plain JSON on top of it, so that
+objects stay as the server has them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from topkube.errors import ClusterError, JobError, TopKubeError
+
+CONNECT_SECONDS, READ_SECONDS = 10.0, 60.0
+FIELD_MANAGER = "topkube"
+APPLY, JSON = "application/apply-patch+yaml", "application/json"
+_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_INSTALL = "pip install 'topkube[cluster]'"
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which cluster and namespace the person means; None is what kubectl would take."""
+
+    kubeconfig: Path | None = None
+    context: str | None = None
+    namespace: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server said: JSON, and its warnings."""
+
+    data: dict[str, Any]
+    warnings: list[str]
+
+
+class Api:
+    """An API server and the namespace that commands act in."""
+
+    def __init__(self, configuration: Any, namespace: str) -> None:
+        import urllib3
+        from kubernetes import client
+
+        self.namespace, self.server = namespace, configuration.host
+        self._configuration = configuration
+        self._pool: urllib3.PoolManager = client.ApiClient(configuration).rest_client.pool_manager
+
+    def get(self, path: str, **query: Any) -> dict[str, Any]:
+        return self.request("GET", path, query).data
+
+    def request(
+        self, method: str, path: str, query: Mapping[str, Any] | None = None, body: Any = None, content: str = JSON
+    ) -> Answer:
+        """One request; `query` without what is None. Raises ClusterError, or JobError where a job itself is refused."""
+        answer = self._send(method, path, query or {}, body, content)
+        text = answer.read()
+        answer.release_conn()
+        if answer.status >= 400:
+            raise _refused(answer.status, text, method, path, self.namespace)
+        warnings = [_unquoted(value) for name, value in answer.headers.iteritems() if name.lower() == "warning"]
+        try:
+            return Answer(json.loads(text), warnings)
+        except ValueError:
+            raise ClusterError(
+                f"{self.server} answers with something that is not JSON",
+                cause="a proxy or another server is there",
+                next_step="kubectl config view --minify",
+            ) from None
+
+    def lines(self, path: str, query: Mapping[str, Any], silent_seconds: float | None = None) -> Iterator[bytes]:
+        """The lines of a stream (a log, a watch) until its end, without line ends. It also ends, quietly, when the
+        connection breaks or is silent for so long: ask again for the rest."""
+        import urllib3
+
+        answer = self._send("GET", path, query, None, JSON, silent_seconds)
+        if answer.status >= 400:
+            raise _refused(answer.status, answer.read(), "GET", path, self.namespace)
+        rest = b""
+        try:
+            for piece in answer.stream(1 << 16, decode_content=False):
+                *whole, rest = (rest + piece).split(b"\n")
+                yield from whole
+        except urllib3.exceptions.HTTPError:
+            return
+        finally:
+            answer.close()
+        if rest:
+            yield rest
+
+    def _send(
+        self, method: str, path: str, query: Mapping[str, Any], body: Any, content: str, silent: float | None = None
+    ) -> Any:
+        import urllib3
+
+        asked = {
+            key: str(value).lower() if isinstance(value, bool) else value
+            for key, value in query.items()
+            if value is not None
+        }
+        headers = {"Accept": JSON, "Content-Type": content}
+        try:
+            for setting in self._configuration.auth_settings().values():
+                if setting["in"] == "header" and setting["value"]:
+                    headers[setting["key"]] = setting["value"]
+            return self._pool.request(
+                method,
+                self.server + path + (f"?{urlencode(asked)}" if asked else ""),
+                headers=headers,
+                body=None if body is None else json.dumps(body),
+                preload_content=False,
+                retries=False,
+                timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=silent or READ_SECONDS),
+            )
+        except urllib3.exceptions.HTTPError as error:
+            raise ClusterError(
+                f"the cluster at {self.server} does not answer: {_reason(error)}",
+                cause="it is down, or this machine cannot reach it",
+                next_step="kubectl cluster-info; another cluster: --context NAME or --kubeconfig FILE",
+            ) from None
+
+
+def connect(where: Where) -> Api:
+    """Raises ClusterError where there is no client, no kubeconfig, or no such context in it."""
+    try:
+        from kubernetes import client, config
+        from kubernetes.config import kube_config
+    except ImportError:
+        raise ClusterError(
+            "the Kubernetes client is not installed here",
+            cause="topkube was installed for local runs alone",
+            next_step=_INSTALL,
+        ) from None
+    file = str(where.kubeconfig) if where.kubeconfig else None
+    configuration = client.Configuration()
+    known = Path(file) if file else None
+    try:
+        if known is None and not _has_kubeconfig(kube_config.KUBE_CONFIG_DEFAULT_LOCATION):
+            return _in_cluster(configuration, where, kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
+        contexts, active = config.list_kube_config_contexts(file)
+        chosen = next((one for one in contexts if one["name"] == where.context), active) if where.context else active
+        config.load_kube_config(file, context=where.context, client_configuration=configuration, persist_config=False)
+    except config.ConfigException as error:
+        names = _context_names(file)
+        listed = f"; known: {', '.join(names)}" if names else ""
+        raise ClusterError(
+            f"the kubeconfig {file or kube_config.KUBE_CONFIG_DEFAULT_LOCATION} is of no use: {_first(error)}{listed}",
+            cause="a context that is not in it, or a file that is not complete",
+            next_step="kubectl config get-contexts",
+        ) from None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:  # what a damaged file ends in
+        raise ClusterError(
+            f"the kubeconfig {file or kube_config.KUBE_CONFIG_DEFAULT_LOCATION} cannot be read: {_first(error)}",
+            cause="it is not a kubeconfig",
+            next_step="kubectl config view",
+        ) from None
+    namespace = where.namespace or (chosen.get("context") or {}).get("namespace") or "default"
+    return Api(configuration, namespace)
+
+
+def _in_cluster(configuration: Any, where: Where, looked: str) -> Api:
+    from kubernetes import config
+
+    try:
+        config.load_incluster_config(client_configuration=configuration)
+    except config.ConfigException:
+        raise ClusterError(
+            f"no cluster is configured: {looked} is not there",
+            cause="no kubeconfig has been set up on this machine",
+            next_step="export KUBECONFIG=FILE, or give --kubeconfig FILE; without a cluster: topkube run JOB.yaml",
+        ) from None
+    own = _ACCOUNT_NAMESPACE.read_text().strip() if _ACCOUNT_NAMESPACE.exists() else "default"
+    return Api(configuration, where.namespace or own)
+
+
+def _has_kubeconfig(location: str) -> bool:
+    return any(Path(one).expanduser().exists() for one in location.split(":") if one)
+
+
+def _context_names(file: str | None) -> list[str]:
+    from kubernetes import config
+
+    try:
+        return [one["name"] for one in config.list_kube_config_contexts(file)[0]]
+    except Exception:  # the file is already known to be bad
+        return []
+
+
+def _refused(status: int, text: bytes, method: str, path: str, namespace: str) -> TopKubeError:
+    """The server's refusal as an error of ours."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        said = {}
+    said = said if isinstance(said, dict) else {}
+    message = said.get("message") or text.decode(errors="replace").strip()[:500] or f"HTTP {status}"
+    details = said.get("details") or {}
+    kind, name = details.get("kind", ""), details.get("name", "")
+    if status == 401:
+        return ClusterError(
+            "the cluster does not know who you are",
+            status=status,
+            cause="a token or certificate that has expired",
+            next_step="log in again, or choose another user: kubectl config get-contexts",
+        )
+    if status == 403:
+        verb = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}.get(method, "get")
+        what = f"{kind}.{details['group']}" if details.get("group") else kind or "trainingjobs.topkube.dev"
+        return ClusterError(
+            message,
+            status=status,
+            cause="your account has no role for it in this namespace",
+            next_step="ask an admin to bind the ClusterRole topkube-edit; "
+            f"kubectl auth can-i {verb} {what} -n {namespace}",
+        )
+    if status == 404 and "/apis/topkube.dev/" in path and not name:
+        return ClusterError(
+            "this cluster does not know TrainingJobs",
+            status=status,
+            cause="TopKube is not installed in it",
+            next_step="kubectl apply -f manifests/ (an admin's task); `topkube run JOB.yaml` needs no cluster",
+        )
+    if status == 404 and kind == "namespaces":
+        return ClusterError(
+            f"there is no namespace {name}",
+            status=status,
+            cause="a typing mistake, or another cluster",
+            next_step=f"kubectl get namespaces; kubectl create namespace {name}",
+        )
+    causes = [f"{one.get('field', '')}: {one.get('message', '')}" for one in details.get("causes") or ()]
+    if status == 422 or (status == 400 and "admission webhook" in message):
+        listed = causes if status == 422 and causes else []
+        return JobError(f"the cluster refuses the job: {'it has mistakes' if listed else message}", listed)
+    return ClusterError(message, status=status)
+
+
+def _unquoted(warning: str) -> str:
+    """299 - "the \\"text\\"" -> the "text\""""
+    match = re.fullmatch(r'\s*\d{3} \S+ "(.*)"\s*', warning, re.DOTALL)
+    return re.sub(r"\\(.)", r"\1", match[1]) if match else warning
+
+
+def _reason(error: Exception) -> str:
+    text = str(getattr(error, "reason", None) or error)
+    return re.sub(r"^<?[\w.]*(connection|Connection)\S*( object at 0x[0-9a-f]+>)?: ", "", text)
+
+
+def _first(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__).removeprefix("Invalid kube-config file. ")
+
+
+def path_of(namespace: str | None, kind: str, name: str | None = None, group: str = "") -> str:
+    """The URL path of a kind (its plural name), in the core group where `group` (with its version) is empty."""
+    root = f"/apis/{group}" if group else "/api/v1"
+    place = f"/namespaces/{quote(namespace)}" if namespace else ""
+    return f"{root}{place}/{kind}" + (f"/{quote(name)}" if name else "")
+
+
+@contextmanager
+def missing_is_fine() -> Iterator[None]:
+    """Swallows the 404 of an object that is already gone."""
+    try:
+        yield
+    except ClusterError as error:
+        if error.status != 404:
+            raise

@@ -1,0 +1,62 @@
+"""`topkube delete`: delete jobs, and wait until their pods are gone too."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from topkube.cli.cluster.api import Api, Where, connect, missing_is_fine
+from topkube.cli.cluster.jobs import find, job_path, pods_of
+from topkube.errors import ClusterError
+
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for."""
+
+    jobs: list[str]
+    where: Where
+    wait: bool = True
+    timeout_seconds: float = 300.0
+
+
+def delete_jobs(options: Options) -> int:
+    api = connect(options.where)
+    found = [find(api, name) for name in options.jobs]  # a typing mistake in one deletes none
+    for job in found:
+        metadata = job["metadata"]
+        body = {"propagationPolicy": "Background", "preconditions": {"uid": metadata["uid"]}}
+        with missing_is_fine():
+            api.request("DELETE", job_path(api, metadata["name"]), body=body)
+        print(f"trainingjob.topkube.dev/{metadata['name']} deleted", flush=True)
+    if options.wait:
+        deadline = time.monotonic() + options.timeout_seconds
+        for job in found:
+            _gone(api, job["metadata"]["name"], job["metadata"]["uid"], deadline, options.timeout_seconds)
+    return 0
+
+
+def _gone(api: Api, name: str, uid: str, deadline: float, seconds: float) -> None:
+    while left := _left(api, name, uid):
+        if time.monotonic() >= deadline:
+            raise ClusterError(
+                f"after {seconds:g} s there is still {', '.join(left)}",
+                cause="a node that is gone cannot report that its pods have ended, or a finalizer holds the object",
+                next_step=f"kubectl get tj,pods -n {api.namespace} -l topkube.dev/job-name={name}; "
+                "`topkube delete --no-wait` does not wait",
+            )
+        time.sleep(_LOOK_SECONDS)
+
+
+def _left(api: Api, name: str, uid: str) -> list[str]:
+    left = []
+    with missing_is_fine():
+        if api.get(job_path(api, name))["metadata"].get("uid") == uid:
+            left.append(f"the job {name}")
+    for pod in pods_of(api, name):
+        owners = pod["metadata"].get("ownerReferences") or ()
+        if any(owner.get("uid") == uid for owner in owners):
+            left.append(f"pod {pod['metadata']['name']}")
+    return left

@@ -1,0 +1,188 @@
+"""A job on a cluster and what belongs to it, as plain data."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from topkube.cli.cluster.api import Api, path_of
+from topkube.errors import ClusterError
+from topkube.job.crd import PLURAL
+from topkube.job.training_job import API_VERSION
+
+JOB_LABEL, ROLE_LABEL, INDEX_LABEL, ATTEMPT_LABEL = (
+    f"topkube.dev/{name}" for name in ("job-name", "role", "worker-index", "attempt")
+)
+DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
+OVER = ("Succeeded", "Failed")
+WATCH_SECONDS = 60
+"""A watch is asked for again after so long at the latest."""
+
+
+def job_path(api: Api, name: str | None = None) -> str:
+    return path_of(api.namespace, PLURAL, name, API_VERSION)
+
+
+def find(api: Api, name: str) -> dict[str, Any]:
+    """The stored job. Raises ClusterError that names the nearest jobs where there is none of this name."""
+    try:
+        return api.get(job_path(api, name))
+    except ClusterError as error:
+        if error.status != 404 or "no namespace" in str(error) or "does not know" in str(error):
+            raise
+    names = [job["metadata"]["name"] for job in all_jobs(api)]
+    near = difflib.get_close_matches(name, names, 3, 0.5) or names[:3]
+    known = f"; there is {', '.join(near)}" if near else "; there is no job at all"
+    raise ClusterError(
+        f"there is no TrainingJob {name} in namespace {api.namespace}{known}",
+        status=404,
+        cause="it was deleted, it has another name, or it is in another namespace",
+        next_step="topkube status --all-namespaces",
+    )
+
+
+def all_jobs(api: Api, everywhere: bool = False) -> list[dict[str, Any]]:
+    """The jobs of the namespace, or of all."""
+    path = path_of(None if everywhere else api.namespace, PLURAL, group=API_VERSION)
+    return list(api.get(path).get("items") or ())
+
+
+def pods_of(api: Api, name: str) -> list[dict[str, Any]]:
+    """The job's pods: the launcher's first, then workers by index, older ones first."""
+    pods = api.get(path_of(api.namespace, "pods"), labelSelector=f"{JOB_LABEL}={name}").get("items") or []
+    return sorted(pods, key=lambda pod: (index_of(pod), attempt_of(pod), pod["metadata"]["name"]))
+
+
+def index_of(pod: dict[str, Any]) -> int:
+    """The worker's index, -1 for a launcher."""
+    return _number(pod["metadata"].get("labels", {}).get(INDEX_LABEL), -1)
+
+
+def attempt_of(pod: dict[str, Any]) -> int:
+    """The attempt in which the pod was made."""
+    return _number(pod["metadata"].get("labels", {}).get(ATTEMPT_LABEL), 0)
+
+
+def main_container(pod: dict[str, Any]) -> str:
+    """The container that trains, or that starts MPI."""
+    named = (pod["metadata"].get("annotations") or {}).get(DEFAULT_CONTAINER)
+    return str(named or pod["spec"]["containers"][0]["name"])
+
+
+def container_state(pod: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """('waiting' | 'running' | 'terminated', details) of the main container."""
+    for status in (pod.get("status") or {}).get("containerStatuses") or ():
+        if status["name"] == main_container(pod):
+            for state, details in (status.get("state") or {}).items():
+                return state, details or {}
+    return "waiting", {}
+
+
+def events_of(api: Api, job: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Events of the job, and the warnings of its pods, oldest first."""
+    path = path_of(api.namespace, "events")
+    name, uid = job["metadata"]["name"], job["metadata"].get("uid")
+    found = (
+        api.get(path, fieldSelector=f"involvedObject.kind=TrainingJob,involvedObject.name={name}").get("items") or []
+    )
+    events = [one for one in found if one["involvedObject"].get("uid") in (None, "", uid)]
+    own = {pod["metadata"]["name"] for pod in pods}
+    if own:
+        warned = api.get(path, fieldSelector="involvedObject.kind=Pod,type=Warning").get("items") or []
+        events += [one for one in warned if one["involvedObject"].get("name") in own]
+    return sorted(events, key=event_time)
+
+
+def event_time(event: dict[str, Any]) -> str:
+    """When it was last seen."""
+    return str(
+        event.get("lastTimestamp")
+        or (event.get("series") or {}).get("lastObservedTime")
+        or event.get("eventTime")
+        or event["metadata"].get("creationTimestamp")
+        or ""
+    )
+
+
+def phase(job: dict[str, Any]) -> str:
+    """Pending until the operator says otherwise."""
+    return str((job.get("status") or {}).get("phase") or "Pending")
+
+
+def exit_code(job: dict[str, Any]) -> int:
+    """0 where it succeeded, the first failing rank's own code where it failed."""
+    if phase(job) == "Succeeded":
+        return 0
+    code = ((job.get("status") or {}).get("firstFailure") or {}).get("exitCode")
+    return code if isinstance(code, int) and 0 < code < 256 else 1
+
+
+@dataclass
+class Watch:
+    """One job, followed over broken connections. `states` gives it at once and after every change, and None as its last
+    word when it has been deleted."""
+
+    api: Api
+    name: str
+    seconds: float | None = None
+    """How long to follow it; None: to the end."""
+    _deadline: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self.seconds if self.seconds is not None else float("inf")
+
+    def states(self) -> Iterator[dict[str, Any] | None]:
+        """Raises ClusterError where the job is not there at first, and TimeoutError at the deadline."""
+        job = find(self.api, self.name)
+        uid = job["metadata"].get("uid")
+        while True:
+            yield job
+            for event in self._events(job["metadata"].get("resourceVersion")):
+                changed = event.get("object") or {}
+                if event.get("type") == "ERROR":  # too old: read it afresh
+                    break
+                if changed.get("metadata", {}).get("uid") != uid or event.get("type") == "DELETED":
+                    yield None
+                    return
+                job = changed
+                yield job
+            if time.monotonic() >= self._deadline:
+                raise TimeoutError
+            try:
+                job = self.api.get(job_path(self.api, self.name))
+            except ClusterError as error:
+                if error.status == 404:
+                    yield None
+                    return
+                if error.status:
+                    raise
+                time.sleep(1)  # the API server restarts
+                continue
+            if job["metadata"].get("uid") != uid:
+                yield None
+                return
+
+    def _events(self, version: str | None) -> Iterator[dict[str, Any]]:
+        seconds = int(max(1, min(WATCH_SECONDS, self._deadline - time.monotonic())))
+        query = {
+            "watch": True,
+            "fieldSelector": f"metadata.name={self.name}",
+            "resourceVersion": version,
+            "timeoutSeconds": seconds,
+        }
+        try:
+            for line in self.api.lines(job_path(self.api), query, silent_seconds=seconds + 10):
+                yield json.loads(line)
+        except (ClusterError, ValueError):
+            time.sleep(0.5)  # the connection broke; the caller reads the job again
+
+
+def _number(text: Any, otherwise: int) -> int:
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        return otherwise

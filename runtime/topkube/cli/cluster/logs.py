@@ -1,0 +1,268 @@
+"""`topkube logs`: what all ranks print, from all pods at once, across restarts, until the job ends.
+
+A pod that lives on through a restart is one stream; a pod that is replaced is followed by its successor. A stream that
+breaks is asked for again from its last time stamp, so that no line is lost or shown twice.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from topkube.cli.cluster.api import Api, Where, connect, path_of
+from topkube.cli.cluster.jobs import (
+    OVER,
+    Watch,
+    attempt_of,
+    container_state,
+    exit_code,
+    find,
+    index_of,
+    main_container,
+    phase,
+    pods_of,
+)
+from topkube.errors import ClusterError
+
+LOOK_SECONDS = 0.5
+SILENT_SECONDS = 3600.0
+DRAIN_SECONDS = 10.0
+"""How long the last lines may take to arrive once the job has ended."""
+MOST_STREAMS = 256
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
+_STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d)) ?")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for."""
+
+    job: str
+    where: Where
+    follow: bool = True
+    workers: list[int] | None = None
+    """None: all of them and the launcher."""
+    tail: int | None = None
+    timestamps: bool = False
+    json: bool = False
+
+
+def show_logs(options: Options) -> int:
+    """Returns the job's own exit code once it has ended, 0 before."""
+    api = connect(options.where)
+    job = find(api, options.job)
+    printer = _Printer(options)
+    if options.follow and phase(job) not in OVER:
+        return _follow(api, options, printer)
+    pods = _chosen(pods_of(api, options.job), options)
+    for pod in pods:
+        for stamp, text in _lines(api, pod, options, follow=False):
+            printer.line(pod, stamp, text)
+    if not pods:
+        _kept(job, options)
+    return exit_code(job) if options.follow else 0
+
+
+def _follow(api: Api, options: Options, printer: _Printer) -> int:
+    following = _Following(api, options)
+    said = {"phase": "", "attempt": 0}
+    last: dict[str, Any] | None = None
+    watched: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
+    threading.Thread(target=_watch, args=(api, options.job, watched), daemon=True).start()
+    ended_at: float | None = None
+    while True:
+        following.look()
+        for pod, stamp, text in following.arrived(LOOK_SECONDS):
+            printer.line(pod, stamp, text)
+        while not watched.empty():
+            news = watched.get()
+            if isinstance(news, Exception):
+                raise news
+            if news is None and last is not None and phase(last) not in OVER:
+                printer.note(f"the job {options.job} was deleted")
+                return 1
+            if news is not None:
+                last = news
+                _announce(last, said, printer)
+        if last is not None and phase(last) in OVER:
+            ended_at = ended_at or time.monotonic()
+            if following.drained() or time.monotonic() - ended_at > DRAIN_SECONDS:
+                for pod, stamp, text in following.arrived(0):
+                    printer.line(pod, stamp, text)
+                if not following.seen:
+                    _kept(last, options)
+                _verdict(last, options.job, printer)
+                return exit_code(last)
+
+
+def _watch(api: Api, name: str, watched: queue.SimpleQueue[dict[str, Any] | Exception | None]) -> None:
+    try:
+        for job in Watch(api, name).states():
+            watched.put(job)
+            if job is None or phase(job) in OVER:
+                return
+    except ClusterError as error:
+        watched.put(error)
+
+
+def _announce(job: dict[str, Any], said: dict[str, Any], printer: _Printer) -> None:
+    attempt = (job.get("status") or {}).get("attempt") or 0
+    if attempt > said["attempt"] > 0:
+        reason = ((job.get("status") or {}).get("firstFailure") or {}).get("message")
+        printer.note(f"attempt {attempt} begins" + (f"; the last one ended: {reason}" if reason else ""))
+    if phase(job) != said["phase"]:
+        printer.note(f"{job['metadata']['name']} is {phase(job)}")
+    said.update(phase=phase(job), attempt=attempt)
+
+
+def _verdict(job: dict[str, Any], name: str, printer: _Printer) -> None:
+    failure = (job.get("status") or {}).get("firstFailure") or {}
+    if phase(job) == "Failed":
+        text = failure.get("message") or failure.get("reason") or "no reason is known"
+        printer.note(f"{name} failed: {text}; next: topkube status {name}")
+
+
+def _kept(job: dict[str, Any], options: Options) -> None:
+    """The pods are gone; what the status kept of the first failure is all there is."""
+    failure = (job.get("status") or {}).get("firstFailure") or {}
+    if failure.get("logTail"):
+        print(f"the pods are gone; the last lines of {failure.get('pod', 'the first failure')}:", file=sys.stderr)
+        print(failure["logTail"], flush=True)
+    else:
+        note = "kubectl get events" if phase(job) in OVER else f"topkube status {options.job}"
+        print(f"{options.job} is {phase(job)} and has no pods with logs; next: {note}", file=sys.stderr)
+
+
+def _chosen(pods: list[dict[str, Any]], options: Options) -> list[dict[str, Any]]:
+    return [pod for pod in pods if options.workers is None or index_of(pod) in options.workers]
+
+
+@dataclass
+class _Following:
+    """One thread per pod that has something to say."""
+
+    api: Api
+    options: Options
+    seen: dict[str, threading.Thread] = field(default_factory=dict)
+    _lines: queue.Queue[tuple[dict[str, Any], str, bytes]] = field(default_factory=lambda: queue.Queue(10_000))
+    _listed: bool = False
+
+    def look(self) -> None:
+        """Starts to follow pods that have started."""
+        try:
+            pods = _chosen(pods_of(self.api, self.options.job), self.options)
+        except ClusterError as error:
+            if error.status in (401, 403, 404):
+                raise
+            return  # the API server restarts
+        for pod in pods:
+            uid = pod["metadata"]["uid"]
+            if uid in self.seen or container_state(pod)[0] == "waiting":
+                continue
+            if len(self.seen) >= MOST_STREAMS and sum(one.is_alive() for one in self.seen.values()) >= MOST_STREAMS:
+                raise ClusterError(
+                    f"the job has more than {MOST_STREAMS} pods to follow", next_step="choose some: --worker INDEX"
+                )
+            self.seen[uid] = threading.Thread(target=self._read, args=(pod,), daemon=True)
+            self.seen[uid].start()
+
+    def arrived(self, seconds: float) -> Iterator[tuple[dict[str, Any], str, bytes]]:
+        """Lines, as they come, for so long at the most."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                left = deadline - time.monotonic()
+                yield self._lines.get(timeout=left) if left > 0 else self._lines.get_nowait()
+            except queue.Empty:
+                return
+
+    def drained(self) -> bool:
+        """Whether all streams have ended and all their lines were taken."""
+        return not any(one.is_alive() for one in self.seen.values()) and self._lines.empty()
+
+    def _read(self, pod: dict[str, Any]) -> None:
+        for stamp, text in _lines(self.api, pod, self.options, follow=True):
+            self._lines.put((pod, stamp, text))
+
+
+def _lines(api: Api, pod: dict[str, Any], options: Options, follow: bool) -> Iterator[tuple[str, bytes]]:
+    """(time stamp, line) of a pod's main container, to its end where `follow`."""
+    name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+    path = path_of(api.namespace, "pods", name)
+    query: dict[str, Any] = {
+        "container": main_container(pod),
+        "timestamps": True,
+        "follow": follow,
+        "tailLines": options.tail,
+    }
+    last, shown = "", set[bytes]()
+    while True:
+        try:
+            for line in api.lines(f"{path}/log", query, silent_seconds=SILENT_SECONDS if follow else None):
+                match = _STAMP.match(line)
+                stamp, text = (match[1].decode(), line[match.end() :]) if match else (last, line)
+                if stamp < last or (stamp == last and line in shown):
+                    continue  # shown before the stream broke
+                if stamp != last:
+                    last, shown = stamp, set()
+                shown.add(line)
+                yield stamp, text
+        except ClusterError as error:
+            if error.status and error.status < 500:
+                return  # the pod is gone, or has never run
+        if not follow or not _goes_on(api, path, uid):
+            return
+        query = {**query, "tailLines": None, "sinceTime": last or None}
+        time.sleep(LOOK_SECONDS)
+
+
+def _goes_on(api: Api, path: str, uid: str) -> bool:
+    try:
+        pod = api.get(path)
+    except ClusterError as error:
+        return error.status != 404
+    return pod["metadata"].get("uid") == uid and container_state(pod)[0] == "running"
+
+
+class _Printer:
+    """Lines behind the name of what printed them, in colour on a terminal; notes of our own on stderr."""
+
+    def __init__(self, options: Options) -> None:
+        from rich.console import Console
+
+        self.options = options
+        self._out = Console(highlight=False)
+        self._notes = Console(stderr=True, highlight=False)
+
+    def line(self, pod: dict[str, Any], stamp: str, raw: bytes) -> None:
+        from rich.text import Text
+
+        text = raw.decode(errors="replace").rstrip("\r")
+        index = index_of(pod)
+        name = f"worker{index}" if index >= 0 else "launcher"
+        prefix = f"[{name}] " if attempt_of(pod) <= 1 else f"[{name}, attempt {attempt_of(pod)}] "
+        stamped = f"{stamp} " if self.options.timestamps else ""
+        if self.options.json:
+            import json
+
+            record = {
+                "pod": pod["metadata"]["name"],
+                "worker": index if index >= 0 else None,
+                "time": stamp,
+                "text": text,
+            }
+            print(json.dumps(record), flush=True)
+        elif self._out.is_terminal:
+            shown = Text(prefix, style=_COLOURS[index % len(_COLOURS)] if index >= 0 else "dim")
+            self._out.print(shown.append_text(Text.from_ansi(stamped + text)), soft_wrap=True)
+        else:
+            print(prefix + stamped + text, flush=True)
+
+    def note(self, text: str) -> None:
+        self._notes.print(text, style="dim", soft_wrap=True, markup=False, emoji=False)

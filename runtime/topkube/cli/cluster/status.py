@@ -1,0 +1,353 @@
+"""`topkube status`: what `kubectl describe` would show, for people: phase, progress, pods, first failure, events."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from topkube.cli.cluster.api import Api, Where, connect
+from topkube.cli.cluster.jobs import (
+    OVER,
+    Watch,
+    all_jobs,
+    attempt_of,
+    container_state,
+    event_time,
+    events_of,
+    find,
+    index_of,
+    phase,
+    pods_of,
+)
+from topkube.errors import ClusterError
+from topkube.telemetry.bar import duration, rate, size
+
+MOST_EVENTS = 12
+MOST_PODS = 24
+_BAR = 30
+_COLOURS = {"Succeeded": "green", "Failed": "red", "Running": "cyan", "Suspended": "yellow", "Restarting": "yellow"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for."""
+
+    job: str | None
+    where: Where
+    everywhere: bool = False
+    watch: bool = False
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class View:
+    """All that is shown of one job."""
+
+    job: dict[str, Any]
+    pods: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+
+
+def show_status(options: Options) -> int:
+    api = connect(options.where)
+    if options.job is None:
+        return _table(api, options)
+    if options.watch:
+        return _follow(api, options, options.job)
+    view = gather(api, find(api, options.job))
+    _show(view, options.json)
+    return 0
+
+
+def gather(api: Api, job: dict[str, Any]) -> View:
+    """Pods and events that this account may not see are left out."""
+    try:
+        pods = pods_of(api, job["metadata"]["name"])
+        events = events_of(api, job, pods)
+    except ClusterError as error:
+        if error.status != 403:
+            raise
+        pods, events = [], []
+    return View(job, pods, events)
+
+
+def _show(view: View, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"job": view.job, "pods": view.pods, "events": view.events}, indent=1), flush=True)
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for line in report(view, datetime.now(UTC), bar=console.is_terminal):
+        console.print(line, markup=True, soft_wrap=True, emoji=False)
+
+
+def _follow(api: Api, options: Options, name: str) -> int:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    live = None if options.json or not console.is_terminal else Live(console=console, refresh_per_second=4)
+    said = ""
+    with live or _nothing():
+        for job in Watch(api, name).states():
+            if job is None:
+                print(f"the job {name} was deleted", file=sys.stderr)
+                return 1
+            if live is not None:
+                lines = report(gather(api, job), datetime.now(UTC), bar=True)
+                live.update(Text("\n").join(Text.from_markup(line, emoji=False) for line in lines))
+            elif options.json:
+                print(json.dumps(job), flush=True)
+            else:
+                line = _one_line(job)
+                if line != said:
+                    print(line, flush=True)
+                said = line
+            if phase(job) in OVER:
+                break
+    return 0
+
+
+def _nothing() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def _one_line(job: dict[str, Any]) -> str:
+    return "  ".join(part for part in (job["metadata"]["name"], phase(job), _facts(job)) if part)
+
+
+def _table(api: Api, options: Options) -> int:
+    """All jobs, as `kubectl get tj` shows them."""
+    jobs = all_jobs(api, options.everywhere)
+    if options.json:
+        print(json.dumps(jobs, indent=1))
+        return 0
+    if not jobs:
+        print("no jobs" if options.everywhere else f"no jobs in namespace {api.namespace}", file=sys.stderr)
+        return 0
+    head = [*(["NAMESPACE"] if options.everywhere else []), "NAME", "PHASE", "WORKERS", "STEP", "PROGRESS", "RATE"]
+    rows = [[*head, "RESTARTS", "AGE"]]
+    now = datetime.now(UTC)
+    for job in jobs:
+        status, metadata = job.get("status") or {}, job["metadata"]
+        progress = status.get("progress") or {}
+        rows.append(
+            [
+                *([metadata["namespace"]] if options.everywhere else []),
+                metadata["name"],
+                phase(job),
+                str(status.get("workersReady") or ""),
+                _step(progress),
+                f"{progress['percent']}%" if "percent" in progress else "",
+                rate(progress["samplesPerSecond"]) if "samplesPerSecond" in progress else "",
+                str(status.get("restarts") or 0),
+                _age(metadata.get("creationTimestamp"), now),
+            ]
+        )
+    print("\n".join(columns(rows, "")))
+    return 0
+
+
+def columns(rows: list[list[str]], indent: str = "  ") -> list[str]:
+    """Rows as aligned lines."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def report(view: View, now: datetime, bar: bool = False) -> Iterator[str]:
+    """The lines, in rich's markup."""
+    from rich.markup import escape
+
+    job = view.job
+    metadata, spec, status = job["metadata"], job.get("spec") or {}, job.get("status") or {}
+    colour = _COLOURS.get(phase(job), "bold")
+    yield f"[bold]{metadata['name']}[/bold]  [{colour}]{phase(job)}[/]  in namespace {metadata.get('namespace', '')}"
+    for name, text in _summary(job, now):
+        yield f"  [bold]{name:<12}[/bold]{escape(text)}"
+    progress = status.get("progress") or {}
+    if bar and "percent" in progress:
+        done = round(_BAR * progress["percent"] / 100)
+        yield f"  {'':<12}[cyan]{'━' * done}[/][dim]{'━' * (_BAR - done)}[/]"
+    generation = metadata.get("generation")
+    if status and generation and (status.get("observedGeneration") or 0) < generation:
+        yield "  [yellow]the operator has not seen the last change yet[/]"
+    if not status and spec.get("runPolicy", {}).get("managedBy", "topkube.dev/operator") == "topkube.dev/operator":
+        yield "  [yellow]no operator has looked at this job yet[/]: kubectl get pods -n topkube-system"
+    yield from _section("Conditions", [escape(line) for line in _conditions(status, now)])
+    yield from _section("Pods", [escape(line) for line in _pods(view.pods, now)])
+    yield from _section("First failure", [escape(line) for line in _failure(status)])
+    yield from _section("Cache", [escape(line) for line in _cache(status)])
+    yield from _section("Events", [escape(line) for line in _events(view.events, now)])
+
+
+def _section(title: str, lines: list[str]) -> Iterator[str]:
+    if lines:
+        yield ""
+        yield f"[bold]{title}[/bold]"
+        yield from lines
+
+
+def _summary(job: dict[str, Any], now: datetime) -> Iterator[tuple[str, str]]:
+    spec, status, metadata = job.get("spec") or {}, job.get("status") or {}, job["metadata"]
+    aggregation, policy = spec.get("aggregation") or {}, spec.get("runPolicy") or {}
+    workers, slots = spec.get("workers", 1), spec.get("slotsPerWorker", 1)
+    ready = status.get("workersReady") or f"0/{workers}"
+    yield (
+        "workers",
+        f"{ready} ready, {slots} rank{'s' if slots != 1 else ''} each, {spec.get('mpiImplementation', 'MPICH')}",
+    )
+    sparse = aggregation.get("algorithm", "auto") in ("auto", "naive", "hitopk")
+    density = f" at density {aggregation.get('density', 0.01):g}" if sparse else ""
+    yield "aggregation", f"{aggregation.get('algorithm', 'auto')}{density}"
+    if facts := _facts(job):
+        yield "progress", facts
+    attempts = [f"attempt {status['attempt']}"] if status.get("attempt") else []
+    attempts.append(f"{status.get('restarts') or 0} of {policy.get('backoffLimit', 3)} restarts used")
+    if status.get("disruptions"):
+        attempts.append(f"{status['disruptions']} disruptions")
+    yield "attempts", ", ".join(attempts)
+    times = [f"created {_age(metadata.get('creationTimestamp'), now)} ago"]
+    started, ended = _time(status.get("startTime")), _time(status.get("completionTime"))
+    if started:
+        times.append(f"started {_age(status['startTime'], now)} ago")
+    if started and ended:
+        times.append(f"ran {duration((ended - started).total_seconds())}")
+    yield "time", ", ".join(times)
+    if checkpoint := spec.get("checkpoint"):
+        every = checkpoint.get("everySteps", 500)
+        yield "checkpoint", f"claim {checkpoint.get('claimName')}, {checkpoint.get('path')}, every {every} steps"
+    if dataset := spec.get("dataset"):
+        yield "dataset", f"{dataset.get('uri')} at {dataset.get('mountPath')}"
+
+
+def _facts(job: dict[str, Any]) -> str:
+    progress = (job.get("status") or {}).get("progress") or {}
+    parts = [f"step {_step(progress)}"] if "step" in progress else []
+    if "percent" in progress:
+        parts.append(f"{progress['percent']}%")
+    if progress.get("loss"):
+        parts.append(f"loss {progress['loss']}")
+    if progress.get("samplesPerSecond"):
+        parts.append(f"{rate(progress['samplesPerSecond'])} samples/s")
+    if progress.get("etaSeconds") and phase(job) == "Running":
+        parts.append(f"{duration(progress['etaSeconds'])} left")
+    return "  ".join(parts)
+
+
+def _step(progress: dict[str, Any]) -> str:
+    total = f"/{progress['totalSteps']}" if progress.get("totalSteps") else ""
+    return f"{progress['step']}{total}" if "step" in progress else ""
+
+
+def _conditions(status: dict[str, Any], now: datetime) -> list[str]:
+    rows = [
+        [
+            one["type"],
+            one["status"],
+            _age(one.get("lastTransitionTime"), now),
+            one.get("reason") or "",
+            one.get("message") or "",
+        ]
+        for one in status.get("conditions") or ()
+    ]
+    return columns(rows) if rows else []
+
+
+def _pods(pods: list[dict[str, Any]], now: datetime) -> list[str]:
+    rows = []
+    for pod in pods[:MOST_PODS]:
+        metadata, status = pod["metadata"], pod.get("status") or {}
+        index = index_of(pod)
+        rows.append(
+            [
+                metadata["name"],
+                f"worker {index}" if index >= 0 else "launcher",
+                f"attempt {attempt_of(pod)}",
+                _pod_state(pod),
+                (pod.get("spec") or {}).get("nodeName") or "no node",
+                status.get("podIP") or "",
+                _age(metadata.get("creationTimestamp"), now),
+            ]
+        )
+    more = [f"  … and {len(pods) - MOST_PODS} more"] if len(pods) > MOST_PODS else []
+    return columns(rows) + more if rows else []
+
+
+def _pod_state(pod: dict[str, Any]) -> str:
+    if pod["metadata"].get("deletionTimestamp"):
+        return "Terminating"
+    state, details = container_state(pod)
+    if state == "terminated":
+        return f"{details.get('reason') or 'Ended'}, exit code {details.get('exitCode')}"
+    if state == "waiting" and details.get("reason"):
+        return str(details["reason"])
+    status = pod.get("status") or {}
+    return str(status.get("reason") or status.get("phase") or "Pending")
+
+
+def _failure(status: dict[str, Any]) -> list[str]:
+    failure = status.get("firstFailure") or {}
+    if not failure:
+        return []
+    where = [f"pod {failure['pod']}"] if failure.get("pod") else []
+    where += [f"rank {failure['rank']}"] if failure.get("rank") is not None else []
+    why = [failure["reason"]] if failure.get("reason") else []
+    why += [f"exit code {failure['exitCode']}"] if failure.get("exitCode") is not None else []
+    lines = [f"  {', '.join(where)}{': ' if where else ''}{', '.join(why)}"]
+    lines += [f"  {line}" for line in str(failure.get("message") or "").splitlines()]
+    lines += [f"    | {line}" for line in str(failure.get("logTail") or "").splitlines()]
+    return lines
+
+
+def _cache(status: dict[str, Any]) -> list[str]:
+    cache = status.get("cache") or {}
+    lines = [f"  hit ratio {cache['hitRatio']}"] if cache.get("hitRatio") else []
+    return lines + [f"  {one['name']}  {size(one.get('cachedBytes') or 0)}" for one in cache.get("nodes") or ()]
+
+
+def _events(events: list[dict[str, Any]], now: datetime) -> list[str]:
+    rows = []
+    for event in events[-MOST_EVENTS:]:
+        count = event.get("count") or (event.get("series") or {}).get("count") or 1
+        about = event["involvedObject"]
+        message = " ".join(str(event.get("message") or "").split())
+        rows.append(
+            [
+                _age(event_time(event), now) + (f" (x{count})" if count > 1 else ""),
+                str(event.get("type") or ""),
+                str(event.get("reason") or ""),
+                f"{about.get('name')}: {message}" if about.get("kind") == "Pod" else message,
+            ]
+        )
+    return columns(rows) if rows else []
+
+
+def _age(text: str | None, now: datetime) -> str:
+    """41s, 3m, 2h5m, 4d: as kubectl writes it."""
+    then = _time(text)
+    if then is None:
+        return ""
+    seconds = max(0, int((now - then).total_seconds()))
+    if seconds < 120:
+        return f"{seconds}s"
+    minutes, hours = seconds // 60, seconds // 3600
+    if minutes < 180:
+        return f"{minutes}m"
+    return f"{hours}h" if hours < 48 else f"{hours // 24}d"
+
+
+def _time(text: str | None) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text) if text else None
+    except ValueError:
+        return None
