@@ -38,7 +38,7 @@ fi
 echo "setup: installing packages and compiling the extension (two to three minutes the first time)"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-"$venv/bin/python" -m pip install -q -c constraints.txt -e '.[mpich,train,examples,dev]' >"$log" 2>&1 || {
+"$venv/bin/python" -m pip install -q -c constraints.txt -e '.[mpich,train,examples,cluster,operator,dev]' >"$log" 2>&1 || {
   cat "$log" >&2
   echo "setup: pip failed, its words are above. Likely cause: no network or no room on the disk. Next: correct that, then run make again" >&2
   exit 1
