@@ -26,8 +26,8 @@ def review(request: Mapping[str, Any]) -> dict[str, Any]:
     response: dict[str, Any] = {"uid": asked["uid"], "allowed": True}
     if asked.get("operation") in ("CREATE", "UPDATE") and isinstance(job, Mapping) and not _untouched(job, old):
         text = refusal(job, old)
-        if text:
-            response |= {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": text}}
+        if text:  # as a bad request: of an invalid one kubectl shows no message
+            response |= {"allowed": False, "status": {"code": 400, "reason": "BadRequest", "message": text}}
         else:
             response["warnings"] = [text[:_LONGEST_WARNING] for text in warnings(TrainingJob.parse(_written(job)))]
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}

@@ -1,4 +1,5 @@
-"""What the operator reports: `status` of a TrainingJob. Every field may be absent."""
+"""What the operator reports: `status` of a TrainingJob. Every field may be absent, and what is empty should be: the API
+server of Debian's Kubernetes 1.20 takes an empty string for null and refuses it."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ CONTAINER_NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 
 # In CEL: `c` is not the container that trains.
 _OTHER = "(self.size() > 1 && (!has(c.name) || c.name != 'worker'))"
-_WORDS = {"type": "array", "items": {"type": "string"}}
-# The part of a pod template that we rely on, as a JSON schema; everything else in it is kept unread.
+# The part of a pod template that we rely on, as a JSON schema; everything else in it is kept unread. Fields of containers
+# are there for the rules to see.
 WORKER_TEMPLATE: dict[str, Any] = {
     "type": "object",
     KEEP: True,
@@ -36,8 +36,7 @@ WORKER_TEMPLATE: dict[str, Any] = {
                         "properties": {
                             "name": {"type": "string", "maxLength": 63, "pattern": f"^{CONTAINER_NAME}$"},
                             "image": {"type": "string"},
-                            "command": _WORDS,
-                            "args": _WORDS,
+                            "command": {"type": "array", "items": {"type": "string"}},
                         },
                     },
                     **rules(
