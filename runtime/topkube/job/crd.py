@@ -178,10 +178,9 @@ def _all(schema: Schema) -> Iterator[Schema]:
 
 
 def _drop_rules(data: Any) -> None:
-    if isinstance(data, dict):
-        if data.pop(RULES, None) and "items" in data:
-            # The rules' view of containers. Where there are no rules it does harm: the API server of Debian's 1.20 takes
-            # an empty string for null, and `command: [sh, -c, ""]` is right.
-            data["items"] = {"type": "object", KEEP: True}
+    if isinstance(data, dict) and data.pop(RULES, None) and "items" in data:
+        # The rules' view of containers. Where there are no rules it does harm: the API server of Debian's 1.20 takes an
+        # empty string for null, and `command: [sh, -c, ""]` is right.
+        data["items"] = {"type": "object", KEEP: True}
     for below in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
         _drop_rules(below)

@@ -14,8 +14,8 @@ CONTAINER_NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 
 # In CEL: `c` is not the container that trains.
 _OTHER = "(self.size() > 1 && (!has(c.name) || c.name != 'worker'))"
-# The part of a pod template that we rely on, as a JSON schema; everything else in it is kept unread. Fields of containers
-# are there for the rules to see.
+# The part of a pod template that we rely on, as a JSON schema; everything else in it is kept unread. The fields of
+# containers are there for the rules to see.
 WORKER_TEMPLATE: dict[str, Any] = {
     "type": "object",
     KEEP: True,
