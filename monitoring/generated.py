@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from monitoring import reference
+from monitoring.alerts import rules as alerts_file
+from monitoring.dashboards import DASHBOARDS
 
 ROOT = Path(__file__).parents[1]
 
 
 def files() -> dict[str, str]:
     """Path from the repository's root to content."""
-    return {"docs/metrics.md": reference.markdown()}
+    dashboards = {f"charts/topkube/dashboards/{one.uid}.json": one.json() for one in DASHBOARDS}
+    alerts = {"charts/topkube/files/alerts.yaml": alerts_file()}
+    return {"docs/metrics.md": reference.markdown(), **dashboards, **alerts}
 
 
 def write() -> None:

@@ -1,0 +1,130 @@
+"""The alerts: what wakes whom, and the runbook that says what to do. Thresholds are those of the runbooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+_BY_JOB = "by (namespace, training_job)"
+_ON_JOB = "on (namespace, training_job)"
+_SINCE_STEP = f"time() - max {_BY_JOB} (topkube_last_step_timestamp_seconds)"
+_SINCE_PHASE = f"time() - max {_BY_JOB} (topkube_job_phase_timestamp_seconds)"
+_MEAN_STEP = f"sum {_BY_JOB} (topkube_step_seconds_sum) / sum {_BY_JOB} (topkube_step_seconds_count)"
+_JOB = "{{ $labels.namespace }}/{{ $labels.training_job }}"
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One alert. `runbook` names docs/runbooks/RUNBOOK.md; `summary` may use the labels of `expression`."""
+
+    name: str
+    expression: str
+    lasting: str
+    """How long the expression must hold."""
+    severity: Literal["critical", "warning", "info"]
+    summary: str
+    runbook: str
+
+    def rule(self) -> dict[str, Any]:
+        """Prometheus's alerting rule."""
+        return {
+            "alert": self.name,
+            "expr": self.expression,
+            "for": self.lasting,
+            "labels": {"severity": self.severity},
+            "annotations": {"summary": self.summary, "runbook_url": f"runbooks/{self.runbook}"},
+        }
+
+
+JOBS = (
+    Alert(
+        "TopKubeJobStalled",
+        f"({_SINCE_STEP} > 600 and {_ON_JOB} {_SINCE_STEP} > 10 * {_MEAN_STEP}) "
+        f"unless {_ON_JOB} max {_BY_JOB} (topkube_job_progress_ratio) >= 1",
+        "1m",
+        "critical",
+        f"{_JOB} has finished no step for {{{{ $value | humanizeDuration }}}}",
+        "job-stalled",
+    ),
+    Alert(
+        "TopKubeJobReportsNoSteps",
+        f'({_SINCE_PHASE} > 1800 and {_ON_JOB} topkube_job_phase{{phase="Running"}} == 1) '
+        f"unless {_ON_JOB} max {_BY_JOB} (topkube_last_step_timestamp_seconds)",
+        "1m",
+        "info",
+        f"{_JOB} runs for {{{{ $value | humanizeDuration }}}} and has reported no step",
+        "job-stalled",
+    ),
+    Alert(
+        "TopKubeRestartStorm",
+        f"max {_BY_JOB} (max_over_time(topkube_job_restarts[1h]) - min_over_time(topkube_job_restarts[1h])) >= 3",
+        "0m",
+        "warning",
+        f"{_JOB} restarted {{{{ $value }}}} times within an hour",
+        "restart-storm",
+    ),
+    Alert(
+        "TopKubeJobPendingTooLong",
+        f'({_SINCE_PHASE} > 1800) and {_ON_JOB} topkube_job_phase{{phase=~"Pending|Starting"}} == 1',
+        "1m",
+        "warning",
+        f"{_JOB} waits for {{{{ $value | humanizeDuration }}}} to run",
+        "pending-too-long",
+    ),
+    Alert(
+        "TopKubeGradientSkipped",
+        f"sum {_BY_JOB} (increase(topkube_skipped_steps_total[15m])) "
+        f"/ max {_BY_JOB} (increase(topkube_step_seconds_count[15m])) > 0.05",
+        "5m",
+        "warning",
+        f"{_JOB} skips {{{{ $value | humanizePercentage }}}} of its steps: NaN or infinite gradients",
+        "gradient-skipped",
+    ),
+    Alert(
+        "TopKubeCommunicationSlow",
+        f"(sum {_BY_JOB} (rate(topkube_exchange_bound_seconds_total[10m])) "
+        f'/ sum {_BY_JOB} (rate(topkube_step_phase_seconds_total{{phase="inter"}}[10m])) < 0.25) '
+        f'and {_ON_JOB} sum {_BY_JOB} (rate(topkube_step_phase_seconds_total{{phase="inter"}}[10m])) '
+        f"/ sum {_BY_JOB} (rate(topkube_step_seconds_sum[10m])) > 0.3",
+        "15m",
+        "warning",
+        f"{_JOB} reaches {{{{ $value | humanizePercentage }}}} of what its link carried at the start",
+        "communication-slow",
+    ),
+)
+OPERATOR = (
+    Alert(
+        "TopKubeOperatorDown",
+        'absent(topkube_build_info{component="operator"})',
+        "5m",
+        "critical",
+        "No operator is scraped: jobs go on, but nothing starts, restarts or ends them",
+        "operator-down",
+    ),
+    Alert(
+        "TopKubeNoLeader",
+        "sum(topkube_leader) == 0",
+        "2m",
+        "critical",
+        "No operator replica leads: jobs go on, but nothing starts, restarts or ends them",
+        "no-leader",
+    ),
+    Alert(
+        "TopKubeReconcileErrors",
+        'sum(rate(topkube_reconciles_total{outcome="error"}[10m])) / sum(rate(topkube_reconciles_total[10m])) > 0.1',
+        "10m",
+        "warning",
+        "{{ $value | humanizePercentage }} of the operator's reconciles fail",
+        "reconcile-errors",
+    ),
+)
+GROUPS = {"topkube-jobs": JOBS, "topkube-operator": OPERATOR}
+ALERTS = tuple(alert for group in GROUPS.values() for alert in group)
+
+
+def rules() -> str:
+    """The rules file, as Prometheus loads it and as the chart puts it into a PrometheusRule."""
+    groups = [{"name": name, "rules": [alert.rule() for alert in group]} for name, group in GROUPS.items()]
+    return yaml.safe_dump({"groups": groups}, sort_keys=False, width=10_000)

@@ -1,0 +1,127 @@
+"""All jobs of the cluster: how many are in which phase, what they train, which of them need a look."""
+
+from __future__ import annotations
+
+from monitoring.dashboards.selection import BY_JOB, IN_NAMESPACE, NAMESPACE, quantile, rate
+from monitoring.grafana import Dashboard, Panel, Query, Row
+
+_PHASES = f"sum by (phase) (max by (namespace, phase) (topkube_jobs{{{IN_NAMESPACE}}}))"
+_INTER = IN_NAMESPACE + ',level="inter"'
+_WAITING = f'topkube_job_phase{{{IN_NAMESPACE},phase=~"Pending|Starting|Restarting"}} == 1'
+
+CLUSTER = Dashboard(
+    "topkube-cluster",
+    "TopKube / Cluster",
+    "All TrainingJobs: phases, throughput, progress, and which of them need a look.",
+    (
+        Row(
+            "Jobs",
+            (
+                Panel(
+                    "Jobs by phase now",
+                    "How many TrainingJobs are in each phase. Finished ones count until they are deleted.",
+                    "short",
+                    (Query(_PHASES, "{{phase}}"),),
+                    kind="stat",
+                    width=24,
+                    height=4,
+                ),
+                Panel(
+                    "Jobs by phase",
+                    "TrainingJobs over time. A growing Pending means a full cluster, or pods that cannot start.",
+                    "short",
+                    (Query(_PHASES, "{{phase}}"),),
+                    stacked=True,
+                ),
+                Panel(
+                    "Time without a step",
+                    "Seconds since each job last finished a step. A line that climbs is a job that hangs, or one that "
+                    "is starting again.",
+                    "s",
+                    (
+                        Query(
+                            f"time() - max {BY_JOB} (topkube_last_step_timestamp_seconds{{{IN_NAMESPACE}}})",
+                            "{{namespace}}/{{training_job}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Waiting jobs",
+                    "Seconds since a job that is not running yet entered its phase.",
+                    "s",
+                    (
+                        Query(
+                            f"time() - max {BY_JOB} (topkube_job_phase_timestamp_seconds{{{IN_NAMESPACE}}} "
+                            f"and on (namespace, training_job) ({_WAITING}))",
+                            "{{namespace}}/{{training_job}}",
+                        ),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Training",
+            (
+                Panel(
+                    "Throughput",
+                    "Samples per second of each job, over all its ranks.",
+                    "ops",
+                    (
+                        Query(
+                            f"sum {BY_JOB} ({rate('topkube_samples_total', IN_NAMESPACE)})",
+                            "{{namespace}}/{{training_job}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Progress",
+                    "Share of each job's steps that is finished.",
+                    "percentunit",
+                    (
+                        Query(
+                            f"max {BY_JOB} (topkube_job_progress_ratio{{{IN_NAMESPACE}}})",
+                            "{{namespace}}/{{training_job}}",
+                        ),
+                    ),
+                    kind="bargauge",
+                    most=1,
+                ),
+                Panel(
+                    "Sent between nodes",
+                    "Gradient bytes per second that each job sends over the network.",
+                    "Bps",
+                    (
+                        Query(
+                            f"sum {BY_JOB} ({rate('topkube_sent_bytes_total', _INTER)})",
+                            "{{namespace}}/{{training_job}}",
+                        ),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Starts and restarts",
+            (
+                Panel(
+                    "Restarts",
+                    "Attempts that ended and were followed by another, by reason. Evicted, Preempted and NodeLost are "
+                    "not the job's fault.",
+                    "short",
+                    (Query("sum by (reason) (increase(topkube_job_restarts_total[$__rate_interval]))", "{{reason}}"),),
+                    width=12,
+                ),
+                Panel(
+                    "Time to start",
+                    "Seconds from a job's creation (or resumption) to Running: half of the jobs, and 19 of 20. It "
+                    "includes the wait for nodes and image pulls.",
+                    "s",
+                    tuple(
+                        Query(quantile(share, "topkube_job_start_seconds", ""), f"{share:.0%}") for share in (0.5, 0.95)
+                    ),
+                    width=12,
+                ),
+            ),
+        ),
+    ),
+    (NAMESPACE,),
+)

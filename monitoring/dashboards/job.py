@@ -1,0 +1,170 @@
+"""One job: is it learning, how fast, where does a step's time go, what failed first."""
+
+from __future__ import annotations
+
+from monitoring.dashboards.selection import NAMESPACE, OF_JOB, ONE_JOB, quantile, rate
+from monitoring.grafana import Dashboard, Panel, Query, Row
+
+_STEPS = f"avg({rate('topkube_step_seconds_count')})"
+_PER_STEP = f"avg by (phase) ({rate('topkube_step_phase_seconds_total')}) / on () group_left () {_STEPS}"
+_COMPUTE = OF_JOB + ',phase=~"data|forward"'
+
+JOB = Dashboard(
+    "topkube-job",
+    "TopKube / Job",
+    "One TrainingJob: loss, throughput, where a step's time goes, and what failed first.",
+    (
+        Row(
+            "Now",
+            (
+                Panel(
+                    "Progress",
+                    "Share of the job's steps that is finished.",
+                    "percentunit",
+                    (Query(f"max(topkube_job_progress_ratio{{{OF_JOB}}})"),),
+                    kind="stat",
+                    width=4,
+                    height=4,
+                    most=1,
+                ),
+                Panel(
+                    "Step",
+                    "Steps that are finished, across restarts.",
+                    "none",
+                    (Query(f"max(topkube_job_step{{{OF_JOB}}})"),),
+                    kind="stat",
+                    width=4,
+                    height=4,
+                ),
+                Panel(
+                    "Loss",
+                    "Mean loss over all samples of the last step.",
+                    "none",
+                    (Query(f"max(topkube_loss{{{OF_JOB}}})"),),
+                    kind="stat",
+                    width=4,
+                    height=4,
+                    least=None,
+                ),
+                Panel(
+                    "Since the last step",
+                    "Seconds since any rank finished a step.",
+                    "s",
+                    (Query(f"time() - max(topkube_last_step_timestamp_seconds{{{OF_JOB}}})"),),
+                    kind="stat",
+                    width=4,
+                    height=4,
+                ),
+                Panel(
+                    "Attempt",
+                    "Number of the attempt that trains now; 1 is the first.",
+                    "none",
+                    (Query(f"max(topkube_job_attempt{{{OF_JOB}}})"),),
+                    kind="stat",
+                    width=4,
+                    height=4,
+                ),
+                Panel(
+                    "Skipped steps",
+                    "Steps per second that all ranks skipped because a gradient was NaN or infinite.",
+                    "ops",
+                    (Query(f"max({rate('topkube_skipped_steps_total')})"),),
+                    kind="stat",
+                    width=4,
+                    height=4,
+                ),
+            ),
+        ),
+        Row(
+            "Learning",
+            (
+                Panel(
+                    "Loss",
+                    "Mean loss over all samples of a step.",
+                    "none",
+                    (Query(f"max by (training_job) (topkube_loss{{{OF_JOB}}})", "{{training_job}}"),),
+                    least=None,
+                ),
+                Panel(
+                    "Throughput",
+                    "Samples per second over all ranks.",
+                    "ops",
+                    (Query(f"sum by (training_job) ({rate('topkube_samples_total')})", "{{training_job}}"),),
+                ),
+                Panel(
+                    "Norms",
+                    "The aggregated gradient before clipping, and what error feedback holds back on all ranks. A "
+                    "residual that keeps growing beside the gradient means that the density is too low.",
+                    "none",
+                    (
+                        Query(f"max by (training_job) (topkube_gradient_norm{{{OF_JOB}}})", "gradient"),
+                        Query(f"sqrt(sum by (training_job) (topkube_residual_norm{{{OF_JOB}}} ^ 2))", "residual"),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Time",
+            (
+                Panel(
+                    "A step's time",
+                    "Seconds per step by phase, mean of all ranks. select, intra and inter are the exchange; they run "
+                    "beside backward, which waits for them at its end, so backward holds what did not overlap.",
+                    "s",
+                    (Query(_PER_STEP, "{{phase}}"),),
+                    stacked=True,
+                ),
+                Panel(
+                    "Step time",
+                    "Seconds from one finished step to the next, over all ranks: half of the steps, and 19 of 20.",
+                    "s",
+                    tuple(
+                        Query(quantile(share, "topkube_step_seconds", OF_JOB), f"{share:.0%}") for share in (0.5, 0.95)
+                    ),
+                ),
+                Panel(
+                    "Slowest ranks",
+                    "Seconds per step that the three slowest ranks spend on data and forward: others wait for them in "
+                    "backward.",
+                    "s",
+                    (
+                        Query(
+                            f"topk(3, sum by (rank) ({rate('topkube_step_phase_seconds_total', _COMPUTE)})) "
+                            f"/ on () group_left () {_STEPS}",
+                            "rank {{rank}}",
+                        ),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Failures",
+            (
+                Panel(
+                    "First failure",
+                    "The pod and rank that failed first in the last failed attempt, and the reason. `kubectl describe` "
+                    "has the message and the end of its log.",
+                    "string",
+                    (
+                        Query(
+                            "max by (namespace, training_job, pod, rank, reason) "
+                            f"(topkube_job_first_failure_info{{{OF_JOB}}})"
+                        ),
+                    ),
+                    kind="table",
+                    width=12,
+                    height=6,
+                ),
+                Panel(
+                    "Restarts",
+                    "Restarts of the job so far, disruptions included.",
+                    "short",
+                    (Query(f"max by (training_job) (topkube_job_restarts{{{OF_JOB}}})", "{{training_job}}"),),
+                    width=12,
+                    height=6,
+                ),
+            ),
+        ),
+    ),
+    (NAMESPACE, ONE_JOB),
+)

@@ -1,0 +1,22 @@
+"""What all dashboards select by: the namespace and the job chosen at their top."""
+
+from __future__ import annotations
+
+from monitoring.grafana import Variable
+
+NAMESPACE = Variable("namespace", "namespace", "topkube_job_progress_ratio")
+TRAINING_JOB = Variable("training_job", "training_job", 'topkube_job_progress_ratio{namespace=~"$namespace"}')
+ONE_JOB = Variable("training_job", "training_job", 'topkube_job_progress_ratio{namespace=~"$namespace"}', several=False)
+
+IN_NAMESPACE = 'namespace=~"$namespace"'
+OF_JOB = 'namespace=~"$namespace",training_job=~"$training_job"'
+BY_JOB = "by (namespace, training_job)"
+
+
+def rate(series: str, selector: str = OF_JOB) -> str:
+    """Per second, over the interval that suits the resolution of the panel and of the scrape."""
+    return f"rate({series}{{{selector}}}[$__rate_interval])"
+
+
+def quantile(share: float, histogram: str, selector: str) -> str:
+    return f"histogram_quantile({share}, sum by (le) ({rate(f'{histogram}_bucket', selector)}))"
