@@ -12,11 +12,13 @@ import jsonschema
 import pytest
 import yaml
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_job_fuzz import jobs, values
 
 from topkube.cli.app import run_app
 from topkube.errors import JobError
 from topkube.job import TrainingJob
+from topkube.job.changes import change_problems
 from topkube.job.crd import crd_yaml, custom_resource_definition
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
@@ -170,3 +172,47 @@ def test_an_arbitrary_spec_that_is_refused_by_kubernetes_is_refused_here(spec: A
     except JobError:
         return
     assert refusals(defaulted(data, SCHEMA)) == []
+
+
+@given(jobs, jobs, st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_rules_and_the_webhook_agree_on_what_may_change(
+    one: dict[str, Any], other: dict[str, Any], same_template: bool
+) -> None:
+    if same_template:
+        other = {**other, "spec": {**other["spec"], "template": one["spec"]["template"]}}
+    other = {**other, "metadata": one["metadata"]}
+    old, new = defaulted(one, SCHEMA), defaulted(other, SCHEMA)
+    said = change_problems(TrainingJob.parse(one).spec, TrainingJob.parse(other).spec)
+    in_rules = [
+        problem for problem in said if "spec.template" not in problem and "spec.launcher.template" not in problem
+    ]
+    assert bool(refusals(new, old)) == bool(in_rules), "rules see all but what is inside templates"
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"launcher": {"colocate": True, "template": {}}}, "spec.launcher: template has no effect when colocate is true"),
+    ({"checkpoint": {"claimName": "c", "path": "a/../b"}}, "spec.checkpoint.path: leaves the claim"),
+    ({"runPolicy": {"schedulingPolicy": {"minAvailable": 3}}}, "spec: runPolicy.schedulingPolicy.minAvailable is more"),
+    ({"template": {"spec": {"containers": [{"name": "a"}, {"name": "b"}]}}}, "no container is called 'worker'"),
+    ({"template": {"spec": {"containers": [{"command": ["a"]}]}}}, "the worker's image is required"),
+    ({"template": {"spec": {"containers": [{"image": "a", "command": []}]}}}, "the worker's command is required"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD)
+def test_rules_refuse_what_the_types_refuse(change: dict[str, Any], words: str) -> None:
+    spec = {"template": {"spec": {"containers": [{"name": "worker", "image": "i", "command": ["a"]}]}}, **change}
+    data = {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
+    assert [words in refusal for refusal in refusals(defaulted(data, SCHEMA))] == [True]
+    with pytest.raises(JobError):
+        TrainingJob.parse(data)
+
+
+def test_rules_hold_for_the_defaults_themselves() -> None:
+    """Kubernetes refuses a CRD whose default breaks a rule, and looks before the defaults inside are filled in."""
+    for path, schema in every(SCHEMA):
+        for entry in schema.get(RULES, ()):
+            if "default" in schema:
+                default = schema["default"]
+                assert cel.evaluate(entry["rule"], {"self": default, "oldSelf": default}), path
