@@ -1,0 +1,98 @@
+"""`python -m topkube_operator` and `topkube-operator`: the command line of the operator."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from topkube.errors import TopKubeError
+from topkube_operator.observed import Policy
+from topkube_operator.operator import Operator, Options
+
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the operator until it is told to stop; gives the exit status."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    for noisy in ("kopf", "urllib3", "kubernetes", "aiohttp"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    inside = not options.kubeconfig and _OWN_NAMESPACE.exists()
+    own = options.operator_namespace or (_OWN_NAMESPACE.read_text().strip() if inside else "topkube-system")
+    policy = Policy(
+        gang_scheduler=options.gang_scheduler,
+        rendezvous_seconds=options.rendezvous_seconds,
+        stall_seconds=options.stall_seconds,
+        startup_seconds=options.startup_seconds,
+        lost_seconds=options.lost_seconds,
+        backoff_seconds=options.backoff_seconds,
+    )
+    from topkube_operator import handlers  # kopf is slow to load; --help is not
+
+    try:
+        operator = Operator(
+            Options(
+                namespaces=tuple(dict.fromkeys(options.namespace)),
+                namespace=own,
+                kubeconfig=options.kubeconfig,
+                metrics_port=options.metrics_port,
+                lease_name=options.lease_name,
+                secret_name=options.secret_name,
+                leader_election=options.leader_election,
+                in_cluster=inside,
+                policy=policy,
+            )
+        )
+        handlers.run(operator, options.webhook, options.webhook_port)
+    except TopKubeError as error:
+        print(f"topkube-operator: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="topkube-operator", description="Turns TrainingJobs into pods.")
+    add, default = parser.add_argument, Policy()
+    add("--namespace", action="append", default=[], help="reconcile jobs of this namespace only; repeat for more")
+    add("--operator-namespace", default="", help="namespace of the operator's Lease and secret (default: its own)")
+    add("--kubeconfig", default="", help="outside a cluster: the kubeconfig to use (default: KUBECONFIG)")
+    add("--metrics-port", type=int, default=8080, help="port of /metrics, /healthz and /readyz (default: 8080)")
+    add("--lease-name", default="topkube-operator", help="name of the Lease by which replicas elect a leader")
+    add("--secret-name", default="topkube-operator", help="name of the operator's own secret, made where missing")
+    add(
+        "--no-leader-election",
+        dest="leader_election",
+        action="store_false",
+        help="act without a Lease: one replica only",
+    )
+    add(
+        "--webhook",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="serve the validating webhook, called by this DNS name or address; repeat for more",
+    )
+    add("--webhook-port", type=int, default=9443, help="port of the webhook (default: 9443)")
+    add("--gang-scheduler", default="", help="scheduler of gangs, where it is not the PodGroup's usual one")
+    for name, text in (
+        ("rendezvous", "how long a running worker may take to call its launcher"),
+        ("stall", "how long all ranks may go without finishing a step; 0: for ever"),
+        ("startup", "the same for the first step of an attempt"),
+        ("lost", "how long a worker may be silent before its attempt ends"),
+        ("backoff", "pause before the second of several quick restarts, doubled each time"),
+    ):
+        value = getattr(default, f"{name}_seconds")
+        add(f"--{name}-seconds", type=float, default=value, help=f"{text} (default: {value:g})")
+    levels = ("debug", "info", "warning", "error")
+    add("--log-level", choices=levels, default="info", help="what is logged (default: info)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The wiring to kopf, and the only module that imports it: its loop, its signals, and its watch of TrainingJobs.
+
+kopf writes nothing to people's objects here: no finalizer, no annotation, no progress. Children go by owner reference,
+and what was decided is in the status. Handlers of plain events need none of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import kopf
+
+from topkube.job.training_job import GROUP, VERSION
+from topkube_operator import webhook
+from topkube_operator.operator import Operator
+from topkube_operator.progress import Progress
+
+_log = logging.getLogger(__name__)
+
+
+def run(operator: Operator, webhook_names: list[str], webhook_port: int) -> None:
+    """Runs until SIGTERM or SIGINT, then hands over."""
+    kopf.run(
+        registry=registry(operator, webhook_names, webhook_port),
+        standalone=True,
+        clusterwide=not operator.options.namespaces,
+        namespaces=list(operator.options.namespaces),
+    )
+
+
+def registry(operator: Operator, webhook_names: list[str], webhook_port: int) -> kopf.OperatorRegistry:
+    """All handlers."""
+    handlers = kopf.OperatorRegistry()
+    stack = contextlib.AsyncExitStack()
+
+    @kopf.on.login(registry=handlers)
+    def login(**_: Any) -> kopf.ConnectionInfo:
+        known = operator.cluster.configuration
+        header = known.get_api_key_with_prefix("BearerToken") or known.get_api_key_with_prefix("authorization") or ""
+        scheme, token = header.rpartition(" ")[::2]
+        return kopf.ConnectionInfo(
+            server=known.host,
+            ca_path=known.ssl_ca_cert,
+            insecure=not known.verify_ssl,
+            scheme=scheme or None,
+            token=token or None,
+            certificate_path=known.cert_file,
+            private_key_path=known.key_file,
+        )
+
+    @kopf.on.startup(registry=handlers)
+    async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
+        settings.posting.enabled = False
+        settings.queueing.idle_timeout = 1.0
+        settings.watching.server_timeout = 240
+        settings.process.ultimate_exiting_timeout = 20
+        await asyncio.to_thread(operator.start)
+        assert operator.controller is not None
+        polling = Progress(operator.store, operator.controller, operator.policy, operator.acting)
+        task = asyncio.create_task(polling.run(), name="progress")
+        stack.callback(task.cancel)
+        if webhook_names:
+
+            async def publish(bundle: str) -> None:
+                await asyncio.to_thread(operator.cluster.publish_bundle, webhook.CONFIGURATION, bundle)
+
+            port = await stack.enter_async_context(
+                webhook.serve(operator.seed, webhook_names, publish, port=webhook_port)
+            )
+            _log.info("the webhook serves on port %d as %s", port, ", ".join(webhook_names))
+
+    @kopf.on.cleanup(registry=handlers)
+    async def stop(**_: Any) -> None:
+        await asyncio.to_thread(operator.stop)
+        await stack.aclose()
+
+    @kopf.on.event(GROUP, VERSION, "trainingjobs", registry=handlers)
+    def seen(event: Any, **_: Any) -> None:
+        operator.jobs_seen(str(event["type"]), dict(event["object"]))
+
+    return handlers

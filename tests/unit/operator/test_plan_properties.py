@@ -1,0 +1,182 @@
+"""`plan` over random histories: whatever happens, promises hold, and when it stops happening, the job ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated import NODES, Simulated, job
+
+from topkube_operator import reconcile
+
+PLENTY = 40
+
+
+def _pick(world: Simulated, number: int) -> str:
+    names = sorted(world.pods)
+    return names[number % len(names)] if names else ""
+
+
+def _on_pod(act: Callable[[Simulated, str], object]) -> Callable[[Simulated, int], object]:
+    return lambda world, number: act(world, name) if (name := _pick(world, number)) else None
+
+
+def _delete_child(world: Simulated, number: int) -> None:
+    if world.children:
+        del world.children[sorted(world.children)[number % len(world.children)]]
+
+
+def _fail(world: Simulated, number: int) -> None:
+    pod = _pick(world, number) or None
+    world.end_launcher(1, {"pod": pod, "rank": number if number % 2 else None, "reason": "Error", "exitCode": 1})
+
+
+def _suspend(world: Simulated, number: int) -> None:
+    if world.job is not None and bool(number % 2) != world.job["spec"].get("runPolicy", {}).get("suspend", False):
+        world.resumes += not number % 2
+        world.policy_edit(suspend=bool(number % 2))
+
+
+ACTIONS: dict[str, Callable[[Simulated, int], Any]] = {
+    "reconcile": lambda world, _: world.reconcile(),
+    "crash": lambda world, number: setattr(world, "crash_after", number),
+    "forget": lambda world, _: setattr(world, "report", None),
+    "schedule": lambda world, _: world.schedule(),
+    "run": lambda world, _: world.run(),
+    "wait": lambda world, number: world.wait(number**2),
+    "say waiting": lambda world, _: world.say("Waiting", (0,)),
+    "say running": lambda world, _: world.say("Running"),
+    "worker fails": _on_pod(lambda world, name: world.end(name, 137, ended_reason="OOMKilled")),
+    "worker ends": _on_pod(lambda world, name: world.end(name, 0)),
+    "launcher fails": _fail,
+    "pod deleted": _on_pod(lambda world, name: world.delete("Pod", name, world.pods[name].uid)),
+    "pod gone": _on_pod(lambda world, name: world.remove(name)),
+    "evicted": _on_pod(lambda world, name: world.change(name, phase="Failed", reason="Evicted", message="disk")),
+    "node lost": lambda world, number: world.lost.add(NODES[number % len(NODES)]),
+    "node back": lambda world, number: world.lost.discard(NODES[number % len(NODES)]),
+    "child deleted": _delete_child,
+    "suspend": _suspend,
+    "nonsense": lambda world, _: world.edit(workers=0),
+    "sense": lambda world, number: world.edit(workers=1 + number % 3),
+    "foreign": lambda world, number: world.foreign.add(("Pod", f"train-worker-0-{number}")),
+    "no foreign": lambda world, _: world.foreign.clear(),
+    "status lost": lambda world, _: world.job.update(status={}) if world.job else None,
+}
+STEPS = st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.integers(0, 12)), max_size=30)
+SPECS = st.fixed_dictionaries(
+    {
+        "workers": st.integers(1, 3),
+        "launcher": st.fixed_dictionaries({"colocate": st.booleans()}),
+        "runPolicy": st.fixed_dictionaries(
+            {
+                "backoffLimit": st.integers(0, 3),
+                "cleanPodPolicy": st.sampled_from(["Running", "All", "None"]),
+                "suspend": st.booleans(),
+            }
+        ),
+    }
+)
+quick = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def _play(world: Simulated, steps: list[tuple[str, int]]) -> None:
+    for action, number in steps:
+        before = world.status()
+        ACTIONS[action](world, number)
+        if action != "status lost":
+            _check(world, before)
+
+
+def _check(world: Simulated, before: dict[str, Any]) -> None:
+    assert not world.violations, world.violations
+    status, limit = world.status(), (world.job or {"spec": {}})["spec"].get("runPolicy", {}).get("backoffLimit", 3)
+    assert status.get("restarts", 0) <= limit
+    if before.get("phase") == "Succeeded":
+        assert status["phase"] == "Succeeded"
+        assert status["attempt"] == before["attempt"]
+
+
+@quick
+@given(SPECS, STEPS)
+def test_whatever_happens_the_job_ends_when_the_cluster_lets_it(
+    spec: dict[str, Any], steps: list[tuple[str, int]]
+) -> None:
+    world = Simulated(job(**spec))
+    _play(world, steps)
+    world.foreign.clear()
+    world.lost.clear()
+    world.crash_after = None
+    assert world.job is not None
+    world.edit(workers=world.job["spec"]["workers"] or 1)
+    world.policy_edit(suspend=False)
+    for _ in range(PLENTY):
+        world.to_running()
+        if world.status()["phase"] in ("Succeeded", "Failed"):
+            break
+        if world.status()["phase"] == "Running":
+            world.end_launcher(0)
+        world.wait(400)
+    assert world.status()["phase"] in ("Succeeded", "Failed"), world.status()
+    _check(world, {})
+    for _ in range(3):  # the cleanup: workers are given a while to end by themselves
+        world.reconcile()
+        world.wait(30)
+        world.run()
+    last = world.reconcile()
+    assert last.idle, last
+    policy = world.job["spec"]["runPolicy"]["cleanPodPolicy"]
+    if policy != "None":
+        assert not [pod.name for pod in world.pods.values() if pod.active]
+        assert not world.children
+    if policy == "All":
+        assert not world.pods
+
+
+@quick
+@given(SPECS, STEPS)
+def test_attempts_are_bounded_by_restarts_disruptions_and_resumptions(
+    spec: dict[str, Any], steps: list[tuple[str, int]]
+) -> None:
+    world = Simulated(job(**spec))
+    _play(world, [step for step in steps if step[0] != "status lost"])
+    status = world.status()
+    counted = status.get("restarts", 0) + status.get("disruptions", 0) + world.resumes
+    assert status.get("attempt", 0) <= 1 + counted, status
+
+
+@quick
+@given(SPECS, STEPS)
+def test_plan_is_pure_and_a_carried_out_plan_leaves_nothing_to_do(
+    spec: dict[str, Any], steps: list[tuple[str, int]]
+) -> None:
+    world = Simulated(job(**spec))
+    _play(world, steps)
+    if world.job is None:
+        return
+    observed, now = world.observed(), world.now
+    first = reconcile.plan(world.job, observed, now)
+    assert reconcile.plan(world.job, observed, now) == first
+    world.crash_after = None
+    world.foreign.clear()
+    world.troubles.clear()
+    last = world.reconcile()
+    assert last.idle, last
+    assert world.plan() == last
+
+
+@quick
+@given(SPECS, STEPS)
+def test_nothing_is_made_for_others_jobs_or_for_jobs_that_go(
+    spec: dict[str, Any], steps: list[tuple[str, int]]
+) -> None:
+    world = Simulated(job(**spec))
+    _play(world, steps)
+    if world.job is None:
+        return
+    world.job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert world.plan() == reconcile.Plan()
+    del world.job["metadata"]["deletionTimestamp"]
+    world.policy_edit(managedBy="kueue.x-k8s.io/multikueue")
+    assert world.plan() == reconcile.Plan()
