@@ -13,21 +13,22 @@ namespace {
 struct Ending {
   int (*finalize)();
   int (*is_finalized)(int*);
+  bool whatever_status;
   pid_t process;  // a fork of it, such as a data loader's worker, leaves MPI alone
 };
 
-[[maybe_unused]] void end_of_process(int status, void* argument) {
-  const Ending& ending = *static_cast<Ending*>(argument);
+Ending ending;
+
+[[maybe_unused]] void end_of_process(int status, void*) {
   int done = 0;
-  if ((status & 0xff) == 0 && getpid() == ending.process && ending.is_finalized(&done) == 0 && !done) ending.finalize();
+  if (((status & 0xff) == 0 || ending.whatever_status) && getpid() == ending.process && ending.is_finalized(&done) == 0 && !done) ending.finalize();
 }
 
 // Whether the C library will call us with the exit status.
 bool finalize_on_success(std::uintptr_t finalize, std::uintptr_t is_finalized) {
 #ifdef __GLIBC__
-  static Ending ending;
-  ending = {reinterpret_cast<int (*)()>(finalize), reinterpret_cast<int (*)(int*)>(is_finalized), getpid()};
-  return on_exit(end_of_process, &ending) == 0;
+  ending = {reinterpret_cast<int (*)()>(finalize), reinterpret_cast<int (*)(int*)>(is_finalized), false, getpid()};
+  return on_exit(end_of_process, nullptr) == 0;
 #else
   (void)finalize, (void)is_finalized;
   return false;
@@ -38,6 +39,7 @@ bool finalize_on_success(std::uintptr_t finalize, std::uintptr_t is_finalized) {
 
 void bind_exit(nb::module_& module) {
   module.def("finalize_on_success", &finalize_on_success, nb::arg("finalize"), nb::arg("is_finalized"));
+  module.def("finalize_in_any_case", [] { ending.whatever_status = true; });
 }
 
 }  // namespace topkube

@@ -46,6 +46,13 @@ def end_together(comm: Any) -> None:
         _abort_on_sys_exit(comm)
 
 
+def all_end() -> None:
+    """All ranks have agreed to end, with a status that is no failure of one of them: MPI ends in order."""
+    from topkube import _kernels
+
+    _kernels.finalize_in_any_case()
+
+
 def goes_on() -> None:
     """The program has caught its `sys.exit`."""
     global _exit_status

@@ -81,6 +81,11 @@ class CheckpointError(TopKubeError, RuntimeError):
     """A checkpoint could not be written or read; the newest complete one is still in place."""
 
 
+class StorageError(CheckpointError):
+    """The disk refused a checkpoint (full, read-only, failing); the one before is still in place, so that training may
+    go on."""
+
+
 class LaunchError(TopKubeError, RuntimeError):
     """Ranks could not be started, or one of them failed; all have ended. `exit_code` is the first failing one's."""
 

@@ -47,6 +47,9 @@ class Settings:
     selection: str = _setting("TOPKUBE_SELECTION", "topk", "how entries are chosen", ("topk", "mstopk"))
     # the run
     job_name: str = _setting("TOPKUBE_JOB_NAME", "", "name of the TrainingJob, for messages and files")
+    job_uid: str = _setting(
+        "TOPKUBE_JOB_UID", "", "uid of the TrainingJob: tells its attempts from those of another job of the same name"
+    )
     run_directory: str = _setting(
         "TOPKUBE_RUN_DIRECTORY", "", "where ranks leave progress and failure reports; empty: nowhere"
     )

@@ -22,8 +22,15 @@ def run(layout: tuple[int, ...], directory: Path, name: str, *arguments: Path) -
     assert found == {name: ""}, "\n".join(found.values())
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    run((2, 1), tmp_path, "uninterrupted_and_interrupted_runs_are_equal", tmp_path)
+def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    run((2, 1), tmp_path, "runs_that_were_told_to_stop_go_on_bit_for_bit", tmp_path)
+
+
+def test_a_run_that_was_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    for moment in ("a rank's file", "the manifest", "the rename"):
+        found = worlds.run_cases("mpich", (1, 1), "training.runs", tmp_path, "be_killed", str(tmp_path), moment)
+        assert "mpiexec ended with" in found.get("the world ends well", ""), found
+    run((1, 1), tmp_path, "killed_runs_go_on_bit_for_bit", tmp_path)
 
 
 def test_another_world_takes_up_what_residuals_owe(tmp_path: Path) -> None:

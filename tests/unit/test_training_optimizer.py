@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import topkube
-from topkube.errors import ArgumentError, CheckpointError, TrainingError, WorldError
+from topkube.errors import ArgumentError, TrainingError, WorldError
 from topkube.settings import Settings
 from topkube.telemetry.progress import read_records
 
@@ -232,30 +232,6 @@ def test_a_script_that_breaks_off_leaves_its_last_record(tmp_path: Path) -> None
             if run.step == 2:
                 break
     assert [record.step for record, _ in read_records(tmp_path / "progress.jsonl")] == [1, 2]
-
-
-def test_a_finished_run_does_nothing_again_and_old_checkpoints_go(tmp_path: Path) -> None:
-    settings = {"checkpoint_directory": str(tmp_path), "checkpoint_every": 2, "checkpoint_keep": 2}
-    train(tmp_path, 7, model_of(), **settings)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
-    model = model_of()
-    run = train(tmp_path, 7, model, **settings)
-    assert run.step == 7
-    again = model_of()
-    assert train(tmp_path, 9, again, **settings).step == 9
-
-
-def test_an_incomplete_checkpoint_is_passed_over_and_a_damaged_one_named(tmp_path: Path) -> None:
-    settings = {"checkpoint_directory": str(tmp_path), "checkpoint_every": 2}
-    train(tmp_path, 4, model_of(), **settings)
-    (tmp_path / "step-00000006").mkdir()
-    (tmp_path / ".step-00000008.attempt-1.tmp").mkdir()
-    assert train(tmp_path, 5, model_of(), **settings).step == 5
-    assert not list(tmp_path.glob(".step*"))
-    newest = tmp_path / "step-00000005" / "shared.pt"
-    newest.write_bytes(newest.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="step-00000005"):
-        train(tmp_path, 6, model_of(), **settings)
 
 
 def test_a_plain_optimizer_cannot_be_checkpointed() -> None:

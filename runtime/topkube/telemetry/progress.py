@@ -44,6 +44,10 @@ class StepRecord:
     dense_bytes: int = 0
     density: float = 1.0
     skipped_steps: int = 0
+    checkpoint_step: int | None = None
+    """Step of the newest checkpoint; None where there is none."""
+    failed_checkpoints: int = 0
+    """Checkpoints that the disk refused since the start of this attempt."""
     time: float = 0.0
 
     def to_json(self) -> str:

@@ -17,12 +17,13 @@ import torch
 
 from topkube.collectives.link import link_rate
 from topkube.data import DistributedSampler
-from topkube.errors import TrainingError
+from topkube.ending import all_end
+from topkube.errors import CheckpointError, StorageError, TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.telemetry.progress import ProgressWriter, StepRecord
 from topkube.telemetry.rank_file import ABSENT, RankMetrics
-from topkube.training.checkpoint import CheckpointStore, recut
+from topkube.training.checkpoint import CheckpointStore, Loaded
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.generators import generators, set_generators
 from topkube.training.norms import Norms
@@ -75,8 +76,11 @@ class Run:
         self._store: CheckpointStore | None = None
         if settings.checkpoint_directory:
             directory = Path(settings.checkpoint_directory)
-            self._store = CheckpointStore(directory, settings.checkpoint_keep, self._world, settings.attempt)
-        self._saved = (0, 0)
+            job = settings.job_uid or settings.job_name
+            self._store = CheckpointStore(directory, settings.checkpoint_keep, self._world, job, settings.attempt)
+        self.failed_checkpoints = 0
+        """Checkpoints of this run that the disk refused."""
+        self._saved, self._told = (0, 0), False
         self._due = self._stop = False
         self._generators: dict[str, Any] | None = None
         self._passes_asked = 0
@@ -97,7 +101,10 @@ class Run:
     def __enter__(self) -> Run:
         self._hook = self._model.register_forward_hook(self._take_loss)
         if self._store is not None:
-            self._resume(self._store)
+            self._store.claim()
+            loaded = self._store.load(*self._optimizer.residual_copy)
+            if loaded is not None:
+                self._resume(loaded)
             if threading.current_thread() is threading.main_thread():
                 self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         if self._settings.run_path is not None:
@@ -204,6 +211,8 @@ class Run:
             seconds=own.seconds,
             density=self._optimizer.density_used,
             skipped_steps=self._optimizer.skipped_steps,
+            checkpoint_step=self._saved[0] or None,
+            failed_checkpoints=self.failed_checkpoints,
             time=time.time(),
         )
         if self._metrics is not None:
@@ -270,13 +279,32 @@ class Run:
             return
         self._due = self._due or stop or self.step % self._settings.checkpoint_every == 0
         if self._due and not self._optimizer.accumulating:
-            self.save()
+            self._save_or_go_on()
             self._due = False
         if stop and not self._due:
+            all_end()
             raise SystemExit(128 + signal.SIGTERM)
 
+    def _save_or_go_on(self) -> None:
+        """A disk that is full for a while does not end training: the failure is counted, and told once."""
+        try:
+            self.save()
+            if self._told and self._world.rank == 0:
+                print(f"topkube: the checkpoint of step {self.step} is written again", file=sys.stderr, flush=True)
+            self._told = False
+        except StorageError as error:
+            self.failed_checkpoints += 1
+            if not self._told and self._world.rank == 0:
+                print(f"topkube: warning: training goes on without: {error}", file=sys.stderr, flush=True)
+            self._told = True
+        if self._record is not None:
+            self._record = dataclasses.replace(
+                self._record, checkpoint_step=self._saved[0] or None, failed_checkpoints=self.failed_checkpoints
+            )
+
     def save(self) -> None:
-        """Saves a checkpoint of the step just done; all ranks together."""
+        """Saves a checkpoint of the step just done; all ranks together. Raises StorageError where the disk refuses,
+        with the checkpoint before still in place."""
         assert self._store is not None
         optimizer = self._optimizer.state_dict()
         own = {"residuals": optimizer["topkube"].pop("residuals"), "generators": generators()}
@@ -294,19 +322,21 @@ class Run:
         self._store.save(self.step, shared, own)
         self._saved = (self.step, self.epoch)
 
-    def _resume(self, store: CheckpointStore) -> None:
-        step = store.latest()
-        if step is None:
-            return
-        shared, own = store.load(step)
-        self.step, self.epoch = self._saved = shared["step"], shared["epoch"]
-        self._model.load_state_dict(shared["model"])
-        if "saved" in own:
-            copy, copies = self._optimizer.residual_copy
-            own = {"residuals": recut(store.residuals_of(step, own["saved"]), copy, copies)}
+    def _resume(self, loaded: Loaded) -> None:
+        shared, own = loaded.shared, loaded.own
         state = shared["optimizer"]
         state["topkube"]["residuals"] = own["residuals"]
-        self._optimizer.load_state_dict(state)
+        try:
+            self._model.load_state_dict(shared["model"])
+            self._optimizer.load_state_dict(state)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint {loaded.place.name} in {self._settings.checkpoint_directory} belongs to another model"
+                f" or optimizer: {error}",
+                cause="the script changed, or another job writes to this directory",
+                next_step="give the run a directory of its own (spec.checkpoint.path), or the script that it was",
+            ) from error
+        self.step, self.epoch = self._saved = shared["step"], shared["epoch"]
         if self._sampler is not None and shared["sampler"] is not None:
             self._sampler.load_state_dict(shared["sampler"])
         for name, thing in self._more.items():

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,47 +20,124 @@ from ranks.training.scene import distributed, loss_of, network, residual_sum, sa
 from topkube.settings import Settings
 from topkube.world import World
 
+Meanwhile = Callable[[str, int], None]
+"""Called at moments of a run ("start", "loading", "step") with the number of the step that comes next, from 1."""
 
-def resumable(directory: str, steps: int, every: int = 4, stop_at: int | None = None) -> tuple[nn.Module, int]:
+
+class Watched(TensorDataset):
+    """Tells when a sample is loaded."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.loading: Callable[[], None] = lambda: None
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        self.loading()
+        return super().__getitem__(index)
+
+
+def resumable(directory: str, steps: int, every: int = 4, meanwhile: Meanwhile | None = None) -> tuple[nn.Module, int]:
     """A run with dropout, uneven data and hitopk; saves to `directory`. Returns the model and the steps done here."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(24, 64), nn.Dropout(0.2), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 1))
     torch.manual_seed(topkube.rank())
     optimizer = distributed(model, aggregation="hitopk", density=0.05, warmup_steps=3, wire="bf16")
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-    dataset = TensorDataset(*samples(10 * topkube.size() - 1))
+    dataset = Watched(*samples(10 * topkube.size() - 1))
     sampler = topkube.data.DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=3, sampler=sampler)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=every, checkpoint_keep=2)
-    done = 0
+    done, tell = 0, meanwhile or (lambda moment, step: None)
     with topkube.checkpointing(model, optimizer, sampler, settings=settings, scheduler=scheduler) as run:
+        dataset.loading = lambda: tell("loading", run.step + 1)
+        tell("start", 1)
         for x, y in run.progress(loader, total=steps):
+            tell("step", run.step + 1)
             loss_of(model, x, y).backward()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             done += 1
-            if run.step + 1 == stop_at and topkube.rank() == topkube.size() - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
     return model, done
 
 
-def uninterrupted_and_interrupted_runs_are_equal(world: World, directory: str) -> None:
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def newest(directory: str) -> int:
+    """The step of the newest checkpoint, 0 where there is none."""
+    return max((int(path.name[5:13]) for path in Path(directory).glob("step-*")), default=0)
+
+
+def runs_that_were_told_to_stop_go_on_bit_for_bit(world: World, directory: str) -> None:
+    """One rank gets SIGTERM, as where one pod is drained: all save after the same step, and end with 143."""
     whole, done = resumable(f"{directory}/whole", 14)
     assert done == 14
-    kept = sorted(path.name for path in Path(directory, "whole").glob("*"))
-    assert kept == ["step-00000012", "step-00000014"], kept
-    with pytest.raises(SystemExit) as stop:
-        resumable(f"{directory}/parts", 14, every=100, stop_at=6)
-    assert stop.value.code == 128 + signal.SIGTERM
-    [name] = [path.name for path in Path(directory, "parts").glob("*")]
-    first = int(name.removeprefix("step-"))
-    assert first in (6, 7), (
-        name
-    )  # the signal comes during step 6; it may be seen with the announcement of the next batch
-    parts, done = resumable(f"{directory}/parts", 14)
-    assert done == 14 - first
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
+    kept = sorted(path.name for path in Path(directory, "whole").glob("step-*"))
+    assert kept == ["step-00000012.run-00001", "step-00000014.run-00001"], kept
+    processes = world.comm.allgather(os.getpid())
+
+    def stop(on: int, when: str, number: int, sender: int | None = None) -> Meanwhile:
+        def meanwhile(moment: str, step: int) -> None:
+            if world.rank == (on if sender is None else sender) and (moment, step) == (when, number):
+                if sender is not None:
+                    time.sleep(0.3)  # until the other one waits in its exchange
+                os.kill(processes[on], signal.SIGTERM)
+
+        return meanwhile
+
+    stops = {
+        "in a step": (6, stop(on=world.size - 1, when="step", number=6)),
+        "inside a collective": (6, stop(on=0, when="step", number=6, sender=world.size - 1)),
+        "while data is loaded": (5, stop(on=1, when="loading", number=5)),
+        "before the first step": (1, stop(on=1, when="start", number=1)),
+    }
+    for name, (step, meanwhile) in stops.items():
+        place = f"{directory}/{name}"
+        with pytest.raises(SystemExit) as ended:
+            resumable(place, 14, every=100, meanwhile=meanwhile)
+        assert ended.value.code == 128 + signal.SIGTERM
+        first = newest(place)
+        assert step <= first <= step + 1, (name, first)  # the signal may be seen with the next batch
+        parts, done = resumable(place, 14)
+        assert done == 14 - first, name
+        assert equal(whole, parts), name
+
+
+KILLS = {
+    "a rank's file": (1, "open", "rank-00001.pt"),
+    "the manifest": (0, "open", "checkpoint.json"),
+    "the rename": (0, "os.rename", ".step-00000008.run-00001.tmp"),
+}
+"""Moment -> rank, audit event, and the name of the file: what the rank is about to do."""
+
+
+def be_killed(world: World, directory: str, moment: str) -> None:
+    """A run in which a rank gets SIGKILL while the checkpoint of step 8 is saved."""
+    rank, wanted, name = KILLS[moment]
+    saving = False
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if saving and event == wanted and os.path.basename(str(arguments[0])) == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def meanwhile(_: str, step: int) -> None:
+        nonlocal saving
+        saving = step == 8
+
+    if world.rank == rank:
+        sys.addaudithook(hook)
+    resumable(f"{directory}/{moment}", 10, meanwhile=meanwhile)
+
+
+def killed_runs_go_on_bit_for_bit(world: World, directory: str) -> None:
+    whole, _ = resumable(f"{directory}/whole", 10)
+    for moment in KILLS:
+        assert newest(f"{directory}/{moment}") == 4, moment
+        parts, done = resumable(f"{directory}/{moment}", 10)
+        assert done == 6
+        assert equal(whole, parts), moment
 
 
 def leave_residuals(world: World, directory: str) -> None:
