@@ -6,6 +6,7 @@ breaks is asked for again from its last time stamp, so that no line is lost or s
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import sys
@@ -19,7 +20,6 @@ from topkube.cli.cluster.api import Api, Where, connect, path_of
 from topkube.cli.cluster.jobs import (
     OVER,
     Watch,
-    attempt_of,
     container_state,
     exit_code,
     find,
@@ -36,6 +36,7 @@ DRAIN_SECONDS = 10.0
 """How long the last lines may take to arrive once the job has ended."""
 MOST_STREAMS = 256
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
+_RANK = re.compile(r"\[rank (\d+)\] ")
 _STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d)) ?")
 
 
@@ -241,28 +242,35 @@ class _Printer:
         self._notes = Console(stderr=True, highlight=False)
 
     def line(self, pod: dict[str, Any], stamp: str, raw: bytes) -> None:
-        from rich.text import Text
-
         text = raw.decode(errors="replace").rstrip("\r")
         index = index_of(pod)
-        name = f"worker{index}" if index >= 0 else "launcher"
-        prefix = f"[{name}] " if attempt_of(pod) <= 1 else f"[{name}, attempt {attempt_of(pod)}] "
-        stamped = f"{stamp} " if self.options.timestamps else ""
+        said = _RANK.match(text) if index >= 0 else None  # a worker puts the rank before what its ranks print
+        rank = int(said[1]) if said else None
+        text = text[said.end() :] if said else text
         if self.options.json:
-            import json
+            print(
+                json.dumps(
+                    {
+                        "pod": pod["metadata"]["name"],
+                        "worker": index if index >= 0 else None,
+                        "rank": rank,
+                        "time": stamp,
+                        "text": text,
+                    }
+                ),
+                flush=True,
+            )
+            return
+        name = f"worker{index}" if index >= 0 else "launcher"
+        prefix = f"[{name}] " if rank is None else f"[{name}.rank{rank}] "
+        text = f"{stamp} {text}" if self.options.timestamps else text
+        if self._out.is_terminal:
+            from rich.text import Text
 
-            record = {
-                "pod": pod["metadata"]["name"],
-                "worker": index if index >= 0 else None,
-                "time": stamp,
-                "text": text,
-            }
-            print(json.dumps(record), flush=True)
-        elif self._out.is_terminal:
-            shown = Text(prefix, style=_COLOURS[index % len(_COLOURS)] if index >= 0 else "dim")
-            self._out.print(shown.append_text(Text.from_ansi(stamped + text)), soft_wrap=True)
+            colour = _COLOURS[(index if rank is None else rank) % len(_COLOURS)] if index >= 0 else "dim"
+            self._out.print(Text(prefix, style=colour).append_text(Text.from_ansi(text)), soft_wrap=True)
         else:
-            print(prefix + stamped + text, flush=True)
+            print(prefix + text, flush=True)
 
     def note(self, text: str) -> None:
         self._notes.print(text, style="dim", soft_wrap=True, markup=False, emoji=False)
