@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from topkube.ending import end_together, goes_on, own_finalize
 from topkube.errors import CollectiveTimeout, WorldError
+from topkube.roll_call import RollCall
 from topkube.settings import Settings, launched_ranks
 
 _HERE = 1
@@ -56,6 +58,8 @@ class World:
     control: Any
     agreement: Any
     window: npt.NDArray[np.uint8]
+    run_directory: Path | None = None
+    """Where roll calls are left; None: nowhere."""
     crowded: bool = False
     """Whether this machine runs more ranks than it has processors, all nodes that it plays counted."""
     calls: int = 0
@@ -138,6 +142,8 @@ class World:
         missing = self._roll_call()
         if not missing and waited_for < self.deadline_seconds / 2:
             missing = (self.rank,)
+        if self.run_directory is not None:
+            RollCall(self.rank, what, self.calls, list(missing), waited_for, time.time()).write(self.run_directory)
         waited = f"{what} (collective {self.calls}) did not complete within {self.deadline_seconds:g} s"
         if missing == (self.rank,):
             raise CollectiveTimeout(
@@ -228,6 +234,7 @@ def init(settings: Settings | None = None) -> World:
         control=comm.Dup(),
         agreement=comm.Dup(),
         window=_share_window(MPI, node_comm),
+        run_directory=settings.run_path,
         crowded=hosts.count(host) > len(os.sched_getaffinity(0)),
     )
     end_together(comm)

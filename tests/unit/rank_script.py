@@ -28,6 +28,8 @@ def fail() -> None:
         os._exit(7)
     if mode == "sys-exit":
         sys.exit(7)
+    if mode == "raise-exit":
+        raise SystemExit(7)
     if mode == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "crash":

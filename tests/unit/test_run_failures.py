@@ -43,6 +43,7 @@ def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> N
     [
         ("exit", 7, ["exit code 7", "next: read rank-1.log in "]),
         ("sys-exit", 7, ["exit code 7", "next: read rank-1.log in "]),
+        ("raise-exit", 7, ["exit code 7", "next: read rank-1.log in "]),
         ("kill", 137, ["killed by SIGKILL", "counted no out-of-memory kill"]),
         ("crash", 139, ["killed by SIGSEGV", "in string_at", "crash inside native code"]),
     ],
@@ -78,6 +79,8 @@ def test_a_rank_that_hangs_is_named_by_the_others(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert "CollectiveTimeout" in ended.stderr
     assert "rank 1 never arrived" in ended.stderr
+    failure = json.loads((tmp_path / "run" / "summary.json").read_text())["firstFailure"]
+    assert (failure["rank"], failure["missing"]) == (0, [1])
     assert "next: read that rank's output" in ended.stderr
     assert processes_of(tmp_path) == []
 

@@ -24,6 +24,7 @@ from topkube.errors import SettingsError
 from topkube.launch.mpi import rank_of
 from topkube.launch.processes import dies_with_parent
 from topkube.launch.report import RankReport, abort_code, log_path, signal_name, tail
+from topkube.roll_call import RollCall
 from topkube.settings import Settings
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -196,6 +197,7 @@ class Keeper:
             # MPI ended this rank first. With MPICH it may have asked for that itself: MPI_Abort waits to be killed.
             ended, told = self._front_ended, not aborted
             code, number = (aborted, None) if aborted else (code, number)
+        roll_call = RollCall.read(self.directory, self.rank, since=started)
         RankReport(
             rank=self.rank,
             host=socket.gethostname(),
@@ -208,6 +210,7 @@ class Keeper:
             aborted=aborted is not None,
             out_of_memory=out_of_memory,
             not_started=not_started,
+            missing=roll_call.missing if roll_call and code else [],
             traceback=traceback if code else None,
             tail=lines if code else [],
         ).write(self.directory)

@@ -49,6 +49,8 @@ class RankReport:
     out_of_memory: bool = False
     not_started: str | None = None
     """Why the command could not be started at all."""
+    missing: list[int] = field(default_factory=list)
+    """Ranks that never came to the collective on which this one gave up."""
     traceback: str | None = None
     tail: list[str] = field(default_factory=list)
 
