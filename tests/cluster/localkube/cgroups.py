@@ -1,0 +1,134 @@
+"""A group of processes is a cgroup: started in it, found by it, killed by it.
+
+Process ids are reused; membership of a cgroup is not. Whatever a daemon or a pod started stays in the cgroup, so that
+after an interrupted run one look at the cgroup finds every process of the cluster and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+
+
+@cache
+def hierarchies() -> tuple[Path, ...]:
+    """The mounted cgroup hierarchies, that of the freezer first (v1), or the one unified hierarchy (v2)."""
+    if (ROOT / "cgroup.controllers").exists():
+        return (ROOT,)
+    mounts = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
+    found = sorted({Path(where) for _, where, kind, *_ in mounts if kind == "cgroup"})
+    if (ROOT / "freezer") not in found:
+        raise RuntimeError(
+            "no cgroup hierarchy with the freezer is mounted. Next: run on a machine with cgroups, as root"
+        )
+    return (ROOT / "freezer", *(hierarchy for hierarchy in found if hierarchy != ROOT / "freezer"))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The cgroup `path` (relative, e.g. 'topkube0/node1') in every hierarchy."""
+
+    path: str
+
+    def __truediv__(self, name: str) -> Group:
+        return Group(f"{self.path}/{name}")
+
+    @property
+    def directory(self) -> Path:
+        """Where members are listed: of the freezer's hierarchy under v1."""
+        return hierarchies()[0] / self.path
+
+    def make(self) -> None:
+        """Make the group and those above it. Under v2 all but the group itself pass every controller on."""
+        for hierarchy in hierarchies():
+            parent = hierarchy
+            for part in Path(self.path).parts:
+                control = parent / "cgroup.subtree_control"
+                if control.exists() and (parent / "cgroup.controllers").exists():
+                    for controller in (parent / "cgroup.controllers").read_text().split():
+                        control.write_text(f"+{controller}")
+                child = parent / part
+                child.mkdir(exist_ok=True)
+                if hierarchy.name == "cpuset":  # a new cpuset is empty and takes no process
+                    for file in ("cpuset.cpus", "cpuset.mems"):
+                        if not (child / file).read_text().strip():
+                            (child / file).write_text((parent / file).read_text())
+                parent = child
+
+    def subgroups(self) -> Iterator[Group]:
+        """This group and all below it, deepest first."""
+        for where, _, _ in os.walk(self.directory, topdown=False):
+            yield Group(str(Path(where).relative_to(hierarchies()[0])))
+
+    def processes(self) -> set[int]:
+        """Process ids of the group and of all groups below."""
+        found: set[int] = set()
+        for group in self.subgroups():
+            try:
+                found |= {int(line) for line in (group.directory / "cgroup.procs").read_text().split()}
+            except OSError:  # removed meanwhile
+                continue
+        return found
+
+    def freeze(self) -> None:
+        self._freezer("FROZEN", "1")
+
+    def thaw(self) -> None:
+        self._freezer("THAWED", "0")
+
+    def _freezer(self, v1: str, v2: str) -> None:
+        for file, word in (("freezer.state", v1), ("cgroup.freeze", v2)):
+            if (self.directory / file).exists():
+                (self.directory / file).write_text(word)
+
+    def kill(self, seconds: float = 10.0) -> None:
+        """SIGKILL to every process of the group at once: frozen first, so that none sees another die."""
+        deadline = time.monotonic() + seconds
+        while self.processes():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"processes {sorted(self.processes())} of cgroup {self.path} outlive SIGKILL for {seconds} s"
+                )
+            self.freeze()
+            for process in self.processes():
+                try:
+                    os.kill(process, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self.thaw()
+            reap()
+            time.sleep(0.02)
+
+    def remove(self, seconds: float = 10.0) -> None:
+        """Remove the group, with all below it, from every hierarchy. Kills what is in it."""
+        self.kill(seconds)
+        deadline = time.monotonic() + seconds
+        for hierarchy in hierarchies():
+            for where, _, _ in os.walk(hierarchy / self.path, topdown=False):
+                while True:
+                    try:
+                        Path(where).rmdir()
+                    except FileNotFoundError:
+                        pass
+                    except OSError:  # the last process is on its way out
+                        if time.monotonic() > deadline:
+                            raise
+                        reap()
+                        time.sleep(0.02)
+                        continue
+                    break
+
+
+def reap() -> None:
+    """Collect killed processes that this process started: their cgroup cannot be removed before."""
+    from localkube.daemons import started
+
+    for process in started:
+        process.poll()

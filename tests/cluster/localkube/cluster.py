@@ -1,0 +1,165 @@
+"""A whole cluster: up, down, and what tests do to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from localkube import network
+from localkube.cgroups import Group
+from localkube.control_plane import ControlPlane
+from localkube.daemons import run, wait_until
+from localkube.images import Image, Store
+from localkube.layout import MOST_NODES, Layout
+from localkube.node import Node, lone_containerd
+from localkube.packages import TO_RUN, install, kubernetes
+
+GPUS_PER_NODE = 4
+
+
+class Cluster:
+    """The cluster of `layout`; make one with `up`, find the one that runs with `running`."""
+
+    def __init__(self, layout: Layout, programs: Path, nodes: int) -> None:
+        self.layout = layout
+        self.kubectl_program = programs / "kubectl"
+        self.control_plane = ControlPlane(layout, programs)
+        self.nodes = {node.name: node for node in (Node(layout, programs, index + 1) for index in range(nodes))}
+        self.store = Store(layout.cache)
+
+    # -- up and down
+
+    @classmethod
+    def up(cls, layout: Layout, nodes: int = 2, images: Sequence[Image] = ()) -> Cluster:
+        """Remove what is left of an earlier one; start a control plane and `nodes` nodes that have `images`; return
+        when Ready.
+
+        The first time on a machine it installs Debian packages, compiles Kubernetes and builds the images: about ten
+        minutes on two cores. Later: seconds. Raises RuntimeError or TimeoutError with the words of the program that
+        failed.
+        """
+        if os.geteuid() != 0:
+            raise RuntimeError(
+                "a local cluster needs root (network namespaces, cgroups). Next: run the same command as root"
+            )
+        if not 1 <= nodes <= MOST_NODES:
+            raise ValueError(f"a local cluster has 1 to {MOST_NODES} nodes, not {nodes}")
+        install(*TO_RUN)
+        programs = kubernetes(layout.cache)
+        down(layout)
+        cluster = cls(layout, programs, nodes)
+        layout.state.mkdir(parents=True, mode=0o700)
+        (layout.state / "cluster.json").write_text(json.dumps({"nodes": nodes, "programs": str(programs)}))
+        Group(layout.name).make()
+        cluster.store.pause()
+        cluster.store.build(images)
+        cluster.store.grow_seed(images, lambda root: lone_containerd(layout, root))
+        network.make_bridge(layout)
+        authority = cluster.control_plane.start()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda node: node.start(authority, nodes, cluster.store, images), cluster.nodes.values()))
+        network.reach_services(layout, cluster.nodes["node1"])
+        cluster.wait_ready()
+        return cluster
+
+    @classmethod
+    def running(cls, layout: Layout) -> Cluster | None:
+        """The cluster of `layout` if it is up and its API server answers, else None."""
+        record = layout.state / "cluster.json"
+        if not record.exists():
+            return None
+        known = json.loads(record.read_text())
+        cluster = cls(layout, Path(known["programs"]), known["nodes"])
+        return cluster if cluster.control_plane.api_server.alive() and cluster.control_plane.ready() else None
+
+    def down(self) -> None:
+        down(self.layout)
+
+    def load_images(self, images: Sequence[Image], store: Store | None = None) -> list[Image]:
+        """Build what changed, and send it to every node that is up. Returns what was built."""
+        store = store or self.store
+        built = store.build(images)
+        up = [node for node in self.nodes.values() if node.containerd.alive()]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda node: store.load(node.socket, images), up))
+        return built
+
+    # -- looking at it
+
+    def kubectl(self, *arguments: str | Path, stdin: str | None = None, check: bool = True) -> str:
+        return run(self.kubectl_program, f"--kubeconfig={self.layout.kubeconfig}", *arguments, stdin=stdin, check=check)
+
+    def ready_nodes(self) -> set[str]:
+        path = "{range .items[*]}{.metadata.name} {.status.conditions[?(@.type=='Ready')].status}{'\\n'}{end}"
+        lines = self.kubectl("get", "nodes", "-o", f"jsonpath={path}").splitlines()
+        return {line.split()[0] for line in lines if line.endswith(" True")}
+
+    def wait_ready(self, names: Iterable[str] | None = None, seconds: float = 90.0) -> None:
+        """Wait until the nodes (default: all) are Ready, and give them their GPUs."""
+        wanted = set(names or self.nodes)
+        try:
+            wait_until(
+                lambda: wanted <= self.ready_nodes(), f"{', '.join(sorted(wanted))} to be Ready", seconds, interval=0.3
+            )
+        except TimeoutError as error:
+            words = "\n".join(self.nodes[name].last_words() for name in sorted(wanted - self.ready_nodes()))
+            raise TimeoutError(f"{error}\n{words}") from None
+        for name in wanted:
+            self._give_gpus(name)
+
+    def _give_gpus(self, name: str) -> None:
+        """Capacity for nvidia.com/gpu, so that placement is real. kubelet keeps it until it boots anew."""
+        # kubectl 1.20 patches no subresource; a whole status is replaced, again when kubelet was quicker
+        path = f"/api/v1/nodes/{name}"
+
+        def given() -> bool:
+            node = json.loads(self.kubectl("get", "--raw", path))
+            for part in ("capacity", "allocatable"):
+                node["status"][part]["nvidia.com/gpu"] = str(GPUS_PER_NODE)
+            answer = self.kubectl("replace", "--raw", f"{path}/status", "-f", "-", stdin=json.dumps(node), check=False)
+            return "nvidia.com/gpu" in answer
+
+        wait_until(given, f"{name} to take its GPUs", 20)
+
+    # -- doing things to it
+
+    def shape(self, rate: str) -> None:
+        """Limit every node's link to `rate` ('200mbit'), in both directions; 'off' lifts it."""
+        for node in self.nodes.values():
+            network.shape(node, rate)
+
+    def cut(self, one: str, other: str) -> None:
+        network.cut(self.nodes[one], self.nodes[other])
+
+    def mend(self, one: str, other: str) -> None:
+        network.mend(self.nodes[one], self.nodes[other])
+
+    def vanish(self, name: str) -> None:
+        """The node's power fails: kubelet, containerd, pods gone at once, its link dead."""
+        self.nodes[name].vanish()
+
+    def come_back(self, name: str) -> None:
+        """The vanished node boots; returns when it is Ready."""
+        self.nodes[name].come_back(len(self.nodes))
+        if name == "node1":
+            network.reach_services(self.layout, self.nodes[name])
+        # its Ready condition may be older than its failure: wait for a heartbeat of the new kubelet
+        self.wait_ready([name])
+
+    def restart_api_server(self) -> None:
+        """SIGKILL, then a new one; returns when it is ready."""
+        self.control_plane.restart_api_server()
+
+
+def down(layout: Layout) -> None:
+    """Stop the cluster and remove all of it; also what an interrupted run left. Does nothing where there is nothing."""
+    Group(layout.name).remove(30)
+    network.remove_bridge(layout)
+    deadline = time.monotonic() + 10
+    while layout.state.exists():
+        shutil.rmtree(layout.state, ignore_errors=time.monotonic() < deadline)

@@ -1,0 +1,319 @@
+"""TopKube's images: built with buildah, kept unpacked in one containerd, and put on nodes in a moment.
+
+Building. A local base image under the name that the Dockerfiles ask for is made with mmdebstrap; the wheel is built
+outside and copied in, so that a change of TopKube's source makes only two small layers anew. A tag says from which
+sources an image was built; where nothing changed nothing is done.
+
+Onto nodes. Layers are large (torch) and nodes share a disk. A *seed* is the root folder of a containerd that has the
+images, unpacked. A new node's root is the seed with every file hard-linked (layers are never written to), and its
+databases copied: a second instead of half a minute, no room on the disk, one copy in the page cache. A node that runs
+already is sent just the layers that it lacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from localkube.daemons import run
+from localkube.packages import SOURCES, lock
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+BASE = "docker.io/library/debian:bookworm-slim"
+PAUSE = "localhost/pause:1"
+PAUSE_SOURCE = """\
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+static void end(int signal_number) { _exit(signal_number == SIGTERM || signal_number == SIGINT ? 0 : 1); }
+static void collect(int signal_number) { (void)signal_number; while (waitpid(-1, 0, WNOHANG) > 0) continue; }
+int main(void) {
+  signal(SIGTERM, end); signal(SIGINT, end); signal(SIGCHLD, collect);
+  for (;;) pause();
+}
+"""
+
+
+@dataclass(frozen=True)
+class Image:
+    """`name` as pods write it, built from `dockerfile` with `arguments`."""
+
+    name: str
+    dockerfile: str
+    arguments: tuple[str, ...] = ()
+
+    def tagged(self, tag: str) -> Image:
+        """The same image under another tag."""
+        return replace(self, name=f"{self.name.rpartition(':')[0]}:{tag}")
+
+    @property
+    def full_name(self) -> str:
+        return f"docker.io/{self.name}"
+
+    @property
+    def archive(self) -> str:
+        """Its folder's name in the cache."""
+        return self.name.replace("/", "-").replace(":", "-")
+
+
+VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+RUNTIME = Image(f"topkube/runtime:{VERSION}", "images/runtime/Dockerfile")
+RUNTIME_OPENMPI = Image(f"topkube/runtime:{VERSION}-openmpi", "images/runtime/Dockerfile", ("MPI=openmpi",))
+OPERATOR = Image(f"topkube/operator:{VERSION}", "images/operator/Dockerfile")
+
+
+def _digest(*parts: bytes | str) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(hashlib.sha256(part.encode() if isinstance(part, str) else part).digest())
+    return total.hexdigest()
+
+
+def _torch(sources: Path) -> str:
+    """The requirement that pins torch, from constraints.txt."""
+    lines = (sources / "constraints.txt").read_text().splitlines()
+    return next(line.strip() for line in lines if line.startswith("torch"))
+
+
+class Store:
+    """The images in `cache`, built from `sources`: layers (`layouts`), buildah's own storage, and the seed of nodes."""
+
+    def __init__(self, cache: Path, sources: Path = REPOSITORY) -> None:
+        self.sources = sources
+        self.folder = cache / "images"
+        self.layouts = self.folder / "layouts"
+        self.seed = self.folder / "seed"
+        self.wheels = self.folder / "wheels"
+
+    # -- building
+
+    def build(self, images: Iterable[Image]) -> list[Image]:
+        """Build what is not up to date with the sources of this repository. Returns what was built anew."""
+        with lock(self.folder / "lock"):
+            return [image for image in images if self._build(image)]
+
+    def pause(self) -> None:
+        """The image in which a pod's namespaces are kept: a static program that waits."""
+        with lock(self.folder / "lock"):
+            scratch = self.layouts / "pause"
+            if self._recipe(scratch) == _digest(PAUSE_SOURCE):
+                return
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+            run("gcc", "-Os", "-static", "-x", "c", "-o", scratch / "pause", "-", stdin=PAUSE_SOURCE)
+            (scratch / "Dockerfile").write_text('FROM scratch\nCOPY pause /pause\nENTRYPOINT ["/pause"]\n')
+            self._buildah("bud", "-q", "--isolation", "chroot", "-t", PAUSE, scratch)
+            self._export(PAUSE, scratch, _digest(PAUSE_SOURCE))
+
+    def _build(self, image: Image) -> bool:
+        wheel = self._wheel()
+        context = self.folder / "context"
+        shutil.rmtree(context, ignore_errors=True)
+        (context / "dist").mkdir(parents=True)
+        (context / "images").mkdir()
+        shutil.copy2(self.sources / "pyproject.toml", context)
+        shutil.copy2(self.sources / "images/requirements.py", context / "images")
+        shutil.copy2(wheel, context / "dist")
+        for path in (context / "pyproject.toml", context / "images/requirements.py"):
+            os.utime(path, (0, 0))
+        dockerfile = self.sources / image.dockerfile
+        arguments = list(image.arguments)
+        if "ARG TORCH" in dockerfile.read_text():
+            arguments.append(f"TORCH={_torch(self.sources)}")
+        recipe = _digest(
+            dockerfile.read_bytes(), (context / "pyproject.toml").read_bytes(), wheel.name, wheel.parent.name,
+            (context / "images/requirements.py").read_bytes(), *arguments,
+        )  # fmt: skip
+        layout = self.layouts / image.archive
+        if self._recipe(layout) == recipe:
+            return False
+        self._base()
+        print(f"building {image.name}", flush=True)
+        options: list[str | Path] = []
+        for name, inside, value in _pip_configuration():
+            options += ["--build-arg", f"{name}={inside}"]
+            options += ["-v", f"{value}:{inside}:ro"] if value is not None else []
+        for argument in arguments:
+            options += ["--build-arg", argument]
+        self._buildah(
+            "bud", "-q", "--isolation", "chroot", "--pull-never", "--layers", "-f", dockerfile, "-t", image.full_name,
+            *options, context,
+        )  # fmt: skip
+        self._export(image.full_name, layout, recipe)
+        return True
+
+    def _wheel(self) -> Path:
+        """TopKube's wheel of these sources. Objects are kept: a change of Python alone compiles nothing."""
+        names = run(
+            "git",
+            "-C",
+            self.sources,
+            "ls-files",
+            "-co",
+            "--exclude-standard",
+            "csrc",
+            "runtime",
+            "operator",
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+        )
+        files = [self.sources / name for name in sorted(set(names.splitlines()))]
+        source = _digest(*(f"{file}\n".encode() + file.read_bytes() for file in files if file.is_file()))
+        folder = self.wheels / source[:16]
+        found = list(folder.glob("*.whl"))
+        if not found:
+            for old in sorted(self.wheels.glob("*"), key=lambda path: path.stat().st_mtime)[:-4]:
+                shutil.rmtree(old)
+            print("building TopKube's wheel", flush=True)
+            run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, self.sources)
+            found = list(folder.glob("*.whl"))
+        return found[0]
+
+    def _base(self) -> None:
+        """The image debian:bookworm-slim, made from Debian's packages."""
+        if self._buildah("images", "-q", BASE, check=False).strip():
+            return
+        print("making a local debian:bookworm-slim", flush=True)
+        archive = self.folder / "base.tar"
+        slim = [f"--dpkgopt=path-exclude=/usr/share/{part}/*" for part in ("doc", "man", "info", "locale", "lintian")]
+        run("mmdebstrap", "--quiet", "--variant=minbase", *slim, "bookworm", archive, "-", stdin=SOURCES.read_bytes())
+        container = self._buildah("from", "scratch").strip()
+        self._buildah("add", "-q", container, archive, "/")
+        self._buildah("commit", "-q", "--rm", container, BASE)
+        archive.unlink()
+
+    def _buildah(self, *arguments: str | Path, check: bool = True) -> str:
+        return run(
+            "buildah",
+            "--root",
+            self.folder / "buildah",
+            "--runroot",
+            self.folder / "buildah-run",
+            *arguments,
+            check=check,
+        )
+
+    def _export(self, name: str, layout: Path, recipe: str) -> None:
+        """Write the image's manifest and layers, not compressed, to `layout`, and forget buildah's older images."""
+        shutil.rmtree(layout, ignore_errors=True)
+        layout.parent.mkdir(parents=True, exist_ok=True)
+        self._buildah("push", "-q", "-D", "-f", "oci", name, f"dir:{layout}")
+        (layout / "name").write_text(name)
+        (layout / "recipe").write_text(recipe)
+
+    @staticmethod
+    def _recipe(layout: Path) -> str:
+        return (layout / "recipe").read_text() if (layout / "recipe").exists() else ""
+
+    # -- onto nodes
+
+    def load(self, containerd: Path, images: Iterable[Image]) -> None:
+        """Import images, and that of pause, into the containerd with that socket; sends only the layers it lacks."""
+        present = set(_ctr(containerd, "content", "ls", "-q").split())
+        for layout in self._layouts(images):
+            manifest = (layout / "manifest.json").read_bytes()
+            if not _named(containerd, layout, manifest):
+                _import(containerd, layout, manifest, present)
+
+    def _layouts(self, images: Iterable[Image]) -> list[Path]:
+        return [self.layouts / "pause", *(self.layouts / image.archive for image in images)]
+
+    def plant(self, root: Path) -> None:
+        """Make `root` a containerd's root folder that has the images: the seed, hard-linked, if there is one."""
+        if not (self.seed / "fingerprint").exists():
+            return
+        if os.stat(self.seed).st_dev != os.stat(root.parent).st_dev:
+            run("cp", "-a", f"{self.seed}/root", root)
+            return
+        run("cp", "-al", f"{self.seed}/root", root)
+        for database in (self.seed / "root").rglob("*.db"):  # written to in place
+            copy = root / database.relative_to(self.seed / "root")
+            copy.unlink()
+            shutil.copy2(database, copy)
+
+    def grow_seed(self, images: Iterable[Image], containerd_at: Callable[[Path], AbstractContextManager[Path]]) -> None:
+        """Bring the seed up to date with `images`. `containerd_at(root)`: a containerd that runs there, its socket."""
+        wanted = _digest(*(self._recipe(layout) for layout in self._layouts(images)))
+        made = self.seed / "fingerprint"
+        with lock(self.folder / "lock"):
+            if made.exists() and made.read_text() == wanted:
+                return
+            made.unlink(missing_ok=True)
+            self.seed.mkdir(parents=True, exist_ok=True)
+            with containerd_at(self.seed / "root") as socket:
+                self.load(socket, images)
+            made.write_text(wanted)
+
+
+def _pip_configuration() -> Iterator[tuple[str, str, str | None]]:
+    """What pip needs on this machine: (build argument, its value in the build, file or folder mounted there)."""
+    listing = run(sys.executable, "-m", "pip", "config", "list")
+    settings = dict(line.split("=", 1) for line in listing.splitlines() if "=" in line)
+    values = {name.rsplit(".", 1)[-1]: value.strip("'\"") for name, value in settings.items()}
+    certificates = os.environ.get("PIP_CERT") or values.get("cert")
+    if certificates:
+        yield "PIP_CERT", "/run/pip/certificates", os.path.realpath(certificates)
+    links = os.environ.get("PIP_FIND_LINKS") or values.get("find-links")
+    if links and Path(links).is_dir():
+        yield "PIP_FIND_LINKS", "/run/pip/wheels", links
+
+
+def _ctr(socket: Path, *arguments: str | Path, stdin: bytes | None = None) -> str:
+    return run("ctr", "-a", socket, "-n", "k8s.io", *arguments, stdin=stdin)
+
+
+def _named(socket: Path, layout: Path, manifest: bytes) -> bool:
+    """Whether the containerd knows this very image under its name."""
+    line = _ctr(socket, "images", "ls", f"name=={(layout / 'name').read_text()}")
+    return f"sha256:{hashlib.sha256(manifest).hexdigest()}" in line
+
+
+def _import(socket: Path, layout: Path, manifest: bytes, present: set[str]) -> None:
+    """Import one image: an OCI archive, on the way without the layers in `present`."""
+    parsed = json.loads(manifest)
+    blobs = [parsed["config"]["digest"], *(layer["digest"] for layer in parsed["layers"])]
+    reference = {
+        "mediaType": parsed.get("mediaType", "application/vnd.oci.image.manifest.v1+json"),
+        "digest": f"sha256:{hashlib.sha256(manifest).hexdigest()}",
+        "size": len(manifest),
+        "annotations": {
+            "io.containerd.image.name": (layout / "name").read_text(),
+            "org.opencontainers.image.ref.name": (layout / "name").read_text(),
+        },
+    }
+    index = json.dumps({"schemaVersion": 2, "manifests": [reference]}).encode()
+    command = ["ctr", "-a", str(socket), "-n", "k8s.io", "images", "import", "-"]
+    importing = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert importing.stdin is not None
+    assert importing.stdout is not None
+    try:
+        with tarfile.open(fileobj=importing.stdin, mode="w|") as archive:
+            for name, content in (
+                ("oci-layout", b'{"imageLayoutVersion": "1.0.0"}'),
+                ("index.json", index),
+                (f"blobs/sha256/{reference['digest'][7:]}", manifest),
+            ):
+                entry = tarfile.TarInfo(name)
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+            for blob in dict.fromkeys(blobs):
+                if blob not in present:
+                    archive.add(layout / blob[7:], f"blobs/sha256/{blob[7:]}")
+        importing.stdin.close()
+    except BrokenPipeError:  # its own words say why, below
+        pass
+    words = importing.stdout.read().decode(errors="replace")
+    if importing.wait():
+        raise RuntimeError(f"containerd took no image {(layout / 'name').read_text()}: {words.strip()}")

@@ -1,0 +1,88 @@
+"""Names, addresses and folders of a cluster, all derived from its number: clusters on one machine never meet."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+MOST_NODES = 9
+
+
+def _folder(variable: str, default: str) -> Path:
+    return Path(os.environ.get(variable) or Path.home() / default) / "topkube"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where cluster `number` (0 to 9) lives. `TOPKUBE_TEST_CLUSTER` chooses the number, 0 if it is not set."""
+
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number <= 9:
+            raise ValueError(f"a cluster's number is between 0 and 9, not {self.number}")
+
+    @classmethod
+    def from_environment(cls) -> Layout:
+        return cls(int(os.environ.get("TOPKUBE_TEST_CLUSTER") or 0))
+
+    @property
+    def cache(self) -> Path:
+        """Kept from one cluster to the next, and shared by all: compiled Kubernetes, images."""
+        return _folder("XDG_CACHE_HOME", ".cache")
+
+    @property
+    def state(self) -> Path:
+        """Of one run, gone after `down`: keys, etcd's data, nodes' folders, logs."""
+        return _folder("XDG_STATE_HOME", ".local/state") / f"cluster{self.number}"
+
+    @property
+    def name(self) -> str:
+        """Also the name of the bridge between nodes and of the cgroup around every process of the cluster."""
+        return f"topkube{self.number}"
+
+    # addresses: nodes 10.200.0.0/24, pods 10.210.N.0/24 for node N, services 10.220.0.0/16; cluster 1 has 10.201, ...
+    @property
+    def gateway(self) -> str:
+        """The machine's own address on the bridge: there nodes and pods reach the API server."""
+        return f"10.{200 + self.number}.0.1"
+
+    def node_address(self, index: int) -> str:
+        return f"10.{200 + self.number}.0.{10 + index}"
+
+    def pod_range(self, index: int) -> str:
+        return f"10.{210 + self.number}.{index}.0/24"
+
+    @property
+    def pods_range(self) -> str:
+        return f"10.{210 + self.number}.0.0/16"
+
+    @property
+    def service_range(self) -> str:
+        return f"10.{220 + self.number}.0.0/16"
+
+    @property
+    def kubernetes_service(self) -> str:
+        return f"10.{220 + self.number}.0.1"
+
+    @property
+    def api_port(self) -> int:
+        return 16443 + self.number
+
+    @property
+    def etcd_ports(self) -> tuple[int, int]:
+        """For clients, for peers."""
+        return 12379 + 10 * self.number, 12380 + 10 * self.number
+
+    @property
+    def controller_manager_port(self) -> int:
+        return 17257 + 10 * self.number
+
+    @property
+    def scheduler_port(self) -> int:
+        return 17259 + 10 * self.number
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.state / "admin.conf"

@@ -1,0 +1,55 @@
+"""The network between nodes: a bridge on the machine; links that can be shaped, and cut between two nodes."""
+
+from __future__ import annotations
+
+from localkube.daemons import run
+from localkube.layout import Layout
+from localkube.node import Node
+
+
+def make_bridge(layout: Layout) -> None:
+    """The bridge, with the machine's own address on it."""
+    run("ip", "link", "add", layout.name, "type", "bridge")
+    run("ip", "addr", "add", f"{layout.gateway}/24", "dev", layout.name)
+    run("ip", "link", "set", layout.name, "up")
+    run("sysctl", "-qw", "net.ipv4.ip_forward=1")
+
+
+def reach_services(layout: Layout, node: Node) -> None:
+    """From the machine itself services are reached through `node`, whose kube-proxy knows them."""
+    run("ip", "route", "replace", layout.service_range, "via", node.address)
+
+
+def remove_bridge(layout: Layout) -> None:
+    """Remove the bridge and what is plugged into it, by name; routes over it go with it."""
+    for line in run("ip", "-o", "link", "show", "type", "veth").splitlines():
+        link = line.split(":")[1].strip().split("@")[0]
+        if link.startswith(f"{layout.name}-"):
+            run("ip", "link", "del", link, check=False)
+    run("ip", "link", "del", layout.name, check=False)
+
+
+def shape(node: Node, rate: str) -> None:
+    """Limit the node's link to `rate` in both directions (tc's notation: 200mbit, 1gbit); 'off' lifts the limit."""
+    run("tc", "qdisc", "del", "dev", node.link, "root", check=False)
+    node.inside("tc", "qdisc", "del", "dev", "eth0", "root", check=False)
+    if rate != "off":
+        # 50 ms of queue: what a switch port holds. The burst is one kernel tick's worth at 1 Gbit/s and more than
+        # enough below
+        bucket = ("root", "tbf", "rate", rate, "burst", "128k", "latency", "50ms")
+        run("tc", "qdisc", "add", "dev", node.link, *bucket)
+        node.inside("tc", "qdisc", "add", "dev", "eth0", *bucket)
+
+
+def cut(one: Node, other: Node) -> None:
+    """Silence between the pods of two nodes, in both directions: packets are dropped, nobody is told."""
+    for here, there in ((one, other), (other, one)):
+        here.inside("ip", "route", "replace", "blackhole", there.layout.pod_range(there.index))
+
+
+def mend(one: Node, other: Node) -> None:
+    """Undo `cut`."""
+    for here, there in ((one, other), (other, one)):
+        pods = there.layout.pod_range(there.index)
+        here.inside("ip", "route", "del", "blackhole", pods, check=False)
+        here.inside("ip", "route", "replace", pods, "via", there.address)

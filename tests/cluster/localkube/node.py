@@ -1,0 +1,241 @@
+"""A node: a network namespace, a mount namespace and a cgroup, with containerd, kubelet and kube-proxy in them.
+
+A process that only waits holds the namespaces. Nothing of them has a name outside, so that when a node's processes are
+killed the kernel takes back its mounts, its links and its addresses by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from localkube.certificates import Authority
+from localkube.cgroups import Group
+from localkube.daemons import Daemon, run, wait_until
+from localkube.images import PAUSE, Image, Store
+from localkube.layout import Layout
+
+CONTAINERD = """\
+version = 2
+root = "{root}"
+[grpc]
+  address = "{socket}"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{pause}"
+  netns_mounts_under_state_dir = true
+  disable_tcp_service = true
+  # a machine that withholds CAP_SYS_RESOURCE could start no pod without it
+  restrict_oom_score_adj = true
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
+    conf_dir = "{cni}"
+  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+"""
+
+
+class Node:
+    """Node `index` (1, 2, ...) of the cluster `layout`."""
+
+    def __init__(self, layout: Layout, programs: Path, index: int) -> None:
+        self.layout, self.index = layout, index
+        self.name = f"node{index}"
+        self.address = layout.node_address(index)
+        self.folder = layout.state / self.name
+        self.group = Group(layout.name) / self.name
+        self.link = f"{layout.name}-{index}"  # its end of the cable on the bridge
+        self.socket = self.folder / "containerd.sock"
+        logs, system = layout.state / "logs", self.group / "system"
+        self.holder = Daemon(
+            f"{self.name}/holder", system / "holder", logs / f"{self.name}-holder.log", ["sh", "-ec", self._mounts()],
+            lambda: ["unshare", "--net", "--mount", "--propagation", "slave", "--"],
+        )  # fmt: skip
+        self.containerd = self._daemon("containerd", "containerd", "--config", self.folder / "containerd.toml")
+        self.kubelet = self._daemon(
+            "kubelet", programs / "kubelet", f"--config={self.folder / 'kubelet.yaml'}",
+            f"--kubeconfig={self.folder / 'kubelet.conf'}", f"--hostname-override={self.name}",
+            f"--node-ip={self.address}",
+            "--container-runtime=remote", f"--container-runtime-endpoint=unix://{self.socket}",
+            "--housekeeping-interval=20s",
+        )  # fmt: skip
+        self.proxy = self._daemon(
+            "proxy", programs / "kube-proxy", f"--kubeconfig={layout.state / 'proxy.conf'}",
+            f"--hostname-override={self.name}", f"--cluster-cidr={layout.pods_range}", "--proxy-mode=iptables",
+            "--conntrack-max-per-core=0",
+            "--healthz-bind-address=", "--metrics-bind-address=127.0.0.1:10249",
+        )  # fmt: skip
+        self.daemons = (self.holder, self.containerd, self.kubelet, self.proxy)
+
+    def _daemon(self, name: str, *command: str | Path) -> Daemon:
+        log = self.layout.state / "logs" / f"{self.name}-{name}.log"
+        return Daemon(f"{self.name}/{name}", self.group / "system" / name, log, command, self.enter)
+
+    def enter(self) -> list[str]:
+        """The prefix of a command that runs in the node's namespaces. Raises RuntimeError where the node is down."""
+        found = self.holder.group.processes()
+        if not found:
+            raise RuntimeError(f"{self.name} is not up")
+        where = f"/proc/{min(found)}/ns"
+        return ["nsenter", f"--net={where}/net", f"--mount={where}/mnt", "--"]
+
+    def inside(self, *command: str | Path, check: bool = True) -> str:
+        """Run a command in the node's namespaces."""
+        return run(*self.enter(), *command, check=check)
+
+    # -- life
+
+    def start(self, authority: Authority, nodes: int, store: Store, images: Sequence[Image]) -> None:
+        """Bring the node up for the first time, in a cluster of `nodes`, with `images` on it."""
+        self.folder.mkdir(parents=True)
+        self._write_configuration(authority)
+        store.plant(self.folder / "containerd")
+        self._boot(nodes)
+        store.load(self.socket, images)
+        self._start_kubernetes()
+
+    def vanish(self) -> None:
+        """As when the power fails: the cable goes dead first, so that nobody is told, then every process is killed."""
+        run("ip", "link", "set", self.link, "down")
+        self.group.kill()
+
+    def come_back(self, nodes: int) -> None:
+        """Boot after `vanish`: what was on the disk is still there, nothing of what ran."""
+        self._boot(nodes)
+        self._start_kubernetes()
+
+    def _boot(self, nodes: int) -> None:
+        self.group.make()
+        self.holder.start()
+        wait_until(self._unshared, f"{self.name}'s namespaces", 10, interval=0.01)
+        self._plug_in(nodes)
+        self.containerd.start()
+        ready = ("ctr", "-a", str(self.socket), "version")
+        wait_until(lambda: "Server" in run(*ready, check=False), f"{self.name}'s containerd", 30)
+
+    def _unshared(self) -> bool:
+        """Whether the holder is in namespaces of its own and waits there."""
+        found = self.holder.group.processes()
+        return bool(found) and Path(f"/proc/{min(found)}/comm").read_text().strip() == "sleep"
+
+    def _start_kubernetes(self) -> None:
+        self.kubelet.start()
+        self.proxy.start()
+
+    def _plug_in(self, nodes: int) -> None:
+        """A cable from the bridge to the node; routes to the pods of every other node lead straight to that node."""
+        layout, process = self.layout, str(min(self.holder.group.processes()))
+        run("ip", "link", "del", self.link, check=False)
+        run("ip", "link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", process)
+        run("ip", "link", "set", self.link, "master", layout.name, "up")
+        self.inside("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
+        self.inside("ip", "link", "set", "eth0", "up")
+        self.inside("ip", "link", "set", "lo", "up")
+        self.inside("ip", "route", "add", "default", "via", layout.gateway)
+        for other in range(1, nodes + 1):
+            if other != self.index:
+                self.inside("ip", "route", "add", layout.pod_range(other), "via", layout.node_address(other))
+        self.inside("sysctl", "-qw", "net.ipv4.ip_forward=1")
+        run("ip", "route", "replace", layout.pod_range(self.index), "via", self.address)
+
+    def _mounts(self) -> str:
+        """A shell script: folders that kubelet and containerd know by fixed names are this node's own; then wait."""
+        lines = []
+        for place in ("/var/lib/kubelet", "/var/lib/cni", "/var/log/pods", "/var/log/containers"):
+            own = self.folder / place.strip("/").replace("/", "-")
+            lines.append(f"mkdir -p {place} {own} && mount --bind {own} {place}")
+        lines.append("mkdir -p /run/containerd && mount -t tmpfs tmpfs /run/containerd")
+        return "\n".join([*lines, "mount --make-rshared /", "exec sleep infinity"])
+
+    def _write_configuration(self, authority: Authority) -> None:
+        folder, layout = self.folder, self.layout
+        (folder / "cni").mkdir()
+        (folder / "containerd.toml").write_text(
+            CONTAINERD.format(root=folder / "containerd", socket=self.socket, cni=folder / "cni", pause=PAUSE)
+        )
+        # ptp rather than bridge: packets between two pods of a node are routed too, so that services work between them
+        network = {
+            "cniVersion": "0.4.0",
+            "name": "pods",
+            "plugins": [
+                {
+                    "type": "ptp",
+                    "ipam": {
+                        "type": "host-local",
+                        "dataDir": str(folder / "ipam"),
+                        "ranges": [[{"subnet": layout.pod_range(self.index)}]],
+                        "routes": [{"dst": "0.0.0.0/0"}],
+                    },
+                },
+                {"type": "portmap", "capabilities": {"portMappings": True}},
+            ],
+        }
+        (folder / "cni/10-pods.conflist").write_text(json.dumps(network))
+        authority.issue(
+            self.name, f"system:node:{self.name}", organization="system:nodes", names=(self.name, self.address)
+        )
+        authority.kubeconfig(folder / "kubelet.conf", f"https://{layout.gateway}:{layout.api_port}", self.name)
+        keys = authority.folder
+        kubelet = {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": f"/{self.group.path}",
+            "enforceNodeAllocatable": [],
+            "failSwapOn": False,
+            "clusterDomain": "cluster.local",
+            "authentication": {
+                "anonymous": {"enabled": False},
+                "webhook": {"enabled": True},
+                "x509": {"clientCAFile": str(keys / "ca.crt")},
+            },
+            "authorization": {"mode": "Webhook"},
+            "tlsCertFile": str(keys / f"{self.name}.crt"),
+            "tlsPrivateKeyFile": str(keys / f"{self.name}.key"),
+            "volumePluginDir": str(folder / "plugins"),
+            "nodeStatusUpdateFrequency": "4s",
+            "nodeLeaseDurationSeconds": 16,
+            "imageGCHighThresholdPercent": 100,
+            "evictionHard": {
+                "memory.available": "0%",
+                "nodefs.available": "0%",
+                "imagefs.available": "0%",
+                "nodefs.inodesFree": "0%",
+            },
+            "kubeAPIQPS": 100,
+            "kubeAPIBurst": 200,
+            "eventRecordQPS": 0,
+            "serializeImagePulls": False,
+        }
+        (folder / "kubelet.yaml").write_text(json.dumps(kubelet, indent=1))
+
+    def last_words(self) -> str:
+        return "\n".join(f"--- {daemon.name}\n{daemon.last_words()}" for daemon in self.daemons)
+
+
+@contextmanager
+def lone_containerd(layout: Layout, root: Path) -> Iterator[Path]:
+    """A containerd on `root`, with nothing around it: to import images into it. Gives its socket."""
+    folder = layout.state / "seed"
+    folder.mkdir(parents=True, exist_ok=True)
+    socket = folder / "containerd.sock"
+    (folder / "containerd.toml").write_text(f"""\
+version = 2
+root = "{root}"
+state = "{folder / "state"}"
+disabled_plugins = ["io.containerd.grpc.v1.cri"]
+[grpc]
+  address = "{socket}"
+""")
+    daemon = Daemon(
+        "seed", Group(layout.name) / "seed", layout.state / "logs/seed.log",
+        ["containerd", "--config", folder / "containerd.toml"],
+    )  # fmt: skip
+    daemon.start()
+    try:
+        wait_until(lambda: "Server" in run("ctr", "-a", str(socket), "version", check=False), "containerd to start", 30)
+        yield socket
+    finally:
+        daemon.terminate()
+        daemon.group.remove()
