@@ -57,6 +57,17 @@ class Settings:
     checkpoint_every: int = _setting("TOPKUBE_CHECKPOINT_EVERY", 500, "steps between two checkpoints")
     checkpoint_keep: int = _setting("TOPKUBE_CHECKPOINT_KEEP", 3, "checkpoints kept")
     attempt: int = _setting("TOPKUBE_ATTEMPT", 1, "number of this attempt at the job, from 1")
+    # inside pods
+    launch_plan: str = _setting("TOPKUBE_LAUNCH", "", "what `topkube launch` is to do (JSON), written by the operator")
+    worker_plan: str = _setting("TOPKUBE_WORKER", "", "who this `topkube worker` is (JSON), written by the operator")
+    pod_ip: str = _setting("TOPKUBE_POD_IP", "", "address of this pod")
+    node_name: str = _setting("TOPKUBE_NODE_NAME", "", "node of this pod")
+    credentials_directory: str = _setting(
+        "TOPKUBE_CREDENTIALS", "/etc/topkube/credentials", "certificate, keys and tokens of launcher and worker"
+    )
+    termination_log: str = _setting(
+        "TOPKUBE_TERMINATION_LOG", "/dev/termination-log", "where launcher and worker leave their last words"
+    )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:

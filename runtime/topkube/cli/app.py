@@ -127,6 +127,24 @@ def rank(
 
 
 @app.command()
+def launch() -> None:
+    """Run one attempt of a job from its launcher pod: wait for the workers, start MPI, watch (used inside pods)."""
+    from topkube.launch.launcher import run_launcher
+
+    raise typer.Exit(run_launcher())
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def worker(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="What each rank of this worker runs.")],
+) -> None:
+    """Be a worker: call the launcher, run COMMAND as its ranks (used inside pods)."""
+    from topkube.launch.worker import run_worker
+
+    raise typer.Exit(run_worker(command))
+
+
+@app.command()
 def settings(
     markdown: Annotated[bool, typer.Option("--markdown", help="As docs/settings.md.")] = False,
 ) -> None:

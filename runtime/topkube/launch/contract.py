@@ -142,6 +142,9 @@ class LaunchPlan(Message):
     """Between SIGTERM and SIGKILL to the ranks: time for a checkpoint."""
     check_address: bool = True
     """Whether a worker must call from the pod IP that it claims. False only where the network rewrites addresses."""
+    address: str = ""
+    """Where the launcher listens; every address of the pod by default."""
+    port: int = Field(default=LAUNCHER_PORT, ge=0, le=65535)
     environment: dict[str, str] = Field(default={})
     """What the ranks get on top of their container's environment, the same on all workers."""
 

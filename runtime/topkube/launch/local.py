@@ -13,7 +13,8 @@ from pathlib import Path
 
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
-from topkube.launch.mpi import Mpi, cores
+from topkube.launch.environment import defaults
+from topkube.launch.mpi import Mpi
 from topkube.launch.processes import (
     adopt_orphans,
     descendants,
@@ -43,9 +44,7 @@ def rank_environment(
     determined = {fields[name].metadata["variable"] for name in fields if name not in _PERSONAL}
     environment = {name: value for name, value in inherited.items() if name not in determined}
     environment.update(mpi.environment())
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // job.ranks)))
-    environment.setdefault("PYTHONUNBUFFERED", "1")  # lines are shown when they are printed
-    environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code says where Python was
+    defaults(environment, job.ranks)
     environment.update({name: value for name, value in job.plain_environment.items() if name not in determined})
     environment.update(
         job.environment(

@@ -50,6 +50,15 @@ def descendants(root: int | None = None, but: frozenset[int] = frozenset()) -> l
     return found
 
 
+def children(parent: int) -> list[int]:
+    """Living direct children of `parent`."""
+    try:
+        listed = [(task / "children").read_text().split() for task in Path(f"/proc/{parent}/task").iterdir()]
+    except OSError:
+        return []
+    return [int(pid) for pids in listed for pid in pids]
+
+
 def signal_all(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -10,6 +10,7 @@ command and survives long enough to report (the keeper). Imports are few: this i
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
@@ -21,12 +22,15 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from topkube.errors import SettingsError
+from topkube.launch.memory import memory_kills
 from topkube.launch.mpi import rank_of
 from topkube.launch.processes import dies_with_parent
 from topkube.launch.report import RankReport, abort_code, log_path, signal_name, tail
 from topkube.roll_call import RollCall
 from topkube.settings import Settings
 
+COMMAND_FILE = "command.json"
+"""In the run's directory: what a shim without a command of its own runs, and where."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OWN_END_SECONDS = 0.5
 """How long a command may take to end by itself once its front is gone: a rank that called MPI_Abort is about to."""
@@ -35,19 +39,22 @@ _GRACE_SECONDS = 10.0
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Runs `arguments`, a command behind optional --no-echo and --, and ends as it ended."""
+    """Runs `arguments`, a command behind optional --no-echo and --, and ends as it ended. Without a command it takes
+    the one that a worker has left in the run's directory."""
     echo = True
     if arguments[:1] == ["--no-echo"]:
         echo, arguments = False, arguments[1:]
     command = arguments[1:] if arguments[:1] == ["--"] else arguments
+    try:
+        settings = Settings.from_environment()
+        if not command and settings.run_path is not None:
+            command = _left_command(settings.run_path)
+    except (SettingsError, OSError, ValueError, KeyError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
     if not command:
         print("topkube rank: no command.\nNext: topkube rank -- python train.py", file=sys.stderr)
         raise SystemExit(2)
-    try:
-        settings = Settings.from_environment()
-    except SettingsError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
     front = os.getpid()
     keeper = os.fork()
     if keeper:
@@ -56,6 +63,18 @@ def main(arguments: list[str]) -> NoReturn:
     os.setsid()
     code = Keeper(command, rank_of(os.environ) or 0, settings.run_path, echo, front).run()
     os._exit(code)
+
+
+def leave_command(directory: Path, command: list[str], working_directory: str) -> None:
+    """For the shims of ranks that mpiexec starts without knowing their command."""
+    text = json.dumps({"command": command, "directory": working_directory})
+    (directory / COMMAND_FILE).write_text(text, encoding="utf-8")
+
+
+def _left_command(directory: Path) -> list[str]:
+    left = json.loads((directory / COMMAND_FILE).read_text(encoding="utf-8"))
+    os.chdir(left["directory"])
+    return [str(word) for word in left["command"]]
 
 
 def dies_with_parent_now(front: int) -> None:
@@ -90,7 +109,7 @@ class Keeper:
 
     def run(self) -> int:
         """Returns the exit code: the command's, or 128 and its signal's number."""
-        started, kills = time.time(), _memory_kills()
+        started, kills = time.time(), memory_kills()
         log = log_path(self.directory, self.rank).open("ab") if self.directory else None
         selector = selectors.DefaultSelector()
         wake, waker = socket.socketpair()
@@ -134,7 +153,7 @@ class Keeper:
             os.killpg(child.pid, signal.SIGKILL)
         number = -child.returncode if child.returncode < 0 else None
         code = 128 + number if number else child.returncode
-        killed_for_memory = number == signal.SIGKILL and _memory_kills() > kills
+        killed_for_memory = number == signal.SIGKILL and memory_kills() > kills
         self._report(started, ended, code, number, killed_for_memory)
         return code
 
@@ -230,17 +249,6 @@ def _copy(selector: selectors.BaseSelector, key: selectors.SelectorKey, log: IO[
     with contextlib.suppress(BrokenPipeError):
         key.data.write(data)
         key.data.flush()
-
-
-def _memory_kills() -> int:
-    """Kills for memory so far, as this process's cgroup counts them, or else the whole machine."""
-    with contextlib.suppress(OSError):
-        own = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip()
-        for events in (Path("/sys/fs/cgroup") / own.lstrip("/") / "memory.events", Path("/proc/vmstat")):
-            if events.exists():
-                counts = dict(line.split()[:2] for line in events.read_text().splitlines())
-                return int(counts.get("oom_kill", 0))
-    return 0
 
 
 if __name__ == "__main__":

