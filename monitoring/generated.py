@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from monitoring import reference
-from monitoring.alerts import rules as alerts_file
+from monitoring import alerts, reference, values
 from monitoring.dashboards import DASHBOARDS
 
 ROOT = Path(__file__).parents[1]
@@ -14,8 +13,12 @@ ROOT = Path(__file__).parents[1]
 def files() -> dict[str, str]:
     """Path from the repository's root to content."""
     dashboards = {f"charts/topkube/dashboards/{one.uid}.json": one.json() for one in DASHBOARDS}
-    alerts = {"charts/topkube/files/alerts.yaml": alerts_file()}
-    return {"docs/metrics.md": reference.markdown(), **dashboards, **alerts}
+    return {
+        "docs/metrics.md": reference.markdown(),
+        "docs/chart-values.md": values.markdown(ROOT / "charts/topkube/values.yaml"),
+        **dashboards,
+        "charts/topkube/files/alerts.yaml": alerts.rules(),
+    }
 
 
 def write() -> None:

@@ -1,0 +1,71 @@
+{{- define "topkube.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 39 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 39 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 39 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "topkube.operator" -}}
+{{ include "topkube.fullname" . }}-operator
+{{- end -}}
+
+{{- define "topkube.serviceAccount" -}}
+{{- default (include "topkube.operator" .) .Values.serviceAccount.name -}}
+{{- end -}}
+
+{{- /* The jobs' NetworkPolicies know operator pods by name and component: these two never change. */ -}}
+{{- define "topkube.selectorLabels" -}}
+app.kubernetes.io/name: topkube
+app.kubernetes.io/component: operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "topkube.labels" -}}
+{{ include "topkube.selectorLabels" . }}
+app.kubernetes.io/part-of: topkube
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "topkube.image" -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+
+{{- define "topkube.kubeVersion" -}}
+{{- default .Capabilities.KubeVersion.Version .Values.kubeVersionOverride -}}
+{{- end -}}
+
+{{- define "topkube.atLeast" -}}
+{{- semverCompare (printf ">=%s-0" .version) (include "topkube.kubeVersion" .root) -}}
+{{- end -}}
+
+{{- /* Whether an object of the Prometheus operator is wanted: "true" or "false"; auto asks the cluster. */ -}}
+{{- define "topkube.monitoring" -}}
+{{- if eq (toString .enabled) "auto" -}}
+{{- .root.Capabilities.APIVersions.Has (printf "monitoring.coreos.com/v1/%s" .kind) -}}
+{{- else -}}
+{{- .enabled -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "topkube.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "topkube.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}

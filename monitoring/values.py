@@ -1,0 +1,72 @@
+"""The table of the chart's values, from values.yaml: the comment above a value explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_HEAD = """# Chart values
+
+```
+helm install topkube charts/topkube -n topkube-system --create-namespace
+helm upgrade topkube charts/topkube -n topkube-system --set replicas=3
+```
+
+Wrong values are refused with their path, by `values.schema.json`. This page is generated: `python -m monitoring`
+writes it.
+
+| value | default | meaning |
+|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value: its path with dots, its default as YAML, what it means."""
+
+    path: str
+    default: str
+    meaning: str
+
+
+def values(text: str) -> Iterator[Value]:
+    """All values of a values.yaml that a comment explains, in its order."""
+    data = yaml.safe_load(text)
+    parents: list[tuple[int, str]] = []
+    comment: list[str] = []
+    for line in text.splitlines():
+        stripped = line.strip()
+        if stripped.startswith("#"):
+            comment.append(stripped.lstrip("# "))
+            continue
+        if not stripped:
+            comment = []
+            continue
+        depth = len(line) - len(line.lstrip())
+        parents = [(at, name) for at, name in parents if at < depth]
+        parents.append((depth, stripped.partition(":")[0]))
+        if comment:
+            path = [name for _, name in parents]
+            yield Value(".".join(path), _shown(data, path), " ".join(comment))
+        comment = []
+
+
+def _shown(data: Any, path: list[str]) -> str:
+    for name in path:
+        data = data[name]
+    if data in ("", None):
+        return ""
+    return yaml.safe_dump(data, default_flow_style=True, width=1000).strip().removesuffix("...").strip()
+
+
+def markdown(path: Path) -> str:
+    """docs/chart-values.md."""
+    rows = [
+        f"| `{one.path}` | {f'`{one.default}`' if one.default else ''} | {one.meaning} |\n"
+        for one in values(path.read_text(encoding="utf-8"))
+    ]
+    return _HEAD + "".join(rows)

@@ -1,0 +1,301 @@
+"""The chart as Helm renders it, without a cluster: real Helm (its Go SDK), real Kubernetes schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import kubernetes_validate
+import pytest
+import yaml
+
+from monitoring.generated import ROOT
+from monitoring.values import values
+
+CHART = ROOT / "charts/topkube"
+VERSIONS = ["1.27", "1.32", "1.37"]
+"""Of those that we support. 1.20 is proven by the test cluster itself."""
+MONITORS = {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}, "alerts": {"enabled": True}}
+EVERYTHING: dict[str, Any] = {
+    "metrics": MONITORS,
+    "webhook": {"certManager": {"enabled": True}},
+    "imagePullSecrets": [{"name": "registry"}],
+    "namespaces": ["team-a", "team-b"],
+    "operator": {
+        "stallSeconds": 600,
+        "gangScheduler": "volcano",
+        "extraArgs": ["--lost-seconds=30"],
+        "env": [{"name": "HTTPS_PROXY", "value": "http://proxy"}],
+        "nodeSelector": {"pool": "system"},
+        "tolerations": [{"key": "system", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "priorityClassName": "system-cluster-critical",
+        "podAnnotations": {"a": "b"},
+        "podLabels": {"c": "d"},
+    },
+    "serviceAccount": {"annotations": {"iam": "role"}},
+    "networkPolicy": {"metricsFrom": [{"namespaceSelector": {"matchLabels": {"team": "sre"}}}]},
+}
+
+
+def render(given: dict[str, Any] | None = None, name: str = "topkube") -> list[dict[str, Any]]:
+    """All objects that the chart makes, hooks included."""
+    with helm.Chart.load(CHART) as chart:
+        files = chart.render(given or {}, name=name, namespace="topkube-system")
+    documents = [yaml.safe_load_all(text) for path, text in files.items() if path.endswith(".yaml")]
+    return [one for document in documents for one in document if one]
+
+
+def of(kind: str, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for one in objects if one["kind"] == kind]
+
+
+def one(kind: str, objects: list[dict[str, Any]]) -> dict[str, Any]:
+    (found,) = of(kind, objects)
+    return found
+
+
+def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    spec: dict[str, Any] = one("Deployment", objects)["spec"]["template"]["spec"]
+    return spec
+
+
+def test_helm_finds_nothing_to_say() -> None:
+    for version in ("1.20", *VERSIONS):
+        report = helm.lint(CHART, strict=True, kube_version=f"v{version}.0")
+        assert report["errors"] == []
+        assert [message for message in report["messages"] if message["severity"] > 1] == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "given", [{}, EVERYTHING, {"replicas": 1, "webhook": {"enabled": False}}], ids=["plain", "all", "small"]
+)
+def test_objects_are_valid_in_every_supported_kubernetes(version: str, given: dict[str, Any]) -> None:
+    objects = render({**given, "kubeVersionOverride": f"v{version}.0"})
+    assert len(objects) > 10
+    for found in objects:
+        if found["apiVersion"].startswith(("monitoring.coreos.com", "cert-manager.io")):
+            continue  # not Kubernetes' own
+        kubernetes_validate.validate(found, version, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "api", "rules"),
+    [("1.20", "policy/v1beta1", False), ("1.21", "policy/v1", False), ("1.25", "policy/v1", True)],
+)
+def test_api_versions_follow_the_cluster(version: str, api: str, rules: bool) -> None:
+    objects = render({"kubeVersionOverride": f"v{version}.2"})
+    assert one("PodDisruptionBudget", objects)["apiVersion"] == api
+    assert ("x-kubernetes-validations" in json.dumps(one("CustomResourceDefinition", objects))) == rules
+
+
+def test_crds_are_upgraded_with_the_chart_and_kept_without_it() -> None:
+    crd = one("CustomResourceDefinition", render())
+    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert crd["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
+    assert of("CustomResourceDefinition", render({"crds": {"install": False}})) == []
+    with helm.Chart.load(CHART) as chart:
+        assert chart.crds == []  # what lies in crds/ is never upgraded
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ({"replicas": 0}, "/replicas"),
+        ({"replica": 3}, "replica"),
+        ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
+        ({"namespaces": "team-a"}, "/namespaces"),
+        ({"namespaces": ["Team_A"]}, "/namespaces/0"),
+        ({"metrics": {"port": 70000}}, "/metrics/port"),
+        ({"metrics": {"podMonitor": {"enabled": "yes"}}}, "/metrics/podMonitor/enabled"),
+        ({"metrics": {"podMonitor": {"interval": "often"}}}, "/metrics/podMonitor/interval"),
+        ({"webhook": {"failurePolicy": "Maybe"}}, "/webhook/failurePolicy"),
+        ({"operator": {"resources": {"limit": {}}}}, "/operator/resources"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_path(given: dict[str, Any], path: str) -> None:
+    with helm.Chart.load(CHART) as chart, pytest.raises(helm.HelmError) as caught:
+        chart.validate_schema(given)
+    assert path in str(caught.value)
+
+
+def test_every_value_is_documented_and_in_the_schema() -> None:
+    def leaves(node: dict[str, Any], path: str = "") -> Iterator[str]:
+        for name, below in node.items():
+            here = f"{path}.{name}".lstrip(".")
+            if isinstance(below, dict) and below and here not in documented:
+                yield from leaves(below, here)
+            else:
+                yield here
+
+    text = (CHART / "values.yaml").read_text()
+    documented = {value.path: value for value in values(text)}
+    assert set(leaves(yaml.safe_load(text))) == set(documented)
+    assert all(value.meaning.endswith(".") for value in documented.values())
+
+    def properties(schema: dict[str, Any], path: str = "") -> Iterator[str]:
+        for name, below in schema["properties"].items():
+            here = f"{path}.{name}".lstrip(".")
+            if "properties" in below and here not in documented:
+                assert below["additionalProperties"] is False, here
+                yield from properties(below, here)
+            else:
+                yield here
+
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert schema["additionalProperties"] is False
+    assert set(properties(schema)) - {"global"} == set(documented)
+
+
+def test_the_operator_runs_restricted() -> None:
+    objects = render(EVERYTHING)
+    pods = [pod_of(objects), one("Pod", objects)["spec"]]
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert {"requests", "limits"} <= set(container["resources"])
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        assert all("hostPath" not in volume for volume in pod.get("volumes", []))
+    (operator,) = pods[0]["containers"]
+    assert {"livenessProbe", "readinessProbe"} <= set(operator)
+
+
+def test_a_list_of_namespaces_gives_no_right_elsewhere() -> None:
+    objects = render({"namespaces": ["team-a", "team-b"]})
+    roles = {role["metadata"]["name"]: role["rules"] for role in of("ClusterRole", objects)}
+    bound = [binding["roleRef"]["name"] for binding in of("ClusterRoleBinding", objects)]
+    for rule in (rule for name in bound for rule in roles[name]):
+        assert rule["resources"] in (["nodes"], ["customresourcedefinitions"], ["validatingwebhookconfigurations"])
+        assert not {"create", "delete", "patch"} & set(rule["verbs"])
+    where = {
+        binding["metadata"]["namespace"]
+        for binding in of("RoleBinding", objects)
+        if "-jobs" in binding["metadata"]["name"]
+    }
+    assert where == {"team-a", "team-b"}
+    (container,) = pod_of(objects)["containers"]
+    assert {"--namespace=team-a", "--namespace=team-b"} <= set(container["args"])
+    selector = one("ValidatingWebhookConfiguration", objects)["webhooks"][0]["namespaceSelector"]
+    assert selector["matchExpressions"][0]["values"] == ["team-a", "team-b"]
+
+
+def test_no_role_of_the_operator_has_a_wildcard_or_exec() -> None:
+    for given in ({}, {"namespaces": ["team-a"]}):
+        objects = render(given)
+        for role in [*of("ClusterRole", objects), *of("Role", objects)]:
+            if role["metadata"]["name"] in ("topkube-view", "topkube-edit", "topkube-admin"):
+                continue
+            for rule in role["rules"]:
+                assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
+                assert "pods/exec" not in rule["resources"]
+
+
+def test_selectors_reach_the_pods_and_ports_have_names_that_are_there() -> None:
+    objects = render(EVERYTHING)
+    labels = one("Deployment", objects)["spec"]["template"]["metadata"]["labels"]
+    (container,) = pod_of(objects)["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    service = one("Service", objects)
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert {port["targetPort"] for port in service["spec"]["ports"]} == set(ports)
+    for found in (
+        one("PodDisruptionBudget", objects)["spec"]["selector"],
+        one("NetworkPolicy", objects)["spec"]["podSelector"],
+    ):
+        assert found["matchLabels"].items() <= labels.items()
+    allowed = [port["port"] for rule in one("NetworkPolicy", objects)["spec"]["ingress"] for port in rule["ports"]]
+    assert set(allowed) == set(ports)
+    monitor = one("ServiceMonitor", objects)["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert monitor["endpoints"][0]["honorLabels"] is True
+    assert {container[probe]["httpGet"]["port"] for probe in ("livenessProbe", "readinessProbe")} <= set(ports)
+
+
+def test_monitors_wait_for_their_crds() -> None:
+    kinds = {found["kind"] for found in render()}
+    assert not kinds & {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+    kinds = {found["kind"] for found in render({"metrics": MONITORS})}
+    assert kinds >= {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
+def test_the_rules_are_those_of_the_file_with_whole_runbook_links(tmp_path: Path) -> None:
+    given = {
+        "metrics": {
+            "alerts": {"enabled": True, "runbookBaseUrl": "https://example.com/", "disabled": ["TopKubeNoLeader"]}
+        }
+    }
+    spec = one("PrometheusRule", render(given))["spec"]
+    rules = [rule for group in spec["groups"] for rule in group["rules"]]
+    assert "TopKubeNoLeader" not in [rule["alert"] for rule in rules]
+    for rule in rules:
+        assert re.fullmatch(r"https://example\.com/runbooks/[a-z-]+/", rule["annotations"]["runbook_url"])
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec))
+    ended = subprocess.run(["promtool", "check", "rules", tmp_path / "rules.yaml"], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_dashboards_come_whole_and_where_grafana_looks() -> None:
+    dashboards = {"labels": {"find": "me"}, "annotations": {"grafana_folder": "TopKube"}, "namespace": "grafana"}
+    maps = of("ConfigMap", render({"metrics": {"dashboards": dashboards}}))
+    files = {path.name: path.read_text() for path in (CHART / "dashboards").glob("*.json")}
+    assert {name: text for found in maps for name, text in found["data"].items()} == files
+    for found in maps:
+        assert found["metadata"]["namespace"] == "grafana"
+        assert found["metadata"]["labels"]["find"] == "me"
+        assert found["metadata"]["annotations"] == {"grafana_folder": "TopKube"}
+    assert of("ConfigMap", render({"metrics": {"dashboards": {"enabled": False}}})) == []
+
+
+def test_cert_manager_brings_the_webhooks_certificate() -> None:
+    objects = render(EVERYTHING)
+    certificate = one("Certificate", objects)
+    webhook = one("ValidatingWebhookConfiguration", objects)
+    service = webhook["webhooks"][0]["clientConfig"]["service"]
+    assert certificate["spec"]["dnsNames"] == [f"{service['name']}.{service['namespace']}.svc"]
+    annotation = webhook["metadata"]["annotations"]["cert-manager.io/inject-ca-from"]
+    assert annotation == f"topkube-system/{certificate['metadata']['name']}"
+    pod = pod_of(objects)
+    assert {"secretName": certificate["spec"]["secretName"]} in [volume.get("secret") for volume in pod["volumes"]]
+    assert one("Issuer", objects)["metadata"]["name"] == certificate["spec"]["issuerRef"]["name"]
+    own = {"certManager": {"enabled": True, "issuerRef": {"name": "corporate", "kind": "ClusterIssuer"}}}
+    objects = render({"webhook": own})
+    assert of("Issuer", objects) == []
+    assert one("Certificate", objects)["spec"]["issuerRef"] == {"name": "corporate", "kind": "ClusterIssuer"}
+
+
+def test_names_follow_the_release_and_stay_within_63_characters() -> None:
+    names = [found["metadata"]["name"] for found in render(EVERYTHING, name="r" * 53)]
+    assert max(map(len, names)) <= 63
+    assert one("Deployment", render(name="second"))["metadata"]["name"] == "second-topkube-operator"
+    assert one("Deployment", render({"fullnameOverride": "own"}))["metadata"]["name"] == "own-operator"
+
+
+def test_notes_say_what_comes_next() -> None:
+    with helm.Chart.load(CHART) as chart:
+        notes = chart.render({"namespaces": ["team-a"]}, name="topkube", namespace="topkube-system")[
+            "topkube/templates/NOTES.txt"
+        ]
+    for word in (
+        "rollout status deployment/topkube-operator",
+        "helm test topkube",
+        "-n team-a",
+        "kubectl get tj",
+        "Uninstalling keeps",
+    ):
+        assert word in notes
+    assert "{{" not in notes
