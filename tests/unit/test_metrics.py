@@ -43,7 +43,7 @@ def labels(**values: str) -> tuple[tuple[str, str], ...]:
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[MetricsEndpoint]:
-    with MetricsEndpoint(tmp_path, "gpt", 0, "127.0.0.1") as found:
+    with MetricsEndpoint(lambda: tmp_path, "gpt", 0, "127.0.0.1") as found:
         yield found
 
 
@@ -174,15 +174,15 @@ def test_training_goes_on_where_metrics_cannot_be_written(tmp_path: Path, capsys
 
 def test_a_taken_port_is_an_error_with_a_next_step(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
     with pytest.raises(LaunchError, match=r"cannot be served on 127\.0\.0\.1") as caught:
-        MetricsEndpoint(tmp_path, "gpt", endpoint.port, "127.0.0.1")
+        MetricsEndpoint(lambda: tmp_path, "gpt", endpoint.port, "127.0.0.1")
     assert caught.value.exit_code == 2
     assert "0 for any that is free" in caught.value.next_step
 
 
 def test_a_closed_endpoint_gives_its_port_back(tmp_path: Path) -> None:
-    with MetricsEndpoint(tmp_path, "gpt", 0, "127.0.0.1") as first:
+    with MetricsEndpoint(lambda: tmp_path, "gpt", 0, "127.0.0.1") as first:
         port = first.port
-    with MetricsEndpoint(tmp_path, "gpt", port, "127.0.0.1") as second:
+    with MetricsEndpoint(lambda: tmp_path, "gpt", port, "127.0.0.1") as second:
         assert second.port == port
 
 

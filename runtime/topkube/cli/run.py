@@ -74,7 +74,9 @@ def run_job(options: Options) -> int:
         if options.metrics_port is not None:
             from topkube.telemetry.endpoint import MetricsEndpoint
 
-            endpoint = stack.enter_context(MetricsEndpoint(directory, job.name, options.metrics_port, "127.0.0.1"))
+            endpoint = stack.enter_context(
+                MetricsEndpoint(lambda: directory, job.name, options.metrics_port, "127.0.0.1")
+            )
             _say(console, f"metrics for Prometheus at http://127.0.0.1:{endpoint.port}/metrics")
         _announce(console, job, found, directory)
         failure = watch.run()

@@ -23,7 +23,7 @@ import aiohttp
 from topkube.errors import LaunchError, TopKubeError
 from topkube.launch import mpi, shared_memory
 from topkube.launch.attempt import Attempt
-from topkube.launch.contract import JOIN_PATH, Ending, WorkerPlan
+from topkube.launch.contract import JOIN_PATH, METRICS_PORT, Ending, WorkerPlan
 from topkube.launch.credentials import WorkerCredentials
 from topkube.launch.ending import first_failure_of, leave, refused
 from topkube.launch.link import FRAME_BYTES, Link
@@ -42,6 +42,7 @@ from topkube.launch.messages import (
 from topkube.launch.processes import adopt_orphans, reap_orphans
 from topkube.launch.tunnel import Tunnel
 from topkube.settings import Settings
+from topkube.telemetry.endpoint import MetricsEndpoint
 
 _TICK_SECONDS = 0.05
 _CALL_SECONDS = 10.0
@@ -108,6 +109,7 @@ class Worker:
             loop.add_signal_handler(number, self._terminate)
         if self._problem is not None:
             self._say(str(self._problem))
+        self._serve_metrics()
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(doing) for doing in (self._tick(), self._call_forever(), self._done.wait())
         ]
@@ -120,6 +122,17 @@ class Worker:
             task.result()
         code = self._last.exit_code if self._last is not None else 0
         return code or (128 + signal.SIGTERM if self._terminated is not None and not self._over else 0)
+
+    def _serve_metrics(self) -> None:
+        """/metrics of the ranks that run now, to the end of this process. A job trains without it too."""
+        try:
+            MetricsEndpoint(self._run_directory, self.plan.name, METRICS_PORT, self._ip)
+        except LaunchError as error:
+            self._say(str(error))
+
+    def _run_directory(self) -> Path:
+        """Where the ranks of the newest attempt report."""
+        return self.directory / f"attempt-{self._last_number}"
 
     def ending(self, code: int) -> Ending:
         """The last words."""
@@ -253,7 +266,7 @@ class Worker:
             if stale:
                 self._say(f"removed {len(stale)} stale shared-memory segments")
             self._last_number = self._welcome.attempt
-            directory = self.directory / f"attempt-{self._last_number}"
+            directory = self._run_directory()
             shutil.rmtree(directory, ignore_errors=True)
             port = await self._tunnel.listen()
             self._attempt = Attempt(start, directory, self.command, self._mpi, port, _inherited())

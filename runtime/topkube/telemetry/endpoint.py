@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -44,9 +44,10 @@ _BY_JOB = {
 
 
 class RunCollector(Collector):
-    """The series of all ranks that write into `directory`. It keeps nothing from one scrape to the next."""
+    """The series of all ranks that write into `directory`, which may change from one attempt to the next. It keeps
+    nothing from one scrape to the next."""
 
-    def __init__(self, directory: Path, job_name: str) -> None:
+    def __init__(self, directory: Callable[[], Path], job_name: str) -> None:
         self._directory, self._job = directory, job_name
 
     def describe(self) -> Iterable[Family]:
@@ -56,7 +57,7 @@ class RunCollector(Collector):
         build = InfoMetricFamily(metrics.BUILD.name.removesuffix("_info"), metrics.BUILD.help)
         build.add_metric((), {"component": "runtime", "version": __version__})
         yield build
-        ranks = read_ranks(self._directory)
+        ranks = read_ranks(self._directory())
         if not ranks:
             return
         yield self._steps(ranks)
@@ -101,12 +102,13 @@ class RunCollector(Collector):
 
 
 class MetricsEndpoint:
-    """Serves /metrics for the ranks that write into `directory`. Use `with`, or call `close`.
+    """Serves /metrics for the ranks that write into `directory`, asked for at every scrape. Use `with`, or call
+    `close`.
 
     Raises LaunchError where the port cannot be had.
     """
 
-    def __init__(self, directory: Path, job_name: str, port: int, address: str = "0.0.0.0") -> None:
+    def __init__(self, directory: Callable[[], Path], job_name: str, port: int, address: str) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(RunCollector(directory, job_name))
         try:

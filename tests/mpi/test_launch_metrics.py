@@ -1,0 +1,72 @@
+"""One /metrics per worker pod: all its ranks, through a restart, until the pod ends."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+
+import pytest
+from pods import PlayedJob, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+
+from topkube.launch.contract import METRICS_PORT
+
+TRAIN = """
+import sys, time
+from pathlib import Path
+import topkube
+from topkube.settings import Settings
+from topkube.telemetry.phases import Snapshot
+from topkube.telemetry.rank_file import RankMetrics
+topkube.init()
+settings = Settings.from_environment()
+metrics = RankMetrics(settings.run_path, topkube.rank(), settings.attempt)
+step = 0
+while not Path(sys.argv[1]).exists():
+    step += 1
+    metrics.step(0.1, Snapshot({"forward": 0.1}), 8, {"step": step, "total_steps": 1000, "last_step": time.time()})
+    time.sleep(0.02)
+"""
+
+
+def series(address: str) -> dict[tuple[str, str], float]:
+    """(name, rank) of what a worker serves; nothing where it serves nothing."""
+    try:
+        with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/metrics", timeout=5) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    except OSError:
+        return {}
+    return {
+        (sample.name, sample.labels.get("rank", "")): sample.value for family in families for sample in family.samples
+    }
+
+
+def trains(address: str, attempt: int) -> bool:
+    return series(address).get(("topkube_job_attempt", "")) == attempt
+
+
+@pytest.mark.timeout(120)
+def test_each_worker_serves_its_ranks_of_the_attempt_that_runs(tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    with PlayedJob(tmp_path, ["python", "-c", TRAIN, str(end)], workers=2, slots=2, lost_seconds=3.0) as job:
+        job.start()
+        first, second = job.address(0), job.address(1)
+        wait_until(lambda: trains(first, 1), what=job.everything())
+        before = wait_until(lambda: {key for key in series(second) if key[1]}, what="the second worker's ranks")
+        assert {rank for _, rank in before} == {"2", "3"}
+        assert {rank for _, rank in series(first) if rank} == {"0", "1"}
+        assert ("topkube_job_step", "") not in series(second)
+        count = len(series(first))
+        job.workers[1].kill()
+        assert job.launcher is not None
+        assert job.launcher.wait() != 0
+        job.made[1] = 2  # what the launcher is told to expect
+        job.start_launcher()
+        job.start_worker(1)
+        wait_until(lambda: trains(first, 2), what="worker 0 in attempt 2")
+        assert len(series(first)) == count
+        end.touch()
+        assert job.launcher.wait() == 0, job.everything()
+        for worker in job.workers.values():
+            assert worker.wait() == 0
+        assert series(first) == {}
