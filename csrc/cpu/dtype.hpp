@@ -4,7 +4,7 @@
 // top of its payload survive and it becomes quiet. A float beyond the range of fp16 becomes infinite, as IEEE 754 says.
 //
 // Everything here is `static`: the header is compiled into units with different instruction sets, and a function shared through
-// the linker could carry AVX-512 code into the portable path.
+// the linker could carry AVX-512 code into the portable path. It is `constexpr` so that CUDA kernels may call it too.
 #pragma once
 
 #include <cstddef>
@@ -14,21 +14,21 @@ namespace topkube {
 
 enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
 
-static inline std::size_t item_size(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+static constexpr std::size_t item_size(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
-static inline std::uint32_t bits_of(float value) { return __builtin_bit_cast(std::uint32_t, value); }
-static inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
+static constexpr std::uint32_t bits_of(float value) { return __builtin_bit_cast(std::uint32_t, value); }
+static constexpr float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
-static inline float from_bf16(std::uint16_t bits) { return float_of(std::uint32_t{bits} << 16); }
+static constexpr float from_bf16(std::uint16_t bits) { return float_of(std::uint32_t{bits} << 16); }
 
-static inline std::uint16_t to_bf16(float value) {
+static constexpr std::uint16_t to_bf16(float value) {
   const std::uint32_t bits = bits_of(value);
   const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const std::uint32_t quiet = (bits >> 16) | 0x40u;
   return static_cast<std::uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
 }
 
-static inline float from_f16(std::uint16_t half) {
+static constexpr float from_f16(std::uint16_t half) {
   const std::uint32_t sign = (std::uint32_t{half} & 0x8000u) << 16;
   const std::uint32_t magnitude = half & 0x7fffu;
   const std::uint32_t normal = (magnitude << 13) + (112u << 23);
@@ -39,7 +39,7 @@ static inline float from_f16(std::uint16_t half) {
   return float_of(sign | bits);
 }
 
-static inline std::uint16_t to_f16(float value) {
+static constexpr std::uint16_t to_f16(float value) {
   const std::uint32_t bits = bits_of(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
   const std::uint32_t magnitude = bits & 0x7fffffffu;
@@ -54,18 +54,18 @@ static inline std::uint16_t to_f16(float value) {
 // Tags by which templates name an element type: `Item` is how it lies in memory.
 struct F32 {
   using Item = float;
-  static float load(Item item) { return item; }
-  static Item round(float value) { return value; }
+  static constexpr float load(Item item) { return item; }
+  static constexpr Item round(float value) { return value; }
 };
 struct BF16 {
   using Item = std::uint16_t;
-  static float load(Item item) { return from_bf16(item); }
-  static Item round(float value) { return to_bf16(value); }
+  static constexpr float load(Item item) { return from_bf16(item); }
+  static constexpr Item round(float value) { return to_bf16(value); }
 };
 struct F16 {
   using Item = std::uint16_t;
-  static float load(Item item) { return from_f16(item); }
-  static Item round(float value) { return to_f16(value); }
+  static constexpr float load(Item item) { return from_f16(item); }
+  static constexpr Item round(float value) { return to_f16(value); }
 };
 
 }  // namespace topkube

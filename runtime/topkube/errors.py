@@ -49,6 +49,11 @@ class ArgumentError(TopKubeError, ValueError):
     """An array or a parameter cannot be used as given; nothing has been written to any array."""
 
 
+class DeviceError(TopKubeError, RuntimeError):
+    """A GPU cannot do what was asked: this build has no CUDA kernels, memory is full, or CUDA refused. Nothing was
+    written."""
+
+
 class WireError(TopKubeError, ValueError):
     """A wire buffer is truncated, damaged or not ours; nothing has been written to the destination."""
 

@@ -100,6 +100,18 @@ def _kernels() -> Iterator[Check]:
     )
 
 
+def _cuda_kernels() -> Iterator[Check]:
+    """Whether this build has CUDA kernels, by which compiler, and whether they load."""
+    library = importlib.import_module("topkube.kernels.cuda_library")
+    if library.path() is None:
+        yield ok("cuda kernels", "not in this build: there was no nvcc when it was made; CPU tensors need none")
+        return
+    try:
+        yield ok("cuda kernels", f"{library.load().build} (or newer, compiled by the driver)")
+    except TopKubeError as error:
+        yield Check("cuda kernels", "fail", error.what, error.next_step)
+
+
 def _processor() -> Iterator[Check]:
     info = Path("/proc/cpuinfo").read_text()
     flags = next((line.split(":")[1].split() for line in info.splitlines() if line.startswith("flags")), [])
@@ -264,6 +276,7 @@ def _server(kubectl: str) -> Check:
 CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     _python,
     _kernels,
+    _cuda_kernels,
     _processor,
     _mpi,
     _torch,

@@ -1,0 +1,40 @@
+// Dense kernels on the GPU: the same bits as csrc/cpu/reduce.hpp. Arithmetic is fp32, a 16-bit result is rounded once.
+#pragma once
+
+#include "../cpu/dtype.hpp"
+#include "block.hpp"
+
+namespace topkube {
+
+constexpr u32 dense_threads = 256, most_inputs = 16;
+
+struct Inputs {
+  const void* of[most_inputs];
+  u32 count;
+};
+
+// out = ((inputs[0] + inputs[1]) + ...) * scale; `out` may be one of the inputs.
+template <class In, class Out>
+TOPKUBE_KERNEL(dense_threads) sum_inputs(typename Out::Item* out, Inputs inputs, u64 length, float scale) {
+  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < length; i += u64{gpu::blocks()} * gpu::threads()) {
+    float sum = In::load(static_cast<const typename In::Item*>(inputs.of[0])[i]);
+    for (u32 input = 1; input < inputs.count; ++input) sum += In::load(static_cast<const typename In::Item*>(inputs.of[input])[i]);
+    out[i] = Out::round(sum * scale);
+  }
+}
+
+// *flag becomes 0 where an element is NaN or infinite; it is left alone otherwise.
+template <class T>
+TOPKUBE_KERNEL(dense_threads) find_nonfinite(const typename T::Item* x, u64 length, u32* flag) {
+  bool found = false;
+  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < length; i += u64{gpu::blocks()} * gpu::threads()) {
+    found |= (bits_of(T::load(x[i])) & 0x7fffffffu) >= 0x7f800000u;
+  }
+  if (gpu::ballot(found) && gpu::lane() == 0) gpu::publish(flag, 0u);
+}
+
+TOPKUBE_KERNEL(32) set_word(u32* to, u32 value) {
+  if (gpu::thread() == 0) *to = value;
+}
+
+}  // namespace topkube

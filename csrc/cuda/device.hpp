@@ -1,0 +1,125 @@
+// What kernels need of a GPU, under names that have two meanings: CUDA's, and a host's that plays a grid with fibers.
+//
+// The second (tests/unit/emulated_cuda.hpp) exists for tests alone: it runs the very same kernels and launches on a machine
+// without a GPU, several blocks at a time, in an order that differs from run to run.
+//
+// Rules for kernels: blocks have whole warps; every thread of a warp takes part in a warp's operation, every thread of a block in
+// `sync`; shared memory is one struct per kernel, named once in `shared<...>()` and once in `launch<...>`.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace topkube {
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+}  // namespace topkube
+
+#if defined(TOPKUBE_EMULATE_CUDA)
+#include "emulated_cuda.hpp"
+#else
+#include <cuda_runtime.h>
+
+#define TOPKUBE_KERNEL(threads) __global__ void __launch_bounds__(threads)
+#define TOPKUBE_DEVICE __device__ __forceinline__
+#define TOPKUBE_DEVICE_MEMBER __device__ __forceinline__
+
+namespace topkube::gpu {
+
+TOPKUBE_DEVICE u32 thread() { return threadIdx.x; }
+TOPKUBE_DEVICE u32 threads() { return blockDim.x; }
+TOPKUBE_DEVICE u32 block() { return blockIdx.x; }
+TOPKUBE_DEVICE u32 blocks() { return gridDim.x; }
+TOPKUBE_DEVICE u32 lane() { return threadIdx.x & 31u; }
+TOPKUBE_DEVICE u32 warp() { return threadIdx.x >> 5; }
+
+TOPKUBE_DEVICE void sync() { __syncthreads(); }
+TOPKUBE_DEVICE u32 ballot(bool flag) { return __ballot_sync(0xffffffffu, flag); }
+template <class T>
+TOPKUBE_DEVICE T shuffle(T value, u32 from) {
+  return __shfl_sync(0xffffffffu, value, static_cast<int>(from));
+}
+template <class T>
+TOPKUBE_DEVICE T shuffle_xor(T value, u32 mask) {
+  return __shfl_xor_sync(0xffffffffu, value, static_cast<int>(mask));
+}
+TOPKUBE_DEVICE u32 matching(u32 key) { return __match_any_sync(0xffffffffu, key); }  // lanes with the same key
+
+TOPKUBE_DEVICE u32 popcount(u32 bits) { return static_cast<u32>(__popc(bits)); }
+TOPKUBE_DEVICE u32 first_bit(u32 bits) { return static_cast<u32>(__ffs(static_cast<int>(bits))) - 1u; }  // bits is not 0
+TOPKUBE_DEVICE u64 high_product(u64 a, u64 b) { return __umul64hi(a, b); }
+
+// Both kinds of memory. `add` and `lower` return what was there before.
+TOPKUBE_DEVICE u32 add(u32* to, u32 value) { return atomicAdd(to, value); }
+TOPKUBE_DEVICE u64 add(u64* to, u64 value) {
+  return atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(value));
+}
+TOPKUBE_DEVICE u32 lower(u32* to, u32 value) { return atomicMin(to, value); }
+// What other blocks write while this kernel runs: past the first-level cache, whole words at a time.
+template <class T>
+TOPKUBE_DEVICE T observe(const T* from) {
+  return *static_cast<const volatile T*>(from);
+}
+template <class T>
+TOPKUBE_DEVICE void publish(T* to, T value) {
+  *static_cast<volatile T*>(to) = value;
+}
+TOPKUBE_DEVICE void fence() { __threadfence(); }
+TOPKUBE_DEVICE void pause() { __nanosleep(20); }
+
+template <class T>
+TOPKUBE_DEVICE T& shared() {
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  return *reinterpret_cast<T*>(shared_bytes);
+}
+struct Nothing {};
+
+using Stream = cudaStream_t;
+
+// A sequence of launches on one stream, none of which waits; the first error ends it. Legal inside a graph's capture.
+class Launcher {
+ public:
+  explicit Launcher(void* stream) : stream_(static_cast<Stream>(stream)) {
+    int device = 0;
+    note(cudaGetDevice(&device));
+    note(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device));
+  }
+
+  template <class Shared = Nothing, class... Parameters, class... Arguments>
+  void launch(void (*kernel)(Parameters...), u64 blocks, u32 threads, Arguments... arguments) {
+    if (error_ != cudaSuccess || blocks == 0) return;
+    constexpr std::size_t bytes = sizeof(Shared) == 1 ? 0 : sizeof(Shared);
+    if (bytes > 48 * 1024) {
+      note(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                static_cast<int>(bytes)));
+      if (error_ != cudaSuccess) return;
+    }
+    kernel<<<static_cast<u32>(blocks), threads, bytes, stream_>>>(arguments...);
+    note(cudaGetLastError());
+  }
+
+  void clear(void* to, std::size_t bytes) {
+    if (error_ == cudaSuccess && bytes) note(cudaMemsetAsync(to, 0, bytes, stream_));
+  }
+
+  // Enough blocks to fill the device, and no more than the work is worth.
+  u64 blocks_for(u64 items, u64 items_per_block, u32 per_multiprocessor) const {
+    const u64 worth = (items + items_per_block - 1) / items_per_block, room = u64(multiprocessors_) * per_multiprocessor;
+    return worth < 1 ? 1 : worth < room ? worth : room;
+  }
+
+  int error() const { return static_cast<int>(error_); }
+
+ private:
+  void note(cudaError_t error) {
+    if (error_ == cudaSuccess) error_ = error;
+  }
+
+  Stream stream_;
+  int multiprocessors_ = 1;
+  cudaError_t error_ = cudaSuccess;
+};
+
+}  // namespace topkube::gpu
+#endif

@@ -1,0 +1,153 @@
+// The launches of selection: what the host knows beforehand, where things lie in the workspace, and the order of the kernels.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "mstopk.hpp"
+#include "select.hpp"
+
+namespace topkube {
+
+// Hands out aligned parts of the caller's workspace; without one it only adds up their sizes.
+class Arena {
+ public:
+  explicit Arena(void* start) : start_(static_cast<char*>(start)) {}
+  template <class T>
+  T* take(u64 count) {
+    T* part = start_ ? reinterpret_cast<T*>(start_ + used_) : nullptr;
+    used_ += (count * sizeof(T) + 255) / 256 * 256;
+    return part;
+  }
+  u64 used() const { return used_; }
+
+ private:
+  char* start_;
+  u64 used_ = 0;
+};
+
+// `k`: the rank to find. As csrc/cpu/candidates.cpp: how many of the sample are expected above the k-th magnitude, the bounds 4
+// standard deviations away, and room for what may lie above the lower one.
+inline Selection lay_out(u64 length, u64 k, u32 tile_items, void* state, Arena& arena) {
+  Selection s{};
+  s.length = length;
+  s.k = k;
+  s.capacity = length;
+  if (length > everything) {
+    if (k > length / 4) {
+      s.mode = from_data;
+      s.capacity = 0;
+    } else {
+      s.samples = static_cast<u32>(std::min<u64>(most_samples, length / 2));
+      s.stratum = (length << 16) / s.samples;
+      const double per_sample = static_cast<double>(length) / s.samples, expected = static_cast<double>(k) / per_sample;
+      const double spread = 4 * std::sqrt(expected) + 8, low = expected + spread, high = expected - spread;
+      s.low_rank = std::min(s.samples, static_cast<u32>(low));
+      s.high_rank = high >= 1 ? static_cast<u32>(high) : 0;
+      s.capacity = std::min(length, static_cast<u64>((low + 5 * std::sqrt(low) + 8) * per_sample));
+    }
+  }
+  const u64 filter_tiles = (length + tile_items - 1) / tile_items, collect_tiles = (length + collect_tile - 1) / collect_tile;
+  s.state = static_cast<State*>(state);
+  s.clear = arena.take<u32>(0);
+  const u64 before = arena.used();
+  s.coarse = arena.take<u32>(coarse_bins);
+  s.fine = arena.take<u32>(upper_bins);
+  s.finest = arena.take<u32>(lower_bins);
+  s.filtered = arena.take<u64>(filter_tiles);
+  s.collected[0] = arena.take<u64>(collect_tiles);
+  s.collected[1] = arena.take<u64>(collect_tiles);
+  s.clear_words = (arena.used() - before) / sizeof(u32);
+  s.indices = arena.take<u32>(s.capacity);
+  s.values = arena.take<u32>(s.capacity);
+  return s;
+}
+
+template <class Source>
+constexpr u32 filter_tile() {
+  return filter_threads * Source::steps;
+}
+
+template <class Source>
+void launch_prepare(gpu::Launcher& launcher, const Source& source, const Selection& s) {
+  launcher.launch<BlockScratch>(prepare<Source>, launcher.blocks_for(s.clear_words, 4096, 1), prepare_threads, source, s);
+}
+
+template <class Source>
+void launch_filter(gpu::Launcher& launcher, const Source& source, const Selection& s) {
+  if (s.mode == from_data && !Source::writes) return;
+  launcher.launch<FilterShared>(filter<Source>, (s.length + filter_tile<Source>() - 1) / filter_tile<Source>(), filter_threads, source, s);
+}
+
+// After the filter; `source` reads what has been filtered, with nothing to write.
+template <class Source>
+void launch_narrow(gpu::Launcher& launcher, const Source& source, const Selection& s) {
+  for (u32 round = 0; round < 2; ++round) {
+    launcher.launch<NarrowShared>(narrow<Source>, launcher.blocks_for(s.length, 8 * narrow_threads, 1), narrow_threads, source, s, round);
+  }
+}
+
+template <class Source, class Value>
+void launch_collect(gpu::Launcher& launcher, const Source& source, const Selection& s, u32* indices, Value* values, float* acc) {
+  launcher.launch<CollectShared>(collect<Source, Value>, launcher.blocks_for(s.length, collect_tile, 8), collect_threads, source, s,
+                                 indices, values, acc);
+}
+
+template <class T>
+u64 topk(gpu::Launcher* launcher, const void* data, u64 length, u64 k, u32* indices, void* values, void* state, void* workspace) {
+  using Source = Bits<T>;
+  using Word = typename Source::Word;
+  Arena arena(workspace);
+  const Selection s = lay_out(length, k, filter_tile<Source>(), state, arena);
+  if (launcher) {
+    const Source source{static_cast<const Word*>(data)};
+    launch_prepare(*launcher, source, s);
+    launch_filter(*launcher, source, s);
+    launch_narrow(*launcher, source, s);
+    launch_collect(*launcher, source, s, indices, static_cast<Word*>(values), static_cast<float*>(nullptr));
+  }
+  return arena.used();
+}
+
+template <class T>
+u64 compress(gpu::Launcher* launcher, const void* gradient, const float* residual, float* acc, u64 length, u64 k, u32* indices,
+             float* values, void* state, void* workspace) {
+  using Source = Sums<T>;
+  Arena arena(workspace);
+  const Selection s = lay_out(length, k, filter_tile<Source>(), state, arena);
+  if (launcher) {
+    const Source source{static_cast<const typename T::Item*>(gradient), residual, acc};
+    const Bits<F32> sums{reinterpret_cast<const u32*>(acc)};
+    launch_prepare(*launcher, source, s);
+    launch_filter(*launcher, source, s);
+    launch_narrow(*launcher, sums, s);
+    launch_collect(*launcher, sums, s, indices, reinterpret_cast<u32*>(values), acc);
+  }
+  return arena.used();
+}
+
+template <class T>
+u64 mstopk(gpu::Launcher* launcher, const void* data, u64 length, u64 k, int iterations, u64 seed, u32* indices, void* values,
+           void* state, void* workspace) {
+  using Source = Bits<T>;
+  using Word = typename Source::Word;
+  Arena arena(workspace);
+  const Selection s = lay_out(length, std::min(k + 1, length), filter_tile<Source>(), state, arena);
+  const u64 blocks = (length + moments_block - 1) / moments_block;
+  double* sums = arena.take<double>(blocks);
+  u32* largest = arena.take<u32>(blocks);
+  if (launcher) {
+    const Source source{static_cast<const Word*>(data)};
+    launch_prepare(*launcher, source, s);
+    launcher->launch(moments<T>, launcher->blocks_for(blocks, 16, 4), moments_threads, source, length, sums, largest);
+    launcher->launch<TotalShared>(total, 1, total_threads, s, k, sums, largest, blocks);
+    launch_filter(*launcher, source, s);
+    launch_narrow(*launcher, source, s);
+    launcher->launch(bisect<T>, 1, 32, s, k, iterations);
+    launcher->launch<CountShared>(count<Source>, launcher->blocks_for(length, 4096, 8), count_threads, source, s, k, seed);
+    launch_collect(*launcher, source, s, indices, static_cast<Word*>(values), static_cast<float*>(nullptr));
+  }
+  return arena.used();
+}
+
+}  // namespace topkube

@@ -1,0 +1,177 @@
+// MSTopK on the GPU: the same thresholds, counts and entries as csrc/cpu/mstopk.cpp, bit for bit.
+//
+// As there, one number answers all of the algorithm's probes: the (k + 1)-th largest magnitude. The kernels of select.hpp find it;
+// `bisect` then probes, `count` counts what reaches the two thresholds, `collect` takes them. Magnitudes are compared as they
+// lie in memory, and fp32 thresholds are turned into the smallest 16-bit magnitude that reaches them.
+#pragma once
+
+#include "select.hpp"
+
+namespace topkube {
+
+constexpr u32 moments_block = 4096, moments_threads = 256, total_threads = 1024, count_threads = 256;
+
+// Per block of 4,096: the sum of |x| in double, in sixteen running sums (csrc/cpu/path_kernels.cpp), and the largest as fp32 bits.
+// Half a warp has a block, a lane one running sum.
+template <class T>
+TOPKUBE_KERNEL(moments_threads) moments(Bits<T> source, u64 length, double* sums, u32* largest) {
+  const u64 blocks = (length + moments_block - 1) / moments_block, warps = u64{gpu::blocks()} * (gpu::threads() / 32);
+  const u32 lane = gpu::lane(), column = lane & 15u;
+  for (u64 pair = u64{gpu::block()} * (gpu::threads() / 32) + gpu::warp(); 2 * pair < blocks; pair += warps) {
+    const u64 block = 2 * pair + lane / 16, base = block * moments_block + column;
+    double sum = 0;
+    u32 top = 0;
+    constexpr u32 ahead = 8;
+    for (u32 row = 0; row < moments_block / 16; row += ahead) {
+      typename T::Item items[ahead];
+#pragma unroll
+      for (u32 j = 0; j < ahead; ++j) {
+        const u64 i = base + 16 * u64{row + j};
+        items[j] = i < length ? reinterpret_cast<const typename T::Item*>(source.x)[i] : typename T::Item{};
+      }
+#pragma unroll
+      for (u32 j = 0; j < ahead; ++j) {
+        const u32 magnitude = bits_of(T::load(items[j])) & 0x7fffffffu;
+        top = magnitude > top ? magnitude : top;
+        sum += static_cast<double>(float_of(magnitude));
+      }
+    }
+    for (u32 mask = 8; mask; mask /= 2) {
+      sum += gpu::shuffle_xor(sum, mask);
+      const u32 other = gpu::shuffle_xor(top, mask);
+      top = other > top ? other : top;
+    }
+    if (column == 0 && block < blocks) {
+      sums[block] = sum;
+      largest[block] = top;
+    }
+  }
+}
+
+struct TotalShared {
+  BlockScratch scratch;
+  double staged[4096];
+  u32 largest[32];
+};
+
+// One block: the blocks' sums in order, by one thread, while the others fetch; the largest of all. Sets the rank to look for.
+TOPKUBE_KERNEL(total_threads) total(Selection s, u64 kept, const double* sums, const u32* largest, u64 blocks) {
+  auto& shared = gpu::shared<TotalShared>();
+  double sum = 0;
+  u32 top = 0;
+  for (u64 start = 0; start < blocks; start += 4096) {
+    const u32 here = blocks - start < 4096 ? static_cast<u32>(blocks - start) : 4096u;
+    gpu::sync();
+    for (u32 i = gpu::thread(); i < here; i += gpu::threads()) {
+      shared.staged[i] = sums[start + i];
+      top = largest[start + i] > top ? largest[start + i] : top;
+    }
+    gpu::sync();
+    if (gpu::thread() == 0) {
+#pragma unroll 8
+      for (u32 i = 0; i < here; ++i) sum += shared.staged[i];
+    }
+  }
+  for (u32 mask = 16; mask; mask /= 2) {
+    const u32 other = gpu::shuffle_xor(top, mask);
+    top = other > top ? other : top;
+  }
+  if (gpu::lane() == 0) shared.largest[gpu::warp()] = top;
+  gpu::sync();
+  if (gpu::thread() != 0) return;
+  for (u32 i = 0; i < gpu::threads() / 32; ++i) top = shared.largest[i] > top ? shared.largest[i] : top;
+  State& state = *s.state;
+  state.mean = sum / static_cast<double>(s.length);
+  state.largest = top;
+  state.nonfinite = top >= 0x7f800000u;
+  state.rank = state.nonfinite ? kept : s.k;  // the exact top-k, or what all probes rest on
+}
+
+// The bits of fp32 of a magnitude as it lies in memory.
+template <class T>
+TOPKUBE_DEVICE u32 value_of(u32 magnitude) {
+  if constexpr (sizeof(typename T::Item) == 4) {
+    return magnitude;
+  } else {
+    return bits_of(T::load(static_cast<typename T::Item>(magnitude)));
+  }
+}
+
+// The smallest magnitude in memory whose fp32 value is at least `threshold`, which infinity is.
+template <class T>
+TOPKUBE_DEVICE u32 native_bound(float threshold) {
+  if constexpr (sizeof(typename T::Item) == 4) return bits_of(threshold);
+  u32 low = 0, high = 0x7fffu;  // a NaN: beyond every threshold
+  while (low < high) {
+    const u32 middle = (low + high) / 2;
+    if (value_of<T>(middle) >= bits_of(threshold)) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+template <class T>
+TOPKUBE_KERNEL(32) bisect(Selection s, u64 kept, int iterations) {
+  State& state = *s.state;
+  if (gpu::thread() != 0) return;
+  if (state.nonfinite) {  // the exact top-k stands
+    state.thresholds[0] = state.thresholds[1] = 0;
+    return;
+  }
+  const u32 kth = value_of<T>(state.base);
+  const bool all = kept == s.length;
+  const double mean = state.mean, most = float_of(state.largest);
+  double left = 0, right = 1;
+  u32 upper = 0x7f800000u, lower = 0;
+  for (; iterations > 0; --iterations) {
+    const double ratio = left + (right - left) / 2;
+    const float threshold = static_cast<float>(mean + ratio * (most - mean));
+    if (all || bits_of(threshold) > kth) {
+      right = ratio;
+      upper = bits_of(threshold);
+    } else {
+      left = ratio;
+      lower = bits_of(threshold);
+    }
+  }
+  state.thresholds[0] = float_of(upper);
+  state.thresholds[1] = float_of(lower);
+  state.upper = native_bound<T>(float_of(upper));
+  state.lower = native_bound<T>(float_of(lower));
+  if (state.lower < state.least) state.mode = from_data;
+}
+
+struct CountShared {
+  BlockScratch scratch;
+};
+
+// How many reach either threshold, and from these where the run of the entries between them begins.
+template <class Source>
+TOPKUBE_KERNEL(count_threads) count(Source source, Selection s, u64 kept, u64 seed) {
+  auto& shared = gpu::shared<CountShared>();
+  State& state = *s.state;
+  if (state.nonfinite) return;
+  const bool data = state.mode == from_data;
+  const u64 length = data ? s.length : state.candidates;
+  const u32 upper = state.upper, lower = state.lower;
+  u64 reached[2] = {0, 0};
+  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < length; i += u64{gpu::blocks()} * gpu::threads()) {
+    const u32 magnitude = (data ? source.peek(i) : s.values[i]) & Source::mask;
+    reached[0] += magnitude >= upper;
+    reached[1] += magnitude >= lower;
+  }
+  for (u32 kind = 0; kind < 2; ++kind) {
+    const u64 sum = block_sum(reached[kind], shared.scratch);
+    if (gpu::thread() == 0 && sum) gpu::add(state.above + kind, sum);
+  }
+  if (!is_last_block(&state.count_done, shared.scratch) || gpu::thread() != 0) return;
+  const u64 above = gpu::observe(state.above), wanted = kept - above;
+  const u64 offsets = gpu::observe(state.above + 1) - above - wanted + 1;  // the run must end in its list
+  state.wanted = wanted;
+  state.first = gpu::high_product(mixed(seed), offsets);
+}
+
+}  // namespace topkube

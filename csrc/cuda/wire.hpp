@@ -1,0 +1,258 @@
+// The wire codec and scatter-add on the GPU: the very bytes and sums of csrc/cpu/wire.hpp, which describes the format.
+//
+// A verdict stays on the device: words that start as ~0 (`VerdictWord`). Every kernel that writes a result looks at the verdict of
+// the checks before it and writes nothing where they failed.
+#pragma once
+
+#include "../cpu/dtype.hpp"
+#include "xxh3.hpp"
+
+namespace topkube {
+
+constexpr u32 wire_threads = 256, check_threads = 1024;
+constexpr u32 wire_header_bytes = 24, wire_magic = 0x31574b54u;  // "TKW1"
+constexpr u32 no_fault = ~u32{0};
+
+// csrc/cpu/wire.hpp's faults in the order of its checks, then what topkube/kernels finds; the smallest one counts.
+enum Fault : u32 { too_short = 1, foreign, version, value_type, size, counts, order, padding, checksum, other_length };
+
+enum VerdictWord : u32 {
+  fault_word = 0,      // encode, scatter_add: the first bad position; decode: a Fault
+  ascending_word = 1,  // scatter_add: 0 where indices do not ascend
+  finite_word = 1,     // decode_add: 0 where a value is not finite
+  entries_word = 2,
+  length_word = 3,
+  verdict_words = 4,
+};
+
+#if defined(TOPKUBE_EMULATE_CUDA)
+#define TOPKUBE_BOTH inline
+#else
+#define TOPKUBE_BOTH __host__ __device__ inline
+#endif
+
+TOPKUBE_BOTH u64 wire_blocks(u64 length) { return (length + 0xffff) >> 16; }
+TOPKUBE_BOTH u64 wire_offsets_bytes(u64 entries) { return (2 * entries + 3) / 4 * 4; }
+TOPKUBE_BOTH u64 wire_bytes(u64 length, u64 entries, u64 value_bytes) {
+  return wire_header_bytes + 4 * wire_blocks(length) + wire_offsets_bytes(entries) + entries * value_bytes;
+}
+
+// The number of `sorted` below `limit`.
+TOPKUBE_DEVICE u64 count_below(const u32* sorted, u64 count, u64 limit) {
+  u64 low = 0, high = count;
+  while (low < high) {
+    const u64 middle = (low + high) / 2;
+    if (sorted[middle] < limit) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Whether indices ascend (`strictly`: a position that does not is bad) and are below `length`.
+TOPKUBE_KERNEL(wire_threads) check_indices(const u32* indices, u64 count, u64 length, bool strictly, u32* verdict) {
+  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < count; i += u64{gpu::blocks()} * gpu::threads()) {
+    const bool descends = i > 0 && indices[i] <= indices[i - 1];
+    if (indices[i] >= length || (strictly && descends)) gpu::lower(verdict + fault_word, static_cast<u32>(i));
+    if (!strictly && descends) gpu::publish(verdict + ascending_word, 0u);
+  }
+}
+
+template <class T, class Wire>
+TOPKUBE_KERNEL(wire_threads) encode_entries(const u32* indices, const typename T::Item* values, u64 count, u64 length, u32 wire_code,
+                                            float* residual, std::uint8_t* out, const u32* verdict) {
+  if (verdict[fault_word] != no_fault) return;
+  const u64 blocks = wire_blocks(length), stride = u64{gpu::blocks()} * gpu::threads();
+  const u64 first = u64{gpu::block()} * gpu::threads() + gpu::thread();
+  auto* header = reinterpret_cast<u32*>(out);
+  if (first == 0) {
+    header[0] = wire_magic;
+    header[1] = 1u | wire_code << 8;
+    header[2] = static_cast<u32>(length);
+    header[3] = static_cast<u32>(count);
+  }
+  for (u64 block = first; block < blocks; block += stride) {
+    header[wire_header_bytes / 4 + block] =
+        static_cast<u32>(count_below(indices, count, (block + 1) << 16) - count_below(indices, count, block << 16));
+  }
+  std::uint8_t* offsets = out + wire_header_bytes + 4 * blocks;
+  auto* to = reinterpret_cast<typename Wire::Item*>(offsets + wire_offsets_bytes(count));
+  if (first == 0 && count % 2) reinterpret_cast<u16*>(offsets)[count] = 0;
+  for (u64 i = first; i < count; i += stride) {
+    reinterpret_cast<u16*>(offsets)[i] = static_cast<u16>(indices[i]);
+    if constexpr (std::is_same_v<T, Wire>) {
+      to[i] = values[i];
+    } else {
+      const float exact = T::load(values[i]);
+      const auto rounded = Wire::round(exact);
+      to[i] = rounded;
+      if (residual && !std::is_same_v<Wire, F32>) {
+        const float error = exact - Wire::load(rounded);
+        if (error != 0.0f) residual[indices[i]] += error;
+      }
+    }
+  }
+}
+
+TOPKUBE_KERNEL(32) seal(Hashed data, const u64* sums, std::uint8_t* out, const u32* verdict) {
+  if (verdict[fault_word] != no_fault) return;
+  const u64 hash = hash_end(data, sums);
+  if (gpu::thread() == 0) *reinterpret_cast<u64*>(out + 16) = hash;
+}
+
+struct CheckShared {
+  BlockScratch scratch;
+};
+
+// One block: the header, and where each block's entries start. `starts` has room for one word per 4 bytes of the buffer.
+TOPKUBE_KERNEL(check_threads) check_header(const std::uint8_t* buffer, u64 bytes, u64 expected_length, u32* starts, u32* verdict) {
+  auto& shared = gpu::shared<CheckShared>();
+  const auto* words = reinterpret_cast<const u32*>(buffer);
+  u32 fault = no_fault;
+  u64 length = 0, entries = 0;
+  if (bytes < wire_header_bytes) {
+    fault = too_short;
+  } else if (words[0] != wire_magic) {
+    fault = foreign;
+  } else if (buffer[4] != 1) {
+    fault = version;
+  } else if (buffer[5] > 2) {
+    fault = value_type;
+  } else if (words[1] >> 16) {
+    fault = padding;
+  } else {
+    length = words[2];
+    entries = words[3];
+    if (bytes != wire_bytes(length, entries, buffer[5] == 0 ? 4 : 2)) fault = size;
+  }
+  if (fault == no_fault) {  // the same on all threads
+    const u64 blocks = wire_blocks(length);
+    u64 all = 0;
+    bool crowded = false;
+    for (u64 start = 0; start < blocks; start += gpu::threads()) {
+      const u64 block = start + gpu::thread();
+      const u32 here = block < blocks ? words[wire_header_bytes / 4 + block] : 0;
+      if (block < blocks) crowded |= here > (length - (block << 16) < 0x10000 ? length - (block << 16) : 0x10000);
+      u64 before = here;
+      for (u32 step = 1; step < 32; step *= 2) {
+        const u64 below = gpu::shuffle(before, (gpu::lane() - step) & 31u);
+        if (gpu::lane() >= step) before += below;
+      }
+      u64 sum;
+      const u64 warps = warps_before(gpu::shuffle(before, 31u), shared.scratch, &sum);
+      if (block < blocks) starts[block] = static_cast<u32>(all + warps + before - here);
+      all += sum;
+    }
+    if (block_sum(crowded, shared.scratch) || all != entries) fault = counts;
+  }
+  if (gpu::thread() != 0) return;
+  if (fault == no_fault) {
+    verdict[entries_word] = static_cast<u32>(entries);
+    verdict[length_word] = static_cast<u32>(length);
+  }
+  if (fault == no_fault && expected_length != ~u64{0} && length != expected_length) fault = other_length;
+  if (fault != no_fault) verdict[fault_word] = fault;
+}
+
+// A checked header's sections.
+struct Wired {
+  u64 length, entries, blocks;
+  const u16* offsets;
+  const std::uint8_t* values;
+  u32 code;
+};
+TOPKUBE_DEVICE Wired sections(const std::uint8_t* buffer) {
+  const auto* words = reinterpret_cast<const u32*>(buffer);
+  Wired wired{words[2], words[3], wire_blocks(words[2]), nullptr, nullptr, buffer[5]};
+  const std::uint8_t* offsets = buffer + wire_header_bytes + 4 * wired.blocks;
+  wired.offsets = reinterpret_cast<const u16*>(offsets);
+  wired.values = offsets + wire_offsets_bytes(wired.entries);
+  return wired;
+}
+
+// The block of entry i: the last one that starts at or before it and is not empty.
+TOPKUBE_DEVICE u64 block_of(const u32* starts, u64 blocks, u64 i) { return count_below(starts, blocks, i + 1) - 1; }
+
+TOPKUBE_DEVICE float wired_value(const Wired& wired, u64 i) {
+  if (wired.code == 0) return reinterpret_cast<const float*>(wired.values)[i];
+  const u16 bits = reinterpret_cast<const u16*>(wired.values)[i];
+  return wired.code == 1 ? from_bf16(bits) : from_f16(bits);
+}
+
+// Whether the header says nothing that sections could be found by. (A wrong length is told where nothing else is wrong.)
+TOPKUBE_DEVICE bool header_failed(const u32* verdict) { return verdict[entries_word] == no_fault; }
+
+TOPKUBE_KERNEL(wire_threads) check_entries(const std::uint8_t* buffer, const u32* starts, u32* verdict) {
+  if (header_failed(verdict)) return;
+  const Wired wired = sections(buffer);
+  const u64 first = u64{gpu::block()} * gpu::threads() + gpu::thread(), stride = u64{gpu::blocks()} * gpu::threads();
+  if (first == 0 && wired.entries % 2 && wired.offsets[wired.entries]) gpu::lower(verdict + fault_word, u32{padding});
+  for (u64 i = first; i < wired.entries; i += stride) {
+    const u64 block = block_of(starts, wired.blocks, i);
+    const bool descends = i > starts[block] && wired.offsets[i] <= wired.offsets[i - 1];
+    if (descends || (block << 16) + wired.offsets[i] >= wired.length) gpu::lower(verdict + fault_word, u32{order});
+  }
+}
+
+TOPKUBE_KERNEL(32) check_seal(Hashed data, const u64* sums, const std::uint8_t* buffer, u32* verdict) {
+  if (header_failed(verdict)) return;
+  const u64 hash = hash_end(data, sums);
+  if (gpu::thread() == 0 && hash != *reinterpret_cast<const u64*>(buffer + 16)) gpu::lower(verdict + fault_word, u32{checksum});
+}
+
+TOPKUBE_KERNEL(wire_threads) decode_entries(const std::uint8_t* buffer, const u32* starts, u64 room, u32* indices, float* values,
+                                            const u32* verdict) {
+  if (verdict[fault_word] != no_fault) return;
+  const Wired wired = sections(buffer);
+  if (wired.entries != room) return;
+  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < wired.entries; i += u64{gpu::blocks()} * gpu::threads()) {
+    indices[i] = static_cast<u32>((block_of(starts, wired.blocks, i) << 16) + wired.offsets[i]);
+    values[i] = wired_value(wired, i);
+  }
+}
+
+template <class T>
+TOPKUBE_KERNEL(wire_threads) decode_add_entries(const std::uint8_t* buffer, const u32* starts, typename T::Item* dense, float scale,
+                                                u32* verdict) {
+  if (verdict[fault_word] != no_fault) return;
+  const Wired wired = sections(buffer);
+  bool nonfinite = false;
+  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < wired.entries; i += u64{gpu::blocks()} * gpu::threads()) {
+    const u64 index = (block_of(starts, wired.blocks, i) << 16) + wired.offsets[i];
+    const float value = wired_value(wired, i);
+    nonfinite |= (bits_of(value) & 0x7fffffffu) >= 0x7f800000u;
+    const float added = value * scale;
+    dense[index] = T::round(T::load(dense[index]) + added);
+  }
+  if (gpu::ballot(nonfinite) && gpu::lane() == 0) gpu::publish(verdict + finite_word, 0u);
+}
+
+// dense[indices[i]] += values[i]. Ascending indices are distinct, so their order does not matter; others are added in order, by
+// one warp: lanes with equal indices one after another.
+template <class T, class Value>
+TOPKUBE_KERNEL(wire_threads) scatter_add_entries(typename T::Item* dense, const u32* indices, const typename Value::Item* values,
+                                                 u64 count, const u32* verdict) {
+  if (verdict[fault_word] != no_fault) return;
+  if (verdict[ascending_word] != 0) {
+    for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < count; i += u64{gpu::blocks()} * gpu::threads()) {
+      dense[indices[i]] = T::round(T::load(dense[indices[i]]) + Value::load(values[i]));
+    }
+    return;
+  }
+  if (gpu::block() != 0 || gpu::warp() != 0) return;
+  const u32 lane = gpu::lane();
+  for (u64 start = 0; start < count; start += 32) {
+    const bool here = start + lane < count;
+    const u32 index = here ? indices[start + lane] : 0;
+    const float value = here ? Value::load(values[start + lane]) : 0.0f;
+    const u32 peers = gpu::matching(index) & gpu::ballot(here), turn = gpu::popcount(peers & ((u32{1} << lane) - 1));
+    for (u32 now = 0; gpu::ballot(here && turn >= now); ++now) {
+      if (here && turn == now) gpu::publish(dense + index, T::round(T::load(gpu::observe(dense + index)) + value));
+      gpu::fence();
+    }
+  }
+}
+
+}  // namespace topkube

@@ -1,0 +1,76 @@
+"""Selection, error feedback, wire and dense kernels, on NumPy arrays and torch tensors, CPU or CUDA.
+
+Every function checks its arguments before it writes anything and gives the same bits on every instruction set, any
+number of threads and on the GPU. On the CPU it releases the GIL while it works; on the GPU it works on torch's
+current stream and returns before the work is done. `docs/kernels.md` and `docs/gpu.md` explain how.
+"""
+
+from __future__ import annotations
+
+from topkube import _kernels
+from topkube.errors import SettingsError
+from topkube.kernels.arguments import SETTINGS
+from topkube.kernels.dense import add_, cast_, is_finite, scale_, sum_
+from topkube.kernels.selection import (
+    Effort,
+    Thresholds,
+    compress_,
+    entries_kept,
+    last_effort,
+    last_thresholds,
+    mstopk,
+    topk,
+)
+from topkube.kernels.wire import decode, decode_add_, encode, encoded_size, scatter_add_
+
+__all__ = [
+    "Effort",
+    "Thresholds",
+    "add_",
+    "cast_",
+    "compress_",
+    "decode",
+    "decode_add_",
+    "encode",
+    "encoded_size",
+    "entries_kept",
+    "is_finite",
+    "last_effort",
+    "last_thresholds",
+    "mstopk",
+    "scale_",
+    "scatter_add_",
+    "simd",
+    "simd_paths",
+    "sum_",
+    "topk",
+    "use_simd",
+]
+
+
+def simd_paths() -> list[str]:
+    """The instruction sets that this processor can run, best first: some of "avx512", "avx2", "portable"."""
+    return list(_kernels.simd_paths())
+
+
+def simd() -> str:
+    """The instruction set in use."""
+    return str(_kernels.simd())
+
+
+def use_simd(path: str) -> str:
+    """Takes the path called `path` ("auto": the best) in all threads of this process; returns the one that was in use.
+
+    The setting TOPKUBE_SIMD does the same when this module is loaded. Results are the same on every path.
+    Raises SettingsError where this processor cannot run it.
+    """
+    before = simd()
+    if not _kernels.use_simd(simd_paths()[0] if path == "auto" else path):
+        raise SettingsError(
+            f"this processor has no SIMD path {path!r}; it runs {', '.join(simd_paths())}",
+            next_step="unset TOPKUBE_SIMD, or set it to one of these",
+        )
+    return before
+
+
+use_simd(SETTINGS.simd)

@@ -1,0 +1,124 @@
+"""What kernels ask of their arguments: checked before anything is written, the same words for NumPy and torch."""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+
+from topkube.arrays import BFLOAT16, Array, flat_view
+from topkube.errors import ArgumentError
+from topkube.settings import Settings
+
+SETTINGS = Settings.from_environment()
+FLOAT32 = np.dtype(np.float32)
+CODES = {FLOAT32: 0, BFLOAT16: 1, np.dtype(np.float16): 2}  # csrc/cpu/dtype.hpp
+WIRES = {"fp32": 0, "bf16": 1, "fp16": 2}
+MOST_ELEMENTS = 2**32 - 1
+
+
+def as_bytes(view: Array) -> Array:
+    """The bytes of a contiguous view: what the extension takes."""
+    return view.view(np.uint8)
+
+
+def same_length(name: str, length: int, other_name: str, other: int) -> None:
+    if length != other:
+        raise ArgumentError(
+            f"{name} has {length} elements, {other_name} has {other}", next_step="pass arrays of equal length"
+        )
+
+
+def apart(name: str, view: Array, other_name: str, other: Array, *, same_allowed: bool = False) -> None:
+    """Raises ArgumentError where the two share memory; `same_allowed` lets through the very same elements."""
+    start, other_start = view.__array_interface__["data"][0], other.__array_interface__["data"][0]
+    if start >= other_start + other.nbytes or other_start >= start + view.nbytes:
+        return
+    if same_allowed and start == other_start and view.dtype == other.dtype:
+        return
+    overlapping(name, other_name)
+
+
+def overlapping(name: str, other_name: str) -> None:
+    raise ArgumentError(
+        f"{name} and {other_name} overlap in memory",
+        cause="two views of one array",
+        next_step=f"pass a copy of {other_name}",
+    )
+
+
+def selectable(x: object, name: str) -> Array:
+    """A flat view whose elements 32-bit indices can count."""
+    view = flat_view(x, name)
+    indexable(view.size, name)
+    return view
+
+
+def indexable(length: int, name: str) -> None:
+    if length > MOST_ELEMENTS:
+        raise ArgumentError(
+            f"{name} has {length} elements; indices are 32-bit",
+            next_step="select from parts of fewer than 2^32 elements",
+        )
+
+
+def whole(value: object, name: str) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(f"{name} = {value!r} is not a whole number", next_step=f"pass int({name})") from None
+
+
+def count_of(k: int, d: int) -> int:
+    k = whole(k, "k")
+    if d == 0:
+        raise ArgumentError("the array is empty: there is nothing to select", next_step="skip empty arrays")
+    if not 1 <= k <= d:
+        raise ArgumentError(
+            f"k = {k} is outside 1..{d} (the array's length)", next_step="choose k = max(1, ceil(density * length))"
+        )
+    return k
+
+
+def iterations_of(iterations: int) -> int:
+    if not 1 <= iterations <= 1000:
+        raise ArgumentError(
+            f"iterations = {iterations} is outside 1..1000", next_step="leave it at 30, the paper's choice"
+        )
+    return iterations
+
+
+def threads_of(threads: int | None) -> int:
+    threads = SETTINGS.threads if threads is None else whole(threads, "threads")
+    if not 1 <= threads <= 1024:
+        raise ArgumentError(f"threads = {threads} is outside 1..1024", next_step="pass the number of free cores")
+    return threads
+
+
+def wire_code(wire: str) -> int:
+    if wire not in WIRES:
+        raise ArgumentError(f"wire = {wire!r} is unknown", next_step=f"choose one of {', '.join(WIRES)}")
+    return WIRES[wire]
+
+
+def length_of(length: int) -> int:
+    length = whole(length, "length")
+    if not 0 <= length <= MOST_ELEMENTS:
+        raise ArgumentError(f"length = {length} is outside 0..2^32-1", next_step="encode parts of fewer elements")
+    return length
+
+
+def beyond(position: int, index: object, length: int) -> ArgumentError:
+    return ArgumentError(
+        f"indices[{position}] = {index} is outside dense (0..{length - 1})",
+        cause="indices of another array, or of another shard",
+        next_step="pass the array that the indices were selected from, or one of its length",
+    )
+
+
+def disordered(position: int, index: object, length: int) -> ArgumentError:
+    return ArgumentError(
+        f"indices[{position}] = {index} is out of order or not below length = {length}",
+        cause="indices that are not ascending and distinct, or a wrong length",
+        next_step="pass the indices as topk or compress_ returned them",
+    )

@@ -1,0 +1,143 @@
+"""The compiled CUDA kernels (csrc/cuda/api.cu): a C library beside the extension, loaded when it is first needed.
+
+It takes device pointers and a stream as numbers, so it knows no torch; it is there where nvcc was found when the
+package was built, and loads without a driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topkube import _kernels
+from topkube.errors import DeviceError
+
+NAME = "libtopkube_cuda.so"
+STATE_BYTES = 256
+VERDICT_WORDS = 4
+MOST_INPUTS = 16
+
+_int, _u32, _u64, _float, _pointer = (
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.c_uint64,
+    ctypes.c_float,
+    ctypes.c_void_p,
+)
+_where = [_int, _pointer]  # device, stream
+_room = [_pointer, _pointer]  # workspace, needed
+_SIGNATURES: dict[str, list[Any]] = {
+    "topk": [*_where, _pointer, _int, _u64, _u64, _pointer, _pointer, _pointer, *_room],
+    "compress": [*_where, _pointer, _int, _pointer, _pointer, _u64, _u64, _pointer, _pointer, _pointer, *_room],
+    "mstopk": [*_where, _pointer, _int, _u64, _u64, _int, _u64, _pointer, _pointer, _pointer, *_room],
+    "effort": [_pointer, _pointer, _pointer, _pointer, _pointer],
+    "sum": [*_where, _pointer, _int, _pointer, _u32, _int, _u64, _float],
+    "is_finite": [*_where, _pointer, _int, _u64, _pointer],
+    "encode": [
+        *_where,
+        _pointer,
+        _pointer,
+        _int,
+        _u64,
+        _u64,
+        _int,
+        _pointer,
+        _pointer,
+        _u64,
+        _pointer,
+        *_room,
+    ],
+    "decode": [*_where, _pointer, _u64, _u64, _u64, _pointer, _pointer, _pointer, *_room],
+    "decode_add": [*_where, _pointer, _u64, _pointer, _int, _u64, _float, _pointer, *_room],
+    "scatter_add": [*_where, _pointer, _int, _u64, _pointer, _pointer, _int, _u64, _pointer],
+}
+
+
+@dataclass(frozen=True)
+class EffortRead:
+    """What a selection's state says once its stream has passed."""
+
+    from_the_data: bool
+    candidates: int
+    thresholds: tuple[float, float]
+    above: tuple[int, int]
+
+
+class CudaLibrary:
+    """The C functions by their names, with their errors as DeviceError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        library = ctypes.CDLL(str(path))
+        self._functions: dict[str, Any] = {}
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, f"topkube_cuda_{name}")
+            function.argtypes, function.restype = arguments, ctypes.c_int
+            self._functions[name] = function
+        self._error, self._build = library.topkube_cuda_error, library.topkube_cuda_build
+        self._error.argtypes, self._error.restype = [ctypes.c_int], ctypes.c_char_p
+        self._build.argtypes, self._build.restype = [], ctypes.c_char_p
+
+    @property
+    def build(self) -> str:
+        """Which compiler made it, and for which devices: "nvcc 13.0: sm_80 sm_90 compute_90"."""
+        return str(self._build().decode())
+
+    def needed(self, name: str, *arguments: Any) -> int:
+        """Bytes of workspace that `call` with the same arguments takes."""
+        needed = _u64(0)
+        self._check(name, self._functions[name](0, None, *arguments, None, ctypes.byref(needed)))
+        return max(256, needed.value)
+
+    def call(self, name: str, device: int, stream: int, *arguments: Any) -> None:
+        """Launches on `stream`; raises DeviceError where CUDA refuses."""
+        self._check(name, self._functions[name](device, stream, *arguments))
+
+    def sum(self, device: int, stream: int, out: int, code: int, inputs: Sequence[int], *arguments: Any) -> None:
+        pointers = (ctypes.c_void_p * len(inputs))(*inputs)
+        self.call("sum", device, stream, out, code, ctypes.addressof(pointers), len(inputs), *arguments)
+
+    def effort(self, state: bytes) -> EffortRead:
+        """What the bytes of a state, copied to the host, say."""
+        from_data, candidates = _u64(0), _u64(0)
+        thresholds, above = (_float * 2)(), (_u64 * 2)()
+        self._functions["effort"](
+            state, ctypes.byref(from_data), ctypes.byref(candidates), ctypes.byref(thresholds), ctypes.byref(above)
+        )
+        return EffortRead(bool(from_data.value), candidates.value, tuple(thresholds), tuple(above))
+
+    def _check(self, name: str, code: int) -> None:
+        if code:
+            raise DeviceError(
+                f"CUDA refused {name}: {self._error(code).decode()} (error {code})",
+                cause="a driver older than the library, an earlier kernel that failed, or an unknown device",
+                next_step=f"run `topkube doctor`; the library is {self.path.name}, built by {self.build}",
+            )
+
+
+def path() -> Path | None:
+    """Where the library lies, None where the package was built without it."""
+    beside = Path(_kernels.__file__).with_name(NAME)
+    return beside if beside.exists() else None
+
+
+@functools.cache
+def load() -> CudaLibrary:
+    """The library. Raises DeviceError where it is not there or does not load."""
+    found = path()
+    if found is None:
+        raise DeviceError(
+            "a CUDA tensor came, but this build of TopKube has no CUDA kernels",
+            cause="there was no nvcc when the package was built",
+            next_step="install the CUDA toolkit and reinstall with TOPKUBE_CUDA=on, or pass tensor.cpu()",
+        )
+    try:
+        return CudaLibrary(found)
+    except OSError as error:
+        raise DeviceError(
+            f"the CUDA kernels do not load: {error}", next_step="reinstall: pip install --force-reinstall topkube"
+        ) from error

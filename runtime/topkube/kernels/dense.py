@@ -1,0 +1,80 @@
+"""Sums, scaling, casts and the test for NaN, on NumPy arrays and torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from topkube import _kernels
+from topkube.arrays import flat_view
+from topkube.errors import ArgumentError
+from topkube.kernels.arguments import CODES, apart, as_bytes, same_length
+from topkube.kernels.device import device_kernels
+
+
+def sum_(out: Any, inputs: Sequence[Any], scale: float = 1.0) -> Any:
+    """out = (inputs[0] + inputs[1] + ...) * scale, element by element, summed in the list's order; returns `out`.
+
+    Arithmetic is float32; a 16-bit `out` is rounded once, to nearest even. `inputs`: one or more arrays of one dtype
+    and of `out`'s length; one of them may be `out` itself. Raises ArgumentError on mismatched lengths or dtypes, or
+    partial overlap.
+    """
+    if gpu := device_kernels(out=out, **{f"inputs[{i}]": x for i, x in enumerate(inputs)}):
+        gpu.sum_(out, inputs, scale)
+        return out
+    to = flat_view(out, "out", writable=True)
+    views = [flat_view(x, f"inputs[{i}]") for i, x in enumerate(inputs)]
+    if not views:
+        raise ArgumentError("inputs is empty", next_step="pass at least one array")
+    for i, view in enumerate(views):
+        same_length(f"inputs[{i}]", view.size, "out", to.size)
+        if view.dtype != views[0].dtype:
+            raise ArgumentError(
+                f"inputs[{i}] has dtype {view.dtype}, inputs[0] has {views[0].dtype}",
+                next_step="pass inputs of one dtype",
+            )
+        apart("out", to, f"inputs[{i}]", view, same_allowed=True)
+    _kernels.sum(as_bytes(to), CODES[to.dtype], [as_bytes(view) for view in views], CODES[views[0].dtype], scale)
+    return out
+
+
+def add_(out: Any, x: Any) -> Any:
+    """out += x in float32, rounded once to `out`'s dtype; returns `out`. Same lengths and dtypes, no part overlap."""
+    return sum_(out, [out, x])
+
+
+def scale_(x: Any, factor: float) -> Any:
+    """x *= factor in float32, rounded once to x's dtype; returns `x`."""
+    if device_kernels(x=x):
+        return sum_(x, [x], factor)
+    view = flat_view(x, "x", writable=True)
+    _kernels.scale(as_bytes(view), CODES[view.dtype], factor)
+    return x
+
+
+def cast_(out: Any, x: Any) -> Any:
+    """out = x, rounded to nearest even where `out` is narrower (dtype.hpp says how); returns `out`. No overlap."""
+    if gpu := device_kernels(out=out, x=x):
+        if out.dtype == x.dtype:
+            gpu.check_copy(out, x)
+            out.view(-1).copy_(x.view(-1))
+        else:
+            gpu.sum_(out, [x])
+        return out
+    to, view = flat_view(out, "out", writable=True), flat_view(x, "x")
+    same_length("x", view.size, "out", to.size)
+    apart("out", to, "x", view)
+    if to.dtype == view.dtype:
+        _kernels.copy(as_bytes(to), as_bytes(view))
+    else:
+        _kernels.sum(as_bytes(to), CODES[to.dtype], [as_bytes(view)], CODES[view.dtype], 1.0)
+    return out
+
+
+def is_finite(x: Any) -> bool:
+    """Whether no element of `x` is NaN or infinite. An empty array is finite. Waits for the device
+    where x is on one."""
+    if gpu := device_kernels(x=x):
+        return bool(gpu.words(gpu.finite_flag(x))[0])
+    view = flat_view(x, "x")
+    return bool(_kernels.is_finite(as_bytes(view), CODES[view.dtype]))
