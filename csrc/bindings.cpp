@@ -4,6 +4,7 @@
 NB_MODULE(_kernels, m) {
   m.doc() = "TopKube's compiled kernels; use topkube.kernels.";
   topkube::bind_exit(m);
+  topkube::bind_gather(m);
   topkube::bind_path(m);
   topkube::bind_reduce(m);
   topkube::bind_shared_memory(m);

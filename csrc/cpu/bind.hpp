@@ -33,6 +33,7 @@ inline Dtype dtype_of(int code) {
 }
 
 void bind_exit(nb::module_& module);
+void bind_gather(nb::module_& module);
 void bind_path(nb::module_& module);
 void bind_reduce(nb::module_& module);
 void bind_shared_memory(nb::module_& module);

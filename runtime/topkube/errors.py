@@ -105,3 +105,15 @@ class ClusterError(TopKubeError, RuntimeError):
     def __init__(self, what: str, *, status: int = 0, cause: str = "", next_step: str = "") -> None:
         self.status = status
         super().__init__(what, cause=cause, next_step=next_step)
+
+
+class DatasetError(TopKubeError, ValueError):
+    """A dataset or a cache's limits cannot be used as given; nothing has been fetched."""
+
+
+class StoreError(TopKubeError, RuntimeError):
+    """The remote store did not give what it lists, after all retries; what is cached stays good."""
+
+
+class CacheError(TopKubeError, RuntimeError):
+    """A cache directory is not ours, or of a newer format; it is untouched."""

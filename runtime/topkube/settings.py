@@ -45,6 +45,26 @@ class Settings:
     warmup_steps: int = _setting("TOPKUBE_WARMUP_STEPS", 0, "steps over which the density falls from 1 to its target")
     wire: str = _setting("TOPKUBE_WIRE", "bf16", "values on the wire in training", ("fp32", "bf16", "fp16"))
     selection: str = _setting("TOPKUBE_SELECTION", "topk", "how entries are chosen", ("topk", "mstopk"))
+    # the dataset and its cache: the job's spec.dataset
+    dataset_uri: str = _setting("TOPKUBE_DATASET_URI", "", "where the dataset is: anything fsspec opens")
+    dataset_mount: str = _setting(
+        "TOPKUBE_DATASET_MOUNT", "", "path that stands for the dataset: CachedDataset(path) reads TOPKUBE_DATASET_URI"
+    )
+    cache_directory: str = _setting(
+        "TOPKUBE_CACHE_DIRECTORY", "~/.cache/topkube/data", "the cache's directory on a disk of the node"
+    )
+    cache_size_limit: int = _setting(
+        "TOPKUBE_CACHE_SIZE_LIMIT", 0, "most bytes on disk per node; 0: what the disk holds"
+    )
+    cache_memory_limit: int = _setting(
+        "TOPKUBE_CACHE_MEMORY_LIMIT", 0, "most bytes of samples in memory per node; 0: the memory tier is off"
+    )
+    cache_memory_directory: str = _setting(
+        "TOPKUBE_CACHE_MEMORY_DIRECTORY", "/dev/shm", "where the memory tier lies: a directory in memory"
+    )
+    cache_prefetch: int = _setting(
+        "TOPKUBE_CACHE_PREFETCH", 1, "1: fill the cache ahead of the training loop; 0: do not"
+    )
     # the run
     job_name: str = _setting("TOPKUBE_JOB_NAME", "", "name of the TrainingJob, for messages and files")
     job_uid: str = _setting(
@@ -101,6 +121,9 @@ class Settings:
             ("threads", 1),
             ("expected_ranks", 0),
             ("warmup_steps", 0),
+            ("cache_size_limit", 0),
+            ("cache_memory_limit", 0),
+            ("cache_prefetch", 0),
             ("checkpoint_every", 1),
             ("checkpoint_keep", 1),
             ("attempt", 1),

@@ -1,0 +1,48 @@
+#include "bind.hpp"
+#include "gather.hpp"
+
+#include <stdexcept>
+#include <utility>
+
+namespace topkube {
+
+namespace {
+
+using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Files = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Nothing is copied before every record is known to fit.
+void check(const Longs& offsets, const Longs& lengths, const Bytes& out, int64_t source_bytes) {
+  require(offsets.size() == lengths.size(), "offsets and lengths differ in number");
+  uint64_t total = 0;
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    const int64_t offset = offsets.data()[i], length = lengths.data()[i];
+    if (offset < 0 || length < 0 || (source_bytes >= 0 && (offset > source_bytes || length > source_bytes - offset)))
+      throw std::out_of_range("a record lies outside its source");
+    total += static_cast<uint64_t>(length);
+  }
+  require(total == out.size(), "out does not hold exactly the records");
+}
+
+}  // namespace
+
+void bind_gather(nb::module_& m) {
+  m.def("gather_memory", [](ConstBytes source, Longs offsets, Longs lengths, Bytes out) {
+    check(offsets, lengths, out, static_cast<int64_t>(source.size()));
+    nb::gil_scoped_release free;
+    gather_memory(source.data(), offsets.data(), lengths.data(), offsets.size(), out.data());
+  });
+  m.def("gather_files", [](Files files, Longs offsets, Longs lengths, Bytes out) {
+    require(files.size() == offsets.size(), "files and offsets differ in number");
+    check(offsets, lengths, out, -1);
+    int error = 0;
+    size_t done = 0;
+    {
+      nb::gil_scoped_release free;
+      done = gather_files(files.data(), offsets.data(), lengths.data(), offsets.size(), out.data(), error);
+    }
+    return std::pair<size_t, int>(done, error);
+  });
+}
+
+}  // namespace topkube

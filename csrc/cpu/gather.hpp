@@ -1,0 +1,16 @@
+// Gathers records that lie anywhere into one buffer: from memory, or from open files by pread.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace topkube {
+
+// Copies count records, source + offsets[i] with lengths[i] bytes, one after the other to out.
+void gather_memory(const uint8_t* source, const int64_t* offsets, const int64_t* lengths, size_t count, uint8_t* out);
+
+// The same from files[i]. Returns count, or the first record that could not be read whole; error is then its errno,
+// 0 where the file ends too early.
+size_t gather_files(const int32_t* files, const int64_t* offsets, const int64_t* lengths, size_t count, uint8_t* out,
+                    int& error);
+
+}  // namespace topkube

@@ -1,0 +1,256 @@
+"""The memory tier: decoded samples of a dataset, one copy per node for all its ranks and their data loader's workers.
+
+Files in memory (tmpfs): a column of records per leaf of the schema, a presence byte and a checksum per sample. Readers
+map them read-only. A sample is written by pwrite, where a full tmpfs is an error and not a SIGBUS, and counts as
+present only afterwards; two processes that write the same sample write the same bytes. Nothing is ever moved or
+changed, so there is nothing to lock against readers and no process number to believe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from topkube import _kernels
+from topkube.data.batch import Array, Batch, Leaf, Schema, as_array, fits, parts, schema_of
+from topkube.data.locks import FileLock
+from topkube.errors import DatasetError
+
+_USED, _BUMP = 0, 1
+Longs = npt.NDArray[np.int64]
+
+
+class Frozen(OSError):
+    """The tier takes no more samples."""
+
+
+class MemoryTier:
+    """Room for the samples of one dataset under one transform. `limit`: most bytes, of all columns together."""
+
+    def __init__(self, directory: Path, name: str, samples: int, limit: int) -> None:
+        self.samples, self.limit = samples, limit
+        self._owner = os.getpid()
+        self.folder = directory / f"memory-{name}"
+        self._user = FileLock(directory / f"memory-{name}.users")
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._user.acquire(wait=False):
+            _remove(self.folder)
+            self._user.release()
+        self._user.acquire(shared=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        self.frozen = False
+        self.schema: Schema | None = None
+        self._columns: list[_Column] = []
+        self._change = FileLock(self.folder / "change")
+        self._cells = _map(self.folder / "cells", 16, write=True).view(np.int64)
+        self.present = _map(self.folder / "present", samples, write=True)
+        """Nonzero for samples that are here."""
+        self._sums = _map(self.folder / "sums", samples * 8, write=True).view(np.uint64)
+        self._read_schema()
+
+    @property
+    def used(self) -> int:
+        """Bytes of all samples that are here, or about to be."""
+        return int(self._cells[_USED])
+
+    def _read_schema(self) -> None:
+        if self.schema is not None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            schema = Schema.from_data(json.loads((self.folder / "schema.json").read_text()))
+            self._columns = [
+                _Column(self.folder / f"column-{number}", leaf, self.samples, self.limit)
+                for number, leaf in enumerate(schema.leaves)
+            ]
+            self.schema = schema
+
+    def gather(self, indices: Longs) -> Batch:
+        """These samples, all of them present."""
+        self._read_schema()
+        assert self.schema is not None
+        return Batch(self.schema, [column.gather(indices) for column in self._columns], indices.size)
+
+    def has(self, indices: Longs) -> npt.NDArray[np.bool_]:
+        """Which of these samples are here."""
+        present: npt.NDArray[np.bool_] = self.present[indices] != 0
+        if present.any():
+            self._read_schema()
+        return present
+
+    def admit(self, indices: Longs, samples: Sequence[Any]) -> None:
+        """Keeps these samples as far as there is room. Raises Frozen (an OSError) once where there is none any more,
+        DatasetError where samples cannot be kept at all."""
+        if self.frozen or not indices.size:
+            return
+        if self.schema is None:
+            self._agree(samples)
+        assert self.schema is not None
+        schema = self.schema
+        if isinstance(samples, Batch) and samples.schema == schema and schema.fixed:
+            rows = [[column[at] for column in samples.columns] for at in range(indices.size)]
+        else:
+            kept = [at for at in range(indices.size) if fits(schema, samples[at])]
+            rows = [[as_array(value) for value in parts(samples[at])[2]] for at in kept]
+            indices = indices[kept]
+        sizes = [sum(array.nbytes for array in row) for row in rows]
+        with self._locked():
+            room = self.limit - self.used
+            fitting, total = 0, 0
+            while fitting < len(rows) and total + sizes[fitting] <= room:
+                total += sizes[fitting]
+                fitting += 1
+            self._cells[_USED] += total
+            offsets = int(self._cells[_BUMP])
+            self._cells[_BUMP] += sum(
+                row[at].nbytes for row in rows[:fitting] for at, leaf in enumerate(schema.leaves) if not leaf.fixed
+            )
+        try:
+            for sample, row in zip(indices[:fitting].tolist(), rows, strict=False):
+                state = xxhash.xxh3_64()
+                for column, array in zip(self._columns, row, strict=True):
+                    offsets = column.put(sample, array, offsets)
+                    state.update(_view(array))
+                self._sums[sample] = state.intdigest()
+                self.present[sample] = 1
+        except OSError as error:
+            self.frozen = True
+            raise Frozen(error.errno, error.strerror) from None
+        if fitting < len(rows):
+            self.frozen = True
+            raise Frozen(errno.ENOSPC, f"the limit of {self.limit:,} bytes is reached")
+
+    def _agree(self, samples: Sequence[Any]) -> None:
+        """The first samples decide the schema for all processes."""
+        with self._locked():
+            self._read_schema()
+            if self.schema is None:
+                schema = samples.schema if isinstance(samples, Batch) else schema_of(list(samples))
+                part = self.folder / ".schema.json"
+                part.write_text(json.dumps(schema.to_data()))
+                os.replace(part, self.folder / "schema.json")
+        self._read_schema()
+
+    def check(self) -> list[int]:
+        """Samples whose bytes are not what was written; they are no longer present afterwards."""
+        damaged = []
+        self._read_schema()
+        for sample in np.flatnonzero(self.present).tolist():
+            state = xxhash.xxh3_64()
+            for column in self._columns:
+                array = column.get(sample)
+                state.update(_view(array))
+            if state.intdigest() != int(self._sums[sample]):
+                damaged.append(sample)
+                self.present[sample] = 0
+        return damaged
+
+    def _locked(self) -> FileLock:
+        return FileLock(self.folder / "change")
+
+    def close(self) -> None:
+        """Ends this process's use; the last user's end frees the memory."""
+        if os.getpid() != self._owner or not self._user.held:
+            return
+        self._user.release()
+        with contextlib.suppress(OSError):
+            if self._user.acquire(wait=False):
+                _remove(self.folder)
+                self._user.path.unlink(missing_ok=True)
+                self._user.release()
+
+
+class _Column:
+    """The records of one leaf: of equal size at sample * size, or, where shapes differ, wherever there was room."""
+
+    def __init__(self, path: Path, leaf: Leaf, samples: int, limit: int) -> None:
+        self.leaf = leaf
+        self._dtype = np.dtype(leaf.dtype)
+        size = samples * leaf.record_bytes if leaf.fixed else limit
+        self._bytes = _map(path, size, sparse=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        if leaf.fixed:
+            assert leaf.shape is not None
+            self._rows = self._bytes.view(self._dtype).reshape(samples, *leaf.shape)
+        else:
+            places = path.with_name(f"{path.name}.places")
+            # offset, length, number of dimensions, up to 5 dimensions
+            self._places = _map(places, samples * 64, write=True).view(np.int64).reshape(samples, 8)
+
+    def gather(self, indices: Longs) -> Array | list[Array]:
+        if self.leaf.fixed:
+            return self._rows.take(indices, axis=0)
+        places = self._places[indices]
+        lengths = np.ascontiguousarray(places[:, 1])
+        out = np.empty(int(lengths.sum()), np.uint8)
+        _kernels.gather_memory(self._bytes, np.ascontiguousarray(places[:, 0]), lengths, out)
+        ends = np.cumsum(lengths)
+        return [
+            out[end - length : end].view(self._dtype).reshape(place[3 : 3 + place[2]])
+            for end, length, place in zip(ends.tolist(), lengths.tolist(), places.tolist(), strict=True)
+        ]
+
+    def get(self, sample: int) -> Array:
+        if self.leaf.fixed:
+            return np.ascontiguousarray(self._rows[sample])
+        found = self.gather(np.array([sample]))
+        assert isinstance(found, list)
+        return found[0]
+
+    def put(self, sample: int, array: Array, offset: int) -> int:
+        """Writes the record; returns where the next one of open shape goes."""
+        if self.leaf.fixed:
+            self._write(array, sample * self.leaf.record_bytes)
+            return offset
+        if array.ndim > 5:
+            raise DatasetError(f"an array has {array.ndim} dimensions", next_step="return at most 5")
+        self._write(array, offset)
+        self._places[sample] = [offset, array.nbytes, array.ndim, *array.shape, *([0] * (5 - array.ndim))]
+        return offset + array.nbytes
+
+    def _write(self, array: Array, offset: int) -> None:
+        view = _view(np.ascontiguousarray(array))
+        while view:
+            done = os.pwrite(self._file, view, offset)
+            view, offset = view[done:], offset + done
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self._file)
+
+
+def _view(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data if array.nbytes else memoryview(b"")
+
+
+def _map(path: Path, size: int, *, write: bool = False, sparse: bool = False) -> npt.NDArray[np.uint8]:
+    """The file's bytes, made where it is not there. Not `sparse`: its pages are taken now, so that writing to them
+    cannot fail later."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        size = max(size, 1)
+        if os.fstat(file).st_size < size:
+            if sparse:
+                os.ftruncate(file, size)
+            else:
+                os.posix_fallocate(file, 0, size)
+        memory = mmap.mmap(file, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if write else 0))
+    finally:
+        os.close(file)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        for path in list(folder.iterdir()):
+            path.unlink(missing_ok=True)
+        folder.rmdir()

@@ -1,0 +1,141 @@
+"""A real HTTP server on loopback that can misbehave, and datasets to serve."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import threading
+from collections import Counter
+from email.utils import formatdate
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Remote:
+    """Serves `folder`. `faults` maps a path to what the next requests of it meet: truncate, stall, 503, 404."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.requests: Counter[str] = Counter()
+        self.sent_bytes = 0
+        self.faults: dict[str, list[str]] = {}
+        self.released = threading.Event()
+        remote = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+            def do_HEAD(self) -> None:
+                remote._answer(self, body=False)
+
+            def do_GET(self) -> None:
+                remote._answer(self, body=True)
+
+        class Server(ThreadingHTTPServer):
+            request_queue_size = 128
+            daemon_threads = True
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                pass  # a client that was killed
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.uri = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def _answer(self, request: BaseHTTPRequestHandler, *, body: bool) -> None:
+        name = unquote(urlsplit(request.path).path).lstrip("/")
+        path = self.folder / name
+        fault = self.faults[name].pop(0) if body and self.faults.get(name) else ""
+        if path.is_dir():
+            names = sorted(one.name + ("/" if one.is_dir() else "") for one in path.iterdir())
+            page = "".join(f'<a href="{one}">{one}</a>\n' for one in ["../", *names]).encode()
+            return self._send(request, HTTPStatus.OK, page, {"Content-Type": "text/html"}, body)
+        if not path.is_file() or fault == "404":
+            return self._send(request, HTTPStatus.NOT_FOUND, b"", {}, body)
+        if fault == "503":
+            return self._send(request, HTTPStatus.SERVICE_UNAVAILABLE, b"", {}, body)
+        stat, data = path.stat(), path.read_bytes()
+        etag = f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"'
+        if request.headers.get("If-Match", etag) != etag:
+            return self._send(request, HTTPStatus.PRECONDITION_FAILED, b"", {}, body)
+        headers = {"ETag": etag, "Last-Modified": formatdate(stat.st_mtime, usegmt=True), "Accept-Ranges": "bytes"}
+        status, wanted = HTTPStatus.OK, request.headers.get("Range")
+        if wanted:
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            start, stop = int(first), min(int(last) + 1 if last else len(data), len(data))
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+            data, status = data[start:stop], HTTPStatus.PARTIAL_CONTENT
+        if body:
+            self.requests[name] += 1
+        return self._send(request, status, data, headers, body, fault)
+
+    def _send(
+        self,
+        request: BaseHTTPRequestHandler,
+        status: HTTPStatus,
+        data: bytes,
+        headers: dict[str, str],
+        body: bool,
+        fault: str = "",
+    ) -> None:
+        request.send_response(status)
+        for key, value in headers.items():
+            request.send_header(key, value)
+        request.send_header("Content-Length", str(len(data)))
+        request.end_headers()
+        if not body:
+            return
+        if fault in ("truncate", "stall"):
+            data = data[: len(data) // 2]
+        request.wfile.write(data)
+        self.sent_bytes += len(data)
+        if fault == "stall":
+            request.wfile.flush()
+            self.released.wait(30)
+        if fault:
+            request.close_connection = True
+
+    def close(self) -> None:
+        self.released.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def write_files(folder: Path, count: int, size: int = 3072, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """Files of random bytes, in two folders. Row i of the result is the file that a listing has at place i."""
+    data = np.random.default_rng(seed).integers(0, 256, (count, size), np.uint8)
+    for name in ("a", "b"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        where = "a" if number < count // 2 else "b"
+        (folder / where / f"{number:05}.bin").write_bytes(data[number].tobytes())
+    return data
+
+
+def write_tars(folder: Path, shards: list[int], size: int = 3072, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """WebDataset shards with so many samples each: NUMBER.bin, random bytes, and NUMBER.cls, the number as text."""
+    data = np.random.default_rng(seed).integers(0, 256, (sum(shards), size), np.uint8)
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 0
+    for shard, samples in enumerate(shards):
+        with tarfile.open(folder / f"{shard:03}.tar", "w") as tar:
+            for _ in range(samples):
+                add(tar, f"{number:06}.bin", data[number].tobytes())
+                add(tar, f"{number:06}.cls", str(number).encode())
+                number += 1
+    return data
+
+
+def add(tar: tarfile.TarFile, name: str, data: bytes, kind: bytes = tarfile.REGTYPE) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.type = len(data), kind
+    tar.addfile(member, io.BytesIO(data))

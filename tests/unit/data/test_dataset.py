@@ -1,0 +1,188 @@
+"""What a training script sees: right samples in the sampler's order, every epoch, in every style of torch's loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Opener
+from remotes import Remote, write_files, write_tars
+from torch.utils.data import DataLoader
+
+from topkube.data import ArrayOf, DistributedSampler, collate
+
+RECORD = ArrayOf("uint8", (3072,))
+
+
+def decoded(sample: dict[str, bytes]) -> tuple[torch.Tensor, int]:
+    return torch.frombuffer(bytearray(sample["bin"]), dtype=torch.uint8), int(sample["cls"])
+
+
+@pytest.mark.parametrize("scheme", ["file", "http", "memory"])
+@pytest.mark.parametrize("memory_limit", [0, 1 << 24])
+def test_files_are_read_by_number(
+    remote: Remote, open_dataset: Opener, tmp_path: Path, scheme: str, memory_limit: int
+) -> None:
+    data = write_files(remote.folder, 60)
+    uri = {"file": str(remote.folder), "http": remote.uri, "memory": f"memory://{tmp_path}"}[scheme]
+    if scheme == "memory":
+        import fsspec
+
+        fsspec.filesystem("memory").put(str(remote.folder), str(tmp_path), recursive=True)
+    dataset = open_dataset(uri, decode=RECORD, memory_limit=memory_limit, group_bytes=40_000)
+    assert len(dataset) == 60
+    for _ in range(2):
+        np.testing.assert_array_equal(np.stack([dataset[at] for at in range(60)]), data)
+        np.testing.assert_array_equal(np.stack(list(dataset.__getitems__([5, 59, 5, -60]))), data[[5, 59, 5, 0]])
+    with pytest.raises(IndexError):
+        dataset[60]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("memory_limit", [0, 1 << 24])
+def test_every_epoch_has_every_sample_of_a_tar_dataset_once(
+    remote: Remote, open_dataset: Opener, workers: int, memory_limit: int
+) -> None:
+    data = write_tars(remote.folder, [30, 1, 17, 40])  # uneven shards
+    dataset = open_dataset(remote.uri, decode=decoded, memory_limit=memory_limit)
+    sampler = DistributedSampler(dataset, window=2)
+    loader: Any = DataLoader(
+        dataset, 16, sampler=sampler, num_workers=workers, persistent_workers=workers > 0, collate_fn=collate
+    )
+    orders = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        labels = []
+        for images, numbers in loader:
+            np.testing.assert_array_equal(images.numpy(), data[numbers.numpy()])
+            labels += numbers.tolist()
+        assert sorted(labels) == list(range(88))
+        orders.append(labels)
+    assert orders[0] != orders[1] != orders[2]
+    if memory_limit:  # the third epoch came from memory alone
+        assert dataset.statistics()["memory_misses"] == 88
+    loader = None  # ends persistent workers
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_iterable_style_follows_set_epoch_and_the_position_in_persistent_workers(
+    remote: Remote, open_dataset: Opener, workers: int
+) -> None:
+    data = write_files(remote.folder, 50)
+    dataset = open_dataset(remote.uri, decode=RECORD, group_bytes=20_000)
+    sampler = DistributedSampler(dataset, window=2)
+    loader: Any = DataLoader(
+        dataset.batches(8, sampler), batch_size=None, num_workers=workers, persistent_workers=workers > 0
+    )
+    for epoch, position in [(0, 0), (1, 0), (2, 24)]:
+        sampler.set_epoch(epoch)
+        sampler.advance(position)
+        wanted = sampler.indices()
+        assert wanted.size == 50 - position
+        np.testing.assert_array_equal(torch.cat(list(loader)).numpy(), data[wanted])
+    loader = None
+
+
+def test_a_position_is_resumed_on_the_same_permutation(remote: Remote, open_dataset: Opener) -> None:
+    write_files(remote.folder, 50)
+    dataset = open_dataset(remote.uri, decode=RECORD, group_bytes=20_000)
+    sampler = DistributedSampler(dataset, seed=3, window=2)
+    sampler.set_epoch(4)
+    whole = list(sampler)
+    sampler.advance(20)
+    resumed = DistributedSampler(dataset, window=2)
+    resumed.load_state_dict(sampler.state_dict())
+    assert list(resumed) == whole[20:]
+
+
+def test_random_transforms_are_applied_after_the_cache(remote: Remote, open_dataset: Opener) -> None:
+    write_files(remote.folder, 8)
+    random = np.random.default_rng(0)
+    dataset = open_dataset(
+        remote.uri, decode=RECORD, memory_limit=1 << 20, transform=lambda sample: (sample, random.random())
+    )
+    drawn = {dataset[3][1] for _ in range(5)}
+    assert len(drawn) == 5
+    assert dataset.statistics()["memory_misses"] == 1
+
+
+def test_another_decode_never_gets_what_the_first_one_left(remote: Remote, open_dataset: Opener) -> None:
+    write_tars(remote.folder, [5])
+    first = open_dataset(remote.uri, decode=lambda sample: int(sample["cls"]), memory_limit=1 << 20)
+    assert [first[at] for at in range(5)] == [0, 1, 2, 3, 4]
+    second = open_dataset(remote.uri, decode=lambda sample: int(sample["cls"]) * 10, memory_limit=1 << 20)
+    assert [second[at] for at in range(5)] == [0, 10, 20, 30, 40]
+
+
+def test_samples_of_different_shapes_and_kinds_come_back_as_they_were(remote: Remote, open_dataset: Opener) -> None:
+    write_tars(remote.folder, [12])
+
+    def ragged(sample: dict[str, bytes]) -> dict[str, Any]:
+        number = int(sample["cls"])
+        return {
+            "image": np.frombuffer(sample["bin"][: 6 * (number + 1)], np.int16).reshape(3, number + 1),
+            "name": f"näme {number}",
+            "raw": sample["bin"][:number],
+            "share": number / 7,
+            "even": number % 2 == 0,
+        }
+
+    dataset = open_dataset(remote.uri, decode=ragged, memory_limit=1 << 20)
+    fresh = list(dataset.__getitems__(range(12)))
+    kept = list(dataset.__getitems__(range(12)))
+    assert dataset.statistics()["memory_misses"] == 12
+    for before, after in zip(fresh, kept, strict=True):
+        assert before.keys() == after.keys()
+        np.testing.assert_array_equal(before.pop("image"), after.pop("image"))
+        assert before == after
+        assert [type(value) for value in before.values()] == [type(value) for value in after.values()]
+
+
+def test_parquet_rows_are_read_through_the_cache(remote: Remote, open_dataset: Opener) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    for number in range(3):
+        rows = {"id": list(range(number * 100, number * 100 + 100)), "text": [f"row {at}" for at in range(100)]}
+        pyarrow.parquet.write_table(arrow.table(rows), remote.folder / f"{number}.parquet", row_group_size=30)
+    dataset = open_dataset(remote.uri)
+    assert len(dataset) == 300
+    assert [dataset[at]["id"] for at in (0, 29, 30, 150, 299)] == [0, 29, 30, 150, 299]
+    loader: Any = DataLoader(dataset, 32, num_workers=2, shuffle=True)
+    assert sorted(number for batch in loader for number in batch["id"].tolist()) == list(range(300))
+
+
+def test_a_second_job_reads_nothing_from_the_remote(remote: Remote, open_dataset: Opener) -> None:
+    data = write_tars(remote.folder, [20, 20])
+    first = open_dataset(remote.uri, decode=decoded)
+    assert len(list(first)) == 40
+    open_dataset.close()
+    before = remote.sent_bytes
+    second = open_dataset(remote.uri, decode=decoded)
+    np.testing.assert_array_equal(second[33][0].numpy(), data[33])
+    assert second.statistics()["remote_bytes"] == 0
+    assert remote.sent_bytes - before < 1000  # the listing
+
+
+def test_a_manifest_tells_counts_before_any_shard_is_here(remote: Remote, open_dataset: Opener) -> None:
+    data = write_tars(remote.folder / "data", [20, 25])
+    lines = [
+        f'{{"path": "{number:03}.tar", "size": {(remote.folder / "data" / f"{number:03}.tar").stat().st_size}, '
+        f'"samples": {samples}}}'
+        for number, samples in enumerate([20, 25])
+    ]
+    (remote.folder / "data" / "manifest.jsonl").write_text("\n".join(lines))
+    dataset = open_dataset(f"{remote.uri}/data", decode=decoded, prefetch=False)
+    assert len(dataset) == 45
+    assert dataset.statistics()["remote_bytes"] == 0
+    np.testing.assert_array_equal(dataset[44][0].numpy(), data[44])
+
+
+def test_spawned_workers_read_the_same_samples(remote: Remote, open_dataset: Opener) -> None:
+    data = write_files(remote.folder, 20)
+    dataset = open_dataset(remote.uri, decode=RECORD)
+    loader: Any = DataLoader(dataset, 10, num_workers=1, multiprocessing_context="spawn", collate_fn=collate)
+    np.testing.assert_array_equal(torch.cat(list(loader)).numpy(), data)
