@@ -138,6 +138,6 @@ def _kept(job: TrainingJob, record: Record, observed: Observed, address: str) ->
 def _lost(record: Record) -> tuple[str, ...]:
     """Pods that the last failure declared useless, though they look alive."""
     failure = record.first_failure or {}
-    if failure.get("reason") in failures.LOST_REASONS and failure.get("exitCode") is None:
+    if failure.get("reason") in failures.LOST_REASONS:
         return (str(failure.get("pod")),)
     return ()

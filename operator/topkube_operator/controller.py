@@ -21,7 +21,7 @@ from topkube_operator import names, reconcile
 from topkube_operator.cluster import ApiError, Cluster
 from topkube_operator.failures import LOG_TAIL_BYTES, LOG_TAIL_LINES
 from topkube_operator.metrics import OperatorMetrics
-from topkube_operator.observed import Policy, Report, Trouble
+from topkube_operator.observed import Child, Policy, Report, Trouble
 from topkube_operator.queue import Key, WorkQueue
 from topkube_operator.reconcile import Deletion, Plan
 from topkube_operator.recorder import Recorder
@@ -269,8 +269,9 @@ class Controller:
         kind, metadata = manifest["kind"], manifest["metadata"]
         name = (metadata["namespace"], metadata["name"])
         try:
-            if kind != "Pod" and self._store.owns(kind, name, uid):
-                self._store.put(kind, self._cluster.apply(manifest))
+            known = None if kind == "Pod" else self._store.child(kind, name, uid)
+            if known is not None:
+                self._store.put(kind, self._change(known, manifest))
                 return None
             self._store.put(kind, self._cluster.create(manifest))
             return None
@@ -280,6 +281,14 @@ class Controller:
             if error.status in (400, 403, 404, 409, 422):
                 return Trouble("Refused", error.what)
             raise
+
+    def _change(self, known: Child, manifest: dict[str, Any]) -> dict[str, Any]:
+        """A child of ours as it should be. Tokens of pods that are gone go: apply would leave what create has made."""
+        if known.kind != "Secret":
+            return self._cluster.apply(manifest)
+        stale: dict[str, None] = {item: None for item in known.content if item not in manifest["data"]}
+        patch = {"metadata": {"uid": known.uid}, "data": {**stale, **manifest["data"]}}
+        return self._cluster.patch("Secret", manifest["metadata"]["namespace"], known.name, patch)
 
     def _taken(self, kind: str, name: tuple[str, str], uid: str) -> Trouble | None:
         """An object of this name exists: ours, made by a call whose answer was lost, or somebody else's."""

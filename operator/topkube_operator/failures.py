@@ -34,7 +34,9 @@ _OWN_FAULT = ("exceeds the limit", "exceeds the total limit", "exceeded its loca
 _IMAGE_REASONS = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
 _CONFIG_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 LOST_REASONS = ("WorkerLost", "RendezvousTimeout")
-"""Of a failure without an exit code: the pod looks alive and is of no use."""
+"""The named pod looks alive and is of no use."""
+_ASKED_TO_END = "Terminated"
+"""The launcher's word for a worker, or itself, that was sent SIGTERM."""
 _FRESH = timedelta(seconds=15)
 _SETTLE = timedelta(seconds=5)
 _AFTER_DELETION = timedelta(seconds=5)
@@ -249,7 +251,9 @@ def _ended(attempt: Attempt, observed: Observed, now: datetime, ending: contract
             failure = replace(failure, reason=seen.reason, message=seen.message, exit_code=seen.exit_code)
         elif failure.rank is None:
             failure = replace(seen, log_tail=seen.log_tail or failure.log_tail, at=ended)
-    elif pod is not None and known.rank is None and known.exit_code is None:
+    elif known.reason == _ASKED_TO_END:
+        failure = replace(failure, disruption=True, lost=frozenset([pod.name] if pod else []))
+    elif pod is not None and known.reason == "WorkerLost":
         # The launcher lost a worker that its kubelet still reports as running. Soon that is known to be dead or its
         # node lost; if not, the network was cut.
         if now < ended + _SETTLE:

@@ -15,7 +15,7 @@ from typing import Any
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
-from topkube_operator import attempts, failures, names, placement
+from topkube_operator import admission, attempts, failures, names, placement
 from topkube_operator.failures import Failure, Verdict
 from topkube_operator.observed import Observed, Pod, Report
 from topkube_operator.status import Event, Record, Urgency, urgency
@@ -82,7 +82,9 @@ def plan(job: Mapping[str, Any], observed: Observed, now: datetime) -> Plan:
         parsed = TrainingJob.from_cluster({name: value for name, value in job.items() if name != "status"})
         return _Planner(parsed, metadata["uid"], record, observed, now).decide()
     except JobError as error:
-        return _invalid(Record.read(job.get("status"), generation, observed.pods, now), str(error))
+        # The words of admission, which did not see this object, or saw it with a template that no pod comes from.
+        words = admission.refusal(job) or str(error)
+        return _invalid(Record.read(job.get("status"), generation, observed.pods, now), words)
 
 
 def managed(job: Mapping[str, Any]) -> bool:

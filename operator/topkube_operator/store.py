@@ -125,11 +125,13 @@ class Store:
                     news.add(self.remove(kind, name, uid))
         return {key for key in news if key is not None}
 
-    def owns(self, kind: str, name: Name, owner: str) -> bool:
-        """Whether a child of this name exists and belongs to the job with UID `owner`."""
+    def child(self, kind: str, name: Name, owner: str) -> Child | None:
+        """The child of this name, where there is one and it belongs to the job with UID `owner`."""
         with self._lock:
             known = self._entries.get(kind, {}).get(name)
-            return known is not None and known.owner == owner
+            return (
+                known.value if known is not None and known.owner == owner and isinstance(known.value, Child) else None
+            )
 
     # Nodes.
 

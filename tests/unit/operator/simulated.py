@@ -26,6 +26,10 @@ class Crash(Exception):
     """The operator is killed here."""
 
 
+def pod_attempt(name: str) -> int:
+    return int(name.rsplit("-", 1)[1])
+
+
 def job(**spec: Any) -> dict[str, Any]:
     """A stored TrainingJob."""
     container = {"name": "worker", "image": "image:1", "command": ["python", "train.py"]}
@@ -54,7 +58,6 @@ class Simulated:
         self.policy = policy or Policy(seed=b"s" * 32)
         self.violations: list[str] = []
         self.events: list[str] = []
-        self.made: dict[str, int] = {}
         self.crash_after: int | None = None
         self.resumes = 0
         self._uids = itertools.count(1)
@@ -164,8 +167,25 @@ class Simulated:
         launchers = [one for one in self.pods.values() if attempts.launches(one, one.attempt) and one.active]
         if attempts.launches(pod, pod.attempt) and any(one.deletion is None for one in launchers):
             self.violations.append(f"{name} beside {[one.name for one in launchers]}")
-        self.made[name] = self.made.get(name, 0) + 1
+        if attempts.launches(pod, pod.attempt):
+            self._check_expected(manifest, name)
         self.pods[name] = pod
+
+    def _check_expected(self, manifest: dict[str, Any], name: str) -> None:
+        """A launcher waits for the workers in its plan: all must be there, and able to come."""
+        container = next(one for one in manifest["spec"]["containers"] if one["name"] == "launcher")
+        text = next(entry["value"] for entry in container["env"] if entry["name"] == contract.PLAN_VARIABLE)
+        expected = contract.LaunchPlan.read(text).workers
+        if [worker.index for worker in expected] != list(range(len(expected))):
+            self.violations.append(f"{name} waits for {expected}")
+        for worker in expected:
+            pod = self.pods.get(worker.pod)
+            if worker.pod == name:
+                continue
+            if pod is None or (pod.index, pod.attempt) != (worker.index, worker.attempt):
+                self.violations.append(f"{name} waits for {worker.pod}, which does not exist")
+            elif worker.attempt < pod_attempt(name) and (pod.over or pod.deletion or pod.node in self.lost):
+                self.violations.append(f"{name} waits for {worker.pod}, which will not come")
 
     def delete(self, kind: str, name: str, uid: str) -> None:
         if (kind, name) in self.foreign:

@@ -12,6 +12,7 @@ from simulated import NODES, Simulated, job
 from topkube_operator import reconcile
 
 PLENTY = 40
+Steps = list[tuple[str, int, bool]]
 
 
 def _pick(world: Simulated, number: int) -> str:
@@ -64,7 +65,11 @@ ACTIONS: dict[str, Callable[[Simulated, int], Any]] = {
     "no foreign": lambda world, _: world.foreign.clear(),
     "status lost": lambda world, _: world.job.update(status={}) if world.job else None,
 }
-STEPS = st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.integers(0, 12)), max_size=30)
+TROUBLE = ("worker fails", "launcher fails", "pod deleted", "pod gone", "evicted", "node lost", "crash")
+STEPS = st.lists(
+    st.tuples(st.sampled_from(sorted(ACTIONS)) | st.sampled_from(TROUBLE), st.integers(0, 12), st.booleans()),
+    max_size=25,
+)
 SPECS = st.fixed_dictionaries(
     {
         "workers": st.integers(1, 3),
@@ -81,12 +86,28 @@ SPECS = st.fixed_dictionaries(
 quick = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def _play(world: Simulated, steps: list[tuple[str, int]]) -> None:
-    for action, number in steps:
+def _play(world: Simulated, steps: Steps) -> None:
+    """Does each step; after some of them everything that can go on does."""
+    world.to_running()
+    for action, number, go_on in steps:
         before = world.status()
         ACTIONS[action](world, number)
+        if go_on:
+            world.wait(200)
+            world.to_running()
+            _check_running(world)
         if action != "status lost":
             _check(world, before)
+
+
+def _check_running(world: Simulated) -> None:
+    """Where ranks run, no pod is left over from before."""
+    if world.status().get("phase") != "Running" or world.report is None or world.job is None:
+        return
+    left = [pod.name for pod in world.pods.values() if pod.deletion is None and pod.node not in world.lost]
+    launcher = world.launcher()
+    if launcher is not None and launcher.active and launcher.node not in world.lost:
+        assert len(left) <= launcher.workers + (launcher.role == "launcher"), left
 
 
 def _check(world: Simulated, before: dict[str, Any]) -> None:
@@ -100,9 +121,7 @@ def _check(world: Simulated, before: dict[str, Any]) -> None:
 
 @quick
 @given(SPECS, STEPS)
-def test_whatever_happens_the_job_ends_when_the_cluster_lets_it(
-    spec: dict[str, Any], steps: list[tuple[str, int]]
-) -> None:
+def test_whatever_happens_the_job_ends_when_the_cluster_lets_it(spec: dict[str, Any], steps: Steps) -> None:
     world = Simulated(job(**spec))
     _play(world, steps)
     world.foreign.clear()
@@ -136,9 +155,7 @@ def test_whatever_happens_the_job_ends_when_the_cluster_lets_it(
 
 @quick
 @given(SPECS, STEPS)
-def test_attempts_are_bounded_by_restarts_disruptions_and_resumptions(
-    spec: dict[str, Any], steps: list[tuple[str, int]]
-) -> None:
+def test_attempts_are_bounded_by_restarts_disruptions_and_resumptions(spec: dict[str, Any], steps: Steps) -> None:
     world = Simulated(job(**spec))
     _play(world, [step for step in steps if step[0] != "status lost"])
     status = world.status()
@@ -148,9 +165,7 @@ def test_attempts_are_bounded_by_restarts_disruptions_and_resumptions(
 
 @quick
 @given(SPECS, STEPS)
-def test_plan_is_pure_and_a_carried_out_plan_leaves_nothing_to_do(
-    spec: dict[str, Any], steps: list[tuple[str, int]]
-) -> None:
+def test_plan_is_pure_and_a_carried_out_plan_leaves_nothing_to_do(spec: dict[str, Any], steps: Steps) -> None:
     world = Simulated(job(**spec))
     _play(world, steps)
     if world.job is None:
@@ -168,9 +183,7 @@ def test_plan_is_pure_and_a_carried_out_plan_leaves_nothing_to_do(
 
 @quick
 @given(SPECS, STEPS)
-def test_nothing_is_made_for_others_jobs_or_for_jobs_that_go(
-    spec: dict[str, Any], steps: list[tuple[str, int]]
-) -> None:
+def test_nothing_is_made_for_others_jobs_or_for_jobs_that_go(spec: dict[str, Any], steps: Steps) -> None:
     world = Simulated(job(**spec))
     _play(world, steps)
     if world.job is None:
