@@ -122,12 +122,13 @@ class Record:
             self.set(condition, False, reason, message)
 
     def count(self, launcher: Pod | None, workers: Iterable[Pod], total: int, report: Report | None) -> None:
-        """Replica counts. Ready workers are those that have called the launcher, or, before it has been asked, those
-        whose kubelet says so."""
+        """Replica counts. Ready workers are those that have called the launcher. Until a new operator has asked it,
+        a running job keeps the count that it has."""
         workers = list(workers)
         counted = _counted(workers)
-        if report is not None:
-            counted["ready"] = report.joined
+        before = self.replicas.get("workers") if self.replicas else None
+        known = _count(before.get("ready")) if isinstance(before, dict) and self.phase == "Running" else 0
+        counted["ready"] = min(report.joined if report is not None else known, counted["active"])
         self.replicas = {"launcher": _counted([launcher] if launcher else []), "workers": counted}
         self.workers_ready = f"{counted['ready']}/{total}"
 
