@@ -1,0 +1,429 @@
+"""How fast the operator makes pods, and what it costs when there is nothing to do.
+
+    python benchmarks/operator_scale.py [--only start|many|idle ...] [--json FILE]
+
+A real etcd and kube-apiserver (tests/cluster/localkube builds them, cluster 8, nothing else of it is started), the
+operator as it is installed, in a process of its own. Nodes are played: a process sets the status of pods as kubelets
+would, so that hundreds of pods fit on one machine. Needs root, as the local cluster does.
+
+start   one job: from the moment it is sent to the moment a watcher has seen all its pods, for 2 and for 64 workers
+many    100 jobs of 4 workers at once: until all 500 pods are there and every status says so (no kubelets), and, played
+        by a kubelet, until every job has Succeeded
+idle    1,000 finished jobs with their pods: CPU and memory of the operator that has just started and looks after them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "cluster"))
+
+import yaml  # noqa: E402
+from localkube.cgroups import Group  # noqa: E402
+from localkube.cluster import down  # noqa: E402
+from localkube.control_plane import ControlPlane  # noqa: E402
+from localkube.layout import Layout  # noqa: E402
+from localkube.packages import TO_RUN, install, kubernetes  # noqa: E402
+
+from topkube.job import KIND  # noqa: E402
+from topkube_operator import names  # noqa: E402
+from topkube_operator.cluster import ApiError, Cluster  # noqa: E402
+
+NAMESPACE, OPERATOR = "scale", "topkube-system"
+METRICS = 18099
+RESULTS = ROOT / "benchmarks" / "results" / "operator-scale.json"
+TARGETS = {"start_2": 0.3, "start_64": 1.0, "many_created": 12.0, "idle_cpu_percent": 2.0, "idle_rss_mb": 300.0}
+
+
+@contextmanager
+def api_server() -> Iterator[str]:
+    """etcd and kube-apiserver alone; gives a kubeconfig."""
+    layout = Layout(8)
+    install(*TO_RUN)
+    programs = kubernetes(layout.cache)
+    down(layout)
+    layout.state.mkdir(parents=True, mode=0o700)
+    Group(layout.name).make()
+    plane = ControlPlane(layout, programs)
+    # the controllers would take CPU that is measured here: they are never started
+    plane.controller_manager = plane.scheduler = Nothing()  # type: ignore[assignment]
+    try:
+        plane.start()
+        yield str(layout.kubeconfig)
+    finally:
+        down(layout)
+
+
+class Nothing:
+    """A daemon that does not run."""
+
+    def start(self) -> None:
+        """Starts nothing."""
+
+
+def prepare(cluster: Cluster) -> None:
+    for name in (NAMESPACE, OPERATOR):
+        cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
+        account = {"metadata": {"name": "default"}}
+        cluster.call("POST", f"/api/v1/namespaces/{name}/serviceaccounts", account)
+    crd = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
+    cluster.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
+    until(lambda: served(cluster), "the CRD")
+
+
+def served(cluster: Cluster) -> bool:
+    try:
+        cluster.list(KIND, NAMESPACE)
+    except ApiError:
+        return False
+    return True
+
+
+def until(true: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {seconds:.0f} s in vain for {what}")
+        time.sleep(0.02)
+
+
+@contextmanager
+def operator(kubeconfig: str) -> Iterator[int]:
+    """The operator in a process of its own; gives its process id when it leads."""
+    command = [sys.executable, "-m", "topkube_operator", "--kubeconfig", kubeconfig, "--metrics-port", str(METRICS)]
+    process = subprocess.Popen([*command, "--operator-namespace", OPERATOR, "--log-level", "warning"])
+    try:
+        until(lambda: metric("topkube_leader") == 1, "the operator to lead")
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def metric(name: str) -> float | None:
+    try:
+        text = urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=5).read().decode()
+    except OSError:
+        return None
+    return next((float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + " ")), None)
+
+
+@contextmanager
+def kubelets(kubeconfig: str) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, __file__, "--play-kubelets", kubeconfig])
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def play_kubelets(kubeconfig: str) -> None:
+    """Starts every pod that is made; ends a job's pods a second after its launcher started."""
+    cluster = Cluster(kubeconfig)
+    pool = ThreadPoolExecutor(8)
+    pods, version = cluster.list("Pod", NAMESPACE, names.JOB_NAME)
+    for pod in pods:
+        pool.submit(started, cluster, pod)
+    while True:
+        for event in cluster.watch("Pod", NAMESPACE, names.JOB_NAME, version):
+            version = event["object"]["metadata"]["resourceVersion"]
+            if event["type"] == "ADDED":
+                pool.submit(started, cluster, event["object"])
+
+
+def started(cluster: Cluster, pod: dict[str, Any]) -> None:
+    set_pod(cluster, pod, "Running", {"running": {"startedAt": now()}})
+    seconds = 2.0 if pod["metadata"]["labels"][names.ROLE] == names.LAUNCHER else 2.5
+    timer = threading.Timer(seconds, ended, (cluster, pod))
+    timer.daemon = True
+    timer.start()
+
+
+def ended(cluster: Cluster, pod: dict[str, Any]) -> None:
+    set_pod(cluster, pod, "Succeeded", {"terminated": {"exitCode": 0, "startedAt": now(), "finishedAt": now()}})
+
+
+def set_pod(cluster: Cluster, pod: dict[str, Any], phase: str, state: dict[str, Any]) -> None:
+    name = pod["metadata"]["name"]
+    container = pod["spec"]["containers"][0]["name"]
+    running = phase == "Running"
+    conditions = [
+        {"type": kind, "status": str(running or kind == "PodScheduled")} for kind in ("PodScheduled", "Ready")
+    ]
+    status = {
+        "phase": phase,
+        "podIP": "127.0.0.1",
+        "conditions": conditions,
+        "containerStatuses": [
+            {"name": container, "state": state, "ready": running, "restartCount": 0, "image": "", "imageID": ""}
+        ],
+    }
+    try:
+        cluster.patch("Pod", NAMESPACE, name, {"status": status}, subresource="status")
+    except ApiError as error:
+        if error.status != 404:
+            print(f"kubelet: {name}: {error}", file=sys.stderr)
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def job(name: str, workers: int) -> dict[str, Any]:
+    container = {"name": "worker", "image": "image:1", "command": ["python", "train.py"]}
+    return {
+        "apiVersion": "topkube.dev/v1alpha1",
+        "kind": KIND,
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {"workers": workers, "slotsPerWorker": 2, "template": {"spec": {"containers": [container]}}},
+    }
+
+
+class Watch:
+    """Counts pods as a watcher sees them arrive."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.seen: dict[str, float] = {}
+        _, self._version = cluster.list("Pod", NAMESPACE)
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                for event in self._cluster.watch("Pod", NAMESPACE, "", self._version):
+                    self._version = event["object"]["metadata"]["resourceVersion"]
+                    if event["type"] == "ADDED":
+                        self.seen[event["object"]["metadata"]["name"]] = time.monotonic()
+            except ApiError:
+                return
+
+
+def start(cluster: Cluster, workers: int, repeats: int) -> dict[str, Any]:
+    """Seconds from sending a job to its last pod, over several jobs."""
+    watch, seconds = Watch(cluster), []
+    for number in range(repeats + 1):
+        name = f"start-{workers}-{number}"
+        begun = time.monotonic()
+        cluster.create(job(name, workers))
+        mine = lambda name=name: [one for one in watch.seen if one.startswith(name + "-")]  # noqa: E731
+        until(lambda mine=mine: len(mine()) == workers + 1, f"the pods of {name}")
+        if number:  # the first one warms connections up
+            seconds.append(max(watch.seen[one] for one in mine()) - begun)
+        remove(cluster, name)
+    return {"workers": workers, "seconds": statistics.median(seconds), "all": seconds}
+
+
+def remove(cluster: Cluster, *jobs: str) -> None:
+    """Suspends jobs, so that the operator frees their pods (no garbage collector runs here), and deletes them."""
+    for name in jobs:
+        cluster.patch(KIND, NAMESPACE, name, {"spec": {"runPolicy": {"suspend": True}}})
+    until(lambda: not cluster.list("Pod", NAMESPACE)[0], "the pods to go")
+    for name in jobs:
+        found = cluster.get(KIND, NAMESPACE, name)
+        cluster.delete(KIND, NAMESPACE, name, found["metadata"]["uid"])
+
+
+def create_all(cluster: Cluster, jobs: list[dict[str, Any]]) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(cluster.create, jobs))
+
+
+def many(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str, Any]:
+    listed = [job(f"many-{number}", workers) for number in range(jobs)]
+    watch = Watch(cluster)
+    begun = time.monotonic()
+    create_all(cluster, listed)
+    sent = time.monotonic() - begun
+    until(lambda: len(watch.seen) == jobs * (workers + 1), "all pods")
+    pods = max(watch.seen.values()) - begun
+    until(lambda: all(made(one, workers) for one in cluster.list(KIND, NAMESPACE)[0]), "every status")
+    statuses = time.monotonic() - begun
+    ended: dict[str, float] = {}
+    begun = time.monotonic()
+    with kubelets(kubeconfig):
+        until(lambda: all(succeeded(one, workers) for one in cluster.list(KIND, NAMESPACE)[0]), "every success")
+        ended["seconds"] = time.monotonic() - begun
+    names_of = [one["metadata"]["name"] for one in listed]
+    remove_ended(cluster, names_of)
+    return {
+        "jobs": jobs,
+        "workers": workers,
+        "sent_seconds": sent,
+        "pods_seconds": pods,
+        "statuses_seconds": statuses,
+        "succeeded_seconds": ended["seconds"],
+    }
+
+
+def remove_ended(cluster: Cluster, jobs: list[str]) -> None:
+    for kind in ("Pod", KIND):
+        found, _ = cluster.list(kind, NAMESPACE)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda one, kind=kind: delete(cluster, kind, one), found))
+
+
+def delete(cluster: Cluster, kind: str, thing: dict[str, Any]) -> None:
+    try:
+        cluster.delete(kind, NAMESPACE, thing["metadata"]["name"], thing["metadata"]["uid"])
+    except ApiError as error:
+        if error.status != 404:
+            raise
+
+
+def made(one: dict[str, Any], workers: int) -> bool:
+    status = one.get("status") or {}
+    created = next((c for c in status.get("conditions", []) if c["type"] == "Created"), {})
+    counts = status.get("replicaStatuses", {})
+    return (
+        status.get("phase") == "Pending"
+        and created.get("status") == "True"
+        and counts.get("workers", {}).get("active") == workers
+        and counts.get("launcher", {}).get("active") == 1
+    )
+
+
+def succeeded(one: dict[str, Any], workers: int) -> bool:
+    status = one.get("status") or {}
+    counts = status.get("replicaStatuses", {})
+    return (
+        status.get("phase") == "Succeeded"
+        and counts.get("workers", {}).get("succeeded") == workers
+        and counts.get("launcher", {}).get("succeeded") == 1
+    )
+
+
+def finished(cluster: Cluster, name: str, workers: int) -> None:
+    """A job that ended long ago, with its pods, as the operator leaves it."""
+    made_job = cluster.create(job(name, workers))
+    uid = made_job["metadata"]["uid"]
+    pods = [(names.launcher_name(name, 1), names.LAUNCHER, "")]
+    pods += [(names.worker_name(name, index, 1), names.WORKER, str(index)) for index in range(workers)]
+    for pod, role, index in pods:
+        labels = {names.JOB_NAME: name, names.ROLE: role, names.ATTEMPT: "1", names.WORKER_INDEX: index or "0"}
+        manifest = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": pod,
+                "namespace": NAMESPACE,
+                "labels": labels,
+                "annotations": {names.DEFAULT_CONTAINER: role},
+                "ownerReferences": [names.owner(name, uid)],
+            },
+            "spec": {"restartPolicy": "Never", "containers": [{"name": role, "image": "image:1", "command": ["x"]}]},
+        }
+        found = cluster.create(manifest)
+        set_pod(cluster, found, "Succeeded", {"terminated": {"exitCode": 0, "startedAt": now(), "finishedAt": now()}})
+    condition = {"reason": "Succeeded", "message": "all ranks ended with 0", "lastTransitionTime": now()}
+    status = {
+        "phase": "Succeeded",
+        "attempt": 1,
+        "restarts": 0,
+        "disruptions": 0,
+        "startTime": now(),
+        "completionTime": now(),
+        "progress": {"step": 200, "totalSteps": 200, "percent": 100},
+        "conditions": [
+            {"type": "Created", "status": "True", **condition},
+            {"type": "Running", "status": "False", **condition},
+            {"type": "Succeeded", "status": "True", **condition},
+        ],
+    }
+    cluster.patch(KIND, NAMESPACE, name, {"status": status}, subresource="status")
+
+
+def idle(cluster: Cluster, kubeconfig: str, jobs: int, workers: int, seconds: float) -> dict[str, Any]:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: finished(cluster, f"done-{number}", workers), range(jobs)))
+    with operator(kubeconfig) as process:
+        until(lambda: quiet(cluster), "the operator to have looked at all jobs", 180)
+        before, begun = cpu_seconds(process), time.monotonic()
+        time.sleep(seconds)
+        percent = 100 * (cpu_seconds(process) - before) / (time.monotonic() - begun)
+        scrape = time.monotonic()
+        assert metric("topkube_leader") == 1
+        scrape = time.monotonic() - scrape
+        return {
+            "jobs": jobs,
+            "pods": jobs * (workers + 1),
+            "cpu_percent": percent,
+            "rss_mb": rss_mb(process),
+            "scrape_seconds": scrape,
+            "measured_seconds": seconds,
+        }
+
+
+_last: dict[str, float] = {}
+
+
+def quiet(cluster: Cluster) -> bool:
+    """Whether the count of reconciles has stood still for three seconds."""
+    text = urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=5).read().decode()
+    total = sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("topkube_reconciles_total{"))
+    if _last.get("total") != total:
+        _last.update(total=total, since=time.monotonic())
+    time.sleep(0.2)
+    return total > 0 and time.monotonic() - _last["since"] > 3
+
+
+def cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_mb(process: int) -> float:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=["start", "many", "idle"])
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--jobs", type=int, default=100)
+    parser.add_argument("--finished", type=int, default=1000)
+    parser.add_argument("--play-kubelets", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.play_kubelets:
+        play_kubelets(options.play_kubelets)
+        return
+    parts = options.only or ["start", "many", "idle"]
+    results = json.loads(options.json.read_text()) if options.json.exists() else {}
+    results["machine"] = {"cores": os.cpu_count(), "python": platform.python_version(), "kubernetes": "1.20.2"}
+    results["targets"] = TARGETS
+    with api_server() as kubeconfig:
+        cluster = Cluster(kubeconfig)
+        prepare(cluster)
+        if "start" in parts or "many" in parts:
+            with operator(kubeconfig):
+                if "start" in parts:
+                    results["start_2"] = start(cluster, 2, 7)
+                    results["start_64"] = start(cluster, 64, 5)
+                if "many" in parts:
+                    results["many"] = many(cluster, kubeconfig, options.jobs, 4)
+        if "idle" in parts:
+            results["idle"] = idle(cluster, kubeconfig, options.finished, 2, 30.0)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps({part: results[part] for part in results if part not in ("machine", "targets")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
