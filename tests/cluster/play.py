@@ -1,0 +1,75 @@
+"""The operator's part played by a test: pods of a job with lines to print, and a status, so that what shows them can be
+tested to the second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from topkube.cli.cluster.api import Api, path_of
+from topkube.cli.cluster.jobs import job_path
+
+IMAGE = "topkube/runtime:0.1.0"
+
+
+def minimal(name: str, **spec: Any) -> dict[str, Any]:
+    """A job that the operator leaves alone, unless `spec` says otherwise."""
+    container = {"name": "worker", "image": IMAGE, "command": ["python", "train.py"]}
+    return {
+        "apiVersion": "topkube.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name},
+        "spec": {
+            "workers": 2,
+            "template": {"spec": {"containers": [container]}},
+            "runPolicy": {"managedBy": "example.com/test"},
+            **spec,
+        },
+    }
+
+
+def create(api: Api, job: dict[str, Any]) -> dict[str, Any]:
+    return api.request("POST", job_path(api), body=job).data
+
+
+def set_status(api: Api, name: str, **status: Any) -> None:
+    path = job_path(api, name) + "/status"
+    api.request("PATCH", path, body={"status": status}, content="application/merge-patch+json")
+
+
+def run_pod(api: Api, job: dict[str, Any], index: int, attempt: int, script: str) -> str:
+    """A worker's pod whose main container runs a shell script; a sidecar outlives it. Returns the pod's name."""
+    metadata = job["metadata"]
+    name = f"{metadata['name']}-worker-{index}-{attempt}"
+    owner = {
+        "apiVersion": "topkube.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+        "controller": True,
+    }
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "labels": {
+                "topkube.dev/job-name": metadata["name"],
+                "topkube.dev/role": "worker",
+                "topkube.dev/worker-index": str(index),
+                "topkube.dev/attempt": str(attempt),
+            },
+            "annotations": {"kubectl.kubernetes.io/default-container": "main"},
+            "ownerReferences": [owner],
+        },
+        "spec": {
+            "restartPolicy": "Never",
+            "automountServiceAccountToken": False,
+            "terminationGracePeriodSeconds": 1,
+            "containers": [
+                {"name": "side", "image": IMAGE, "command": ["sh", "-c", "echo not ours; sleep 600"]},
+                {"name": "main", "image": IMAGE, "command": ["sh", "-c", script]},
+            ],
+        },
+    }
+    api.request("POST", path_of(api.namespace, "pods"), body=pod)
+    return name

@@ -1,0 +1,337 @@
+"""submit, status, logs and delete against a real API server and real pods."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from play import create, minimal, run_pod, set_status
+
+from topkube.cli.app import run_app
+from topkube.cli.cluster.api import Api, path_of
+from topkube.cli.cluster.jobs import job_path, pods_of
+from topkube.errors import ClusterError
+
+
+@dataclass
+class Ended:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Topkube = Callable[..., Ended]
+
+
+@pytest.fixture
+def topkube(api: Api, kubeconfig: Path) -> Topkube:
+    """The command line in the test's namespace, in this process: to start one takes most of a second."""
+
+    def run(*arguments: str, config: Path = kubeconfig) -> Ended:
+        where = ["--namespace", api.namespace, "--kubeconfig", str(config)]
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = run_app([*arguments, *where])
+        return Ended(code, out.getvalue(), err.getvalue())
+
+    return run
+
+
+def written(path: Path, job: dict[str, Any]) -> str:
+    path.write_text(yaml.safe_dump(job))
+    return str(path)
+
+
+def jobs(api: Api) -> list[str]:
+    return [job["metadata"]["name"] for job in api.get(job_path(api)).get("items", [])]
+
+
+def test_submit_says_what_it_did_and_what_it_may_not(api: Api, topkube: Topkube, tmp_path: Path) -> None:
+    job = minimal("first")
+    file = written(tmp_path / "job.yaml", job)
+    dry = topkube("submit", file, "--dry-run")
+    assert (dry.returncode, dry.stdout) == (0, "trainingjob.topkube.dev/first created (dry run on the server)\n")
+    assert jobs(api) == []
+    assert topkube("submit", file).stdout == "trainingjob.topkube.dev/first created\n"
+    assert topkube("submit", file).stdout == "trainingjob.topkube.dev/first unchanged\n"
+    job["spec"]["runPolicy"]["backoffLimit"] = 7
+    applied = topkube("submit", written(tmp_path / "job.yaml", job), "-o", "json")
+    assert json.loads(applied.stdout)["spec"]["runPolicy"]["backoffLimit"] == 7
+
+    # Another tool takes a field over: it is not taken back without a word.
+    patch = {"spec": {"runPolicy": {"backoffLimit": 1}}}
+    api.request(
+        "PATCH", job_path(api, "first"), {"fieldManager": "kubectl-edit"}, patch, "application/merge-patch+json"
+    )
+    refused = topkube("submit", file := written(tmp_path / "job.yaml", job))
+    assert refused.returncode == 1
+    assert 'conflict with "kubectl-edit"' in refused.stderr
+    assert "--force-conflicts" in refused.stderr
+    assert topkube("submit", file, "--force-conflicts").stdout == "trainingjob.topkube.dev/first configured\n"
+
+
+def test_a_bad_file_is_refused_in_the_words_of_run(api: Api, topkube: Topkube, tmp_path: Path) -> None:
+    file = written(tmp_path / "job.yaml", minimal("bad", workers=0, aggregation={"wire": "bf8"}))
+    ended = topkube("submit", file)
+    assert ended.returncode == 2
+    assert "has 2 mistakes" in ended.stderr
+    assert "spec.workers (line 18): 0 is not a whole number of at least 1" in ended.stderr
+    assert "did you mean bf16?" in ended.stderr
+    assert jobs(api) == []
+
+
+def test_names_that_do_not_exist(api: Api, topkube: Topkube, tmp_path: Path) -> None:
+    create(api, minimal("char-gpt"))
+    for command in ("status", "logs", "delete"):
+        ended = topkube(command, "chargpt")
+        assert ended.returncode == 1
+        assert f"there is no TrainingJob chargpt in namespace {api.namespace}; there is char-gpt" in ended.stderr
+    ended = topkube("delete", "char-gpt", "char-gtp")
+    assert ended.returncode == 1
+    assert jobs(api) == ["char-gpt"], "a typing mistake in one name deletes none"
+    other = minimal("a")
+    other["metadata"]["namespace"] = "elsewhere"
+    ended = topkube("submit", written(tmp_path / "job.yaml", other))
+    assert ended.returncode == 2
+    assert f"is for namespace elsewhere, and --namespace says {api.namespace}" in ended.stderr
+
+
+def test_status_shows_all_there_is(api: Api, topkube: Topkube) -> None:
+    job = create(api, minimal("seen"))
+    assert "Pending" in topkube("status").stdout
+    progress = {
+        "step": 30,
+        "totalSteps": 120,
+        "percent": 25,
+        "etaSeconds": 41,
+        "loss": "1.5",
+        "samplesPerSecond": 5120.0,
+    }
+    condition = {
+        "type": "Running",
+        "status": "True",
+        "reason": "RanksStarted",
+        "message": "all ranks run",
+        "lastTransitionTime": "2025-01-01T00:00:00Z",
+    }
+    set_status(
+        api,
+        "seen",
+        phase="Running",
+        workersReady="2/2",
+        attempt=2,
+        restarts=1,
+        observedGeneration=1,
+        progress=progress,
+        conditions=[condition],
+        cache={"hitRatio": "0.97", "nodes": [{"name": "node1", "cachedBytes": 12_000_000}]},
+        firstFailure={"pod": "seen-worker-1-1", "rank": 1, "reason": "OOMKilled", "exitCode": 137, "logTail": "a\nb"},
+    )
+    run_pod(api, job, 0, 2, "sleep 60")
+    shown = topkube("status", "seen").stdout
+    for text in (
+        f"seen  Running  in namespace {api.namespace}",
+        "2/2 ready, 1 rank each, MPICH",
+        "step 30/120  25%  loss 1.5  5,120 samples/s  41 s left",
+        "attempt 2, 1 of 3 restarts used",
+        "RanksStarted  all ranks run",
+        "seen-worker-0-2  worker 0  attempt 2",
+        "pod seen-worker-1-1, rank 1: OOMKilled, exit code 137",
+        "    | a\n    | b",
+        "hit ratio 0.97",
+        "node1  12 MB",
+    ):
+        assert text in shown, shown
+    table = topkube("status").stdout.splitlines()
+    assert table[0].split() == ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS", "RATE", "RESTARTS", "AGE"]
+    assert table[1].split()[:7] == ["seen", "Running", "2/2", "30/120", "25%", "5,120", "1"]
+    data = json.loads(topkube("status", "seen", "-o", "json").stdout)
+    assert data["job"]["status"]["progress"] == progress
+    assert [pod["metadata"]["name"] for pod in data["pods"]] == ["seen-worker-0-2"]
+
+
+def test_logs_follow_all_workers_across_a_restart_to_the_end(api: Api, topkube: Topkube, kubeconfig: Path) -> None:
+    job = create(api, minimal("talk"))
+    set_status(api, "talk", phase="Starting", attempt=1)
+    following = subprocess.Popen(
+        [sys.executable, "-m", "topkube.cli", "logs", "talk", "-n", api.namespace, "--kubeconfig", str(kubeconfig)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert following.stdout is not None
+        # Worker 0 lives through the restart; worker 1 dies and is made again.
+        stay = "echo '[rank 0] step 1'; while [ ! -e /tmp/go ]; do sleep 0.2; done; echo '[rank 0] step 2'"
+        zero = run_pod(api, job, 0, 1, f"(sleep 6; touch /tmp/go) & {stay}")
+        run_pod(api, job, 1, 1, "echo '[rank 1] step 1'; exit 3")
+        set_status(api, "talk", phase="Running")
+        first = {following.stdout.readline() for _ in range(2)}
+        assert first == {"[worker0.rank0] step 1\n", "[worker1.rank1] step 1\n"}
+        set_status(api, "talk", phase="Restarting", attempt=2, firstFailure={"message": "rank 1 ended with 3"})
+        run_pod(api, job, 1, 2, "echo '[rank 1] step 2'; echo done")
+        deadline = time.monotonic() + 60
+        while pods_of(api, "talk")[0]["status"].get("containerStatuses", [{}])[0].get("name") is None:
+            assert time.monotonic() < deadline
+        second = {following.stdout.readline() for _ in range(3)}
+        assert second == {"[worker0.rank0] step 2\n", "[worker1.rank1] step 2\n", "[worker1] done\n"}
+        failure = {"pod": zero, "exitCode": 9, "message": "rank 0 ended with 9"}
+        set_status(api, "talk", phase="Failed", firstFailure=failure)
+        out, err = following.communicate(timeout=60)
+    finally:
+        following.kill()
+        following.communicate()
+    assert out == ""
+    assert following.returncode == 9
+    assert "attempt 2 begins; the last one ended: rank 1 ended with 3" in err
+    assert "talk failed: rank 0 ended with 9" in err
+
+
+def test_logs_without_following_and_of_one_worker(api: Api, topkube: Topkube) -> None:
+    job = create(api, minimal("ended"))
+    for index in (0, 1):
+        run_pod(api, job, index, 1, f'for n in 1 2 3; do echo "[rank {index}] step $n"; done')
+    set_status(api, "ended", phase="Succeeded")
+    deadline = time.monotonic() + 60
+    while len(topkube("logs", "ended").stdout.splitlines()) < 6:
+        assert time.monotonic() < deadline
+    ended = topkube("logs", "ended", "--worker", "1", "--tail", "1", "-o", "json")
+    assert ended.returncode == 0
+    [line] = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert line.pop("time")
+    assert line == {"pod": "ended-worker-1-1", "worker": 1, "rank": 1, "text": "step 3"}
+    stamped = topkube("logs", "ended", "--no-follow", "--worker", "0", "--timestamps").stdout.splitlines()
+    assert [line.split(" ", 2)[2] for line in stamped] == ["step 1", "step 2", "step 3"]
+
+
+def test_logs_of_a_job_whose_pods_are_gone_show_what_the_status_kept(api: Api, topkube: Topkube) -> None:
+    create(api, minimal("gone"))
+    kept = {"pod": "gone-worker-0-1", "exitCode": 1, "logTail": "Traceback\nValueError: boom"}
+    set_status(api, "gone", phase="Failed", firstFailure=kept)
+    ended = topkube("logs", "gone")
+    assert (ended.returncode, ended.stdout) == (1, "Traceback\nValueError: boom\n")
+    assert "the last lines of gone-worker-0-1" in ended.stderr
+
+
+def test_submit_waits_for_the_end(api: Api, topkube: Topkube, tmp_path: Path) -> None:
+    file = written(tmp_path / "job.yaml", minimal("waited"))
+    late = topkube("submit", file, "--wait", "--timeout", "2")
+    assert late.returncode == 124
+    assert "waited is still Pending after 2 s; it goes on" in late.stderr
+    set_status(api, "waited", phase="Failed", firstFailure={"exitCode": 7, "message": "rank 1 ended with 7"})
+    ended = topkube("submit", file, "--wait")
+    assert ended.returncode == 7
+    assert ended.stderr == "waited: Failed\nwaited: rank 1 ended with 7\n"
+
+
+def test_status_watches_to_the_end(api: Api, topkube: Topkube, kubeconfig: Path) -> None:
+    create(api, minimal("watched"))
+    command = [sys.executable, "-m", "topkube.cli", "status", "watched", "--watch", "-n", api.namespace]
+    watching = subprocess.Popen([*command, "--kubeconfig", str(kubeconfig)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert watching.stdout is not None
+        assert watching.stdout.readline() == "watched  Pending\n"
+        set_status(api, "watched", phase="Running", progress={"step": 3, "totalSteps": 9})
+        assert watching.stdout.readline() == "watched  Running  step 3/9\n"
+        set_status(api, "watched", phase="Succeeded")
+        assert watching.communicate(timeout=30)[0] == "watched  Succeeded  step 3/9\n"
+    finally:
+        watching.kill()
+        watching.communicate()
+    assert watching.returncode == 0
+
+
+def test_delete_waits_until_the_pods_are_gone(api: Api, topkube: Topkube) -> None:
+    job = create(api, minimal("doomed"))
+    run_pod(api, job, 0, 1, "sleep 600")
+    ended = topkube("delete", "doomed")
+    assert (ended.returncode, ended.stdout) == (0, "trainingjob.topkube.dev/doomed deleted\n")
+    assert jobs(api) == []
+    assert pods_of(api, "doomed") == []
+
+
+def account(api: Api, kubeconfig: Path, target: Path, role: str | None) -> Path:
+    """A kubeconfig of a service account that has a ClusterRole in the test's namespace, or none."""
+    name = target.stem
+    api.request("POST", path_of(api.namespace, "serviceaccounts"), body={"metadata": {"name": name}})
+    if role:
+        binding = {
+            "metadata": {"name": name},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": api.namespace}],
+        }
+        api.request("POST", path_of(api.namespace, "rolebindings", group="rbac.authorization.k8s.io/v1"), body=binding)
+    asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 600}}
+    path = path_of(api.namespace, "serviceaccounts", name) + "/token"
+    token = api.request("POST", path, body=asked).data["status"]["token"]
+    config = yaml.safe_load(kubeconfig.read_text())
+    config["users"] = [{"name": "user", "user": {"token": token}}]
+    config["contexts"][0]["context"]["user"] = "user"
+    target.write_text(yaml.safe_dump(config))
+    return target
+
+
+def test_who_may_not_is_told_what_to_ask_for(api: Api, topkube: Topkube, kubeconfig: Path, tmp_path: Path) -> None:
+    create(api, minimal("mine"))
+    nobody = account(api, kubeconfig, tmp_path / "nobody.yaml", None)
+    ended = topkube("status", "mine", config=nobody)
+    assert ended.returncode == 1
+    assert "cannot get resource" in ended.stderr
+    assert f"kubectl auth can-i get trainingjobs.topkube.dev -n {api.namespace}" in ended.stderr
+    stranger = yaml.safe_load(nobody.read_text())
+    stranger["users"][0]["user"]["token"] = base64.b64encode(b"nonsense").decode()
+    (tmp_path / "stranger.yaml").write_text(yaml.safe_dump(stranger))
+    ended = topkube("status", config=tmp_path / "stranger.yaml")
+    assert ended.returncode == 1
+    assert "the cluster does not know who you are" in ended.stderr
+
+
+def test_the_roles_for_people_are_enough_and_no_more(
+    api: Api, topkube: Topkube, kubeconfig: Path, tmp_path: Path, roles: None
+) -> None:
+    file = written(tmp_path / "job.yaml", minimal("shared"))
+    editor = account(api, kubeconfig, tmp_path / "editor.yaml", "topkube-edit")
+    viewer = account(api, kubeconfig, tmp_path / "viewer.yaml", "topkube-view")
+    assert topkube("submit", file, config=editor).returncode == 0
+    assert topkube("status", "shared", config=viewer).returncode == 0
+    assert topkube("logs", "shared", "--no-follow", config=viewer).returncode == 0
+    assert topkube("delete", "shared", config=viewer).returncode == 1
+    assert topkube("delete", "shared", config=editor).returncode == 0
+
+
+def test_kubectl_finds_the_plugin(api: Api, kubectl: Path, kubeconfig: Path) -> None:
+    create(api, minimal("plugged"))
+    here = Path(sys.executable).parent
+    shown = subprocess.run(
+        [str(kubectl), "topkube", "status", "-n", api.namespace],
+        env={"PATH": f"{here}:/usr/bin:/bin", "KUBECONFIG": str(kubeconfig)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "plugged  Pending" in shown.stdout, shown.stderr
+
+
+def test_a_job_of_the_same_name_made_again_is_another_job(api: Api) -> None:
+    """The uid guards a deletion: what was made in between stays."""
+    before = create(api, minimal("twice"))
+    api.request("DELETE", job_path(api, "twice"))
+    create(api, minimal("twice"))
+    body = {"preconditions": {"uid": before["metadata"]["uid"]}}
+    with pytest.raises(ClusterError) as refused:
+        api.request("DELETE", job_path(api, "twice"), body=body)
+    assert refused.value.status == 409
+    assert jobs(api) == ["twice"]
