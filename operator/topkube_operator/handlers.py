@@ -23,7 +23,9 @@ _log = logging.getLogger(__name__)
 
 def run(operator: Operator, webhook_names: list[str], webhook_port: int) -> None:
     """Runs until SIGTERM or SIGINT, then hands over."""
+    identity: Any = operator.identity  # kopf would look up the user's name, which an arbitrary UID lacks
     kopf.run(
+        identity=identity,
         registry=registry(operator, webhook_names, webhook_port),
         standalone=True,
         clusterwide=not operator.options.namespaces,
