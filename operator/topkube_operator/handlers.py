@@ -56,6 +56,9 @@ def registry(operator: Operator, webhook_names: list[str], webhook_port: int) ->
     @kopf.on.startup(registry=handlers)
     async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
         settings.posting.enabled = False
+        # With named namespaces there is no right to list namespaces, and nothing to learn from it: kopf would try for a
+        # minute before it starts.
+        settings.scanning.disabled = bool(operator.options.namespaces)
         settings.queueing.idle_timeout = 1.0
         settings.watching.server_timeout = 240
         settings.process.ultimate_exiting_timeout = 20
