@@ -1,4 +1,9 @@
-"""A real cluster for each test: its kubeconfig, and a fresh namespace."""
+"""One cluster for all tests, the operator installed on it as a person would, a namespace of its own for each test.
+
+`make test-cluster` uses the cluster that `make cluster` started; where there is none it starts one and stops it at the
+end. TOPKUBE_TEST_KUBECONFIG names another cluster instead, which must have the images; tests that break nodes are skipped
+there.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +11,132 @@ import os
 import secrets
 import shutil
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import kubernetes
 import pytest
 import yaml
+from kubernetes.client.exceptions import ApiException
+from localkube import images
+from localkube.cluster import Cluster
+from localkube.layout import Layout
+from target import OPERATOR, OPERATOR_NAMESPACE, Namespace, Target, wait_for
 
 from topkube.cli.cluster.api import Api, Where, connect, path_of
 from topkube.errors import ClusterError
 from topkube.job.crd import custom_resource_definition
 
-MANIFESTS = Path(__file__).parents[2] / "manifests"
+REPOSITORY = Path(__file__).resolve().parents[2]
+MANIFESTS = REPOSITORY / "manifests"
+NODES = 3  # two for a job, one to replace a node that vanished
 
 
 @pytest.fixture(scope="session")
-def kubeconfig() -> Path:
-    given = os.environ.get("TOPKUBE_TEST_KUBECONFIG")
-    if not given:
-        pytest.skip("no cluster: set TOPKUBE_TEST_KUBECONFIG")
-    return Path(given)
+def target() -> Iterator[Target]:
+    """The cluster, with TopKube's images on every node."""
+    other = os.environ.get("TOPKUBE_TEST_KUBECONFIG")
+    if other:
+        yield Target(Path(other), None)
+        return
+    if os.geteuid() != 0:
+        pytest.skip("needs root to start a cluster here, or TOPKUBE_TEST_KUBECONFIG for another cluster")
+    layout, wanted = Layout.from_environment(), [images.RUNTIME, images.RUNTIME_OPENMPI, images.OPERATOR]
+    running = Cluster.running(layout)
+    if running is not None:
+        running.load_images(wanted)
+        yield Target(layout.kubeconfig, running)
+        return
+    cluster = Cluster.up(layout, NODES, wanted)
+    try:
+        yield Target(layout.kubeconfig, cluster)
+    finally:
+        cluster.down()
 
 
 @pytest.fixture(scope="session")
-def kubectl() -> Path:
-    found = shutil.which("kubectl")
-    assert found is not None
+def kubeconfig(target: Target) -> Path:
+    return target.kubeconfig
+
+
+@pytest.fixture(scope="session")
+def kubectl(target: Target) -> Path:
+    found = target.local.kubectl_program if target.local else shutil.which("kubectl")
+    if found is None:
+        pytest.skip("no kubectl on PATH")
     return Path(found)
+
+
+@pytest.fixture(scope="session")
+def installed(target: Target) -> Target:
+    """The same, with the operator of manifests/ running."""
+    for file in ("namespace", "crd", "rbac", "operator", "webhook"):
+        target.apply((MANIFESTS / f"{file}.yaml").read_text())
+    if target.local is not None:  # the image may be newer than the pods that run
+        target.core.delete_collection_namespaced_pod(OPERATOR_NAMESPACE, grace_period_seconds=1)
+
+    def ready() -> bool:
+        status = target.apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE).status
+        return status.ready_replicas == status.replicas == 2 and len(target.operator_pods()) == 2
+
+    try:
+        wait_for(ready, "both replicas of the operator to be ready", 120)
+    except AssertionError as error:
+        for pod in target.operator_pods():
+            print(pod.metadata.name, pod.status.phase, pod.status.container_statuses)
+            print(target.core.read_namespaced_pod_log(pod.metadata.name, OPERATOR_NAMESPACE, tail_lines=40))
+        raise AssertionError(str(error)) from None
+    return target
+
+
+@pytest.fixture
+def namespace(installed: Target, request: pytest.FixtureRequest) -> Iterator[Namespace]:
+    """A fresh namespace. When the test fails all there is to know about it is printed."""
+    yield from _namespace(installed, request)
+
+
+@pytest.fixture
+def second_namespace(installed: Target, request: pytest.FixtureRequest) -> Iterator[Namespace]:
+    yield from _namespace(installed, request)
+
+
+def _namespace(target: Target, request: pytest.FixtureRequest) -> Iterator[Namespace]:
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    target.core.create_namespace(kubernetes.client.V1Namespace(metadata=kubernetes.client.V1ObjectMeta(name=name)))
+    namespace = Namespace(target, name)
+    wait_for(lambda: _has_account(target, name), "the namespace's service account", 30)
+    try:
+        yield namespace
+        if getattr(request.node, "failed", False):
+            print(*namespace.describe(), sep="\n")
+    finally:
+        target.core.delete_namespace(name)
+
+
+def _has_account(target: Target, name: str) -> bool:
+    try:
+        return bool(target.core.read_namespaced_service_account("default", name))
+    except ApiException:
+        return False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.when == "call":
+        item.failed = report.failed  # type: ignore[attr-defined]
+    return report
+
+
+@pytest.fixture
+def breakable(installed: Target) -> Cluster:
+    """The machine's own cluster, for tests that break nodes, links or the control plane."""
+    if installed.local is None:
+        pytest.skip("breaks nodes: needs a cluster of this machine's own, not TOPKUBE_TEST_KUBECONFIG")
+    if len(installed.local.nodes) < NODES:
+        pytest.skip(f"needs {NODES} nodes, the running cluster has fewer. Next: make cluster NODES={NODES}")
+    return installed.local
 
 
 @pytest.fixture(scope="session")

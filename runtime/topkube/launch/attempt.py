@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from topkube.errors import LaunchError
 from topkube.launch.contract import Message
-from topkube.launch.environment import defaults, home
+from topkube.launch.environment import defaults, home, single_copy_off
 from topkube.launch.memory import memory_kills
 from topkube.launch.messages import ProxyEnded, Report, Running, Start, StepDone
 from topkube.launch.mpi import Mpi
@@ -67,6 +67,7 @@ class Attempt:
         environment = {**inherited, **start.environment, "TOPKUBE_RUN_DIRECTORY": str(directory)}
         environment.update(mpi.environment())
         defaults(environment, len(start.ranks))
+        single_copy_off(environment)
         home(environment, temporary)
         words = proxy_command(start.proxy, mpi, control_port)
         try:

@@ -210,6 +210,13 @@ class Node:
         }
         (folder / "kubelet.yaml").write_text(json.dumps(kubelet, indent=1))
 
+    def container(self, identity: str) -> Group:
+        """The cgroup of a running container, by containerd's name for it."""
+        for group in (self.group / "kubepods").subgroups():
+            if group.path.endswith(f"/{identity}"):
+                return group
+        raise LookupError(f"no container {identity} runs on {self.name}")
+
     def last_words(self) -> str:
         return "\n".join(f"--- {daemon.name}\n{daemon.last_words()}" for daemon in self.daemons)
 

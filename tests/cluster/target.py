@@ -1,0 +1,191 @@
+"""The cluster that tests run on: our own or any other, through its API. What tests ask of it, in their words."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import kubernetes
+import yaml
+from kubernetes.client.exceptions import ApiException
+from localkube.cluster import Cluster
+
+T = TypeVar("T")
+GROUP, VERSION, PLURAL = "topkube.dev", "v1alpha1", "trainingjobs"
+OPERATOR_NAMESPACE, OPERATOR = "topkube-system", "topkube-operator"
+
+
+def wait_for(look: Callable[[], T], what: str, seconds: float = 60.0, interval: float = 0.15) -> T:
+    """The first true answer of `look`. Raises AssertionError naming `what` after `seconds`."""
+    deadline, found = time.monotonic() + seconds, None
+    while time.monotonic() < deadline:
+        if found := look():
+            return found
+        time.sleep(interval)
+    raise AssertionError(f"waited {seconds:.0f} s in vain for {what}; last seen: {found!r}")
+
+
+class Target:
+    """A cluster behind `kubeconfig`. `local`: the machine's own, whose nodes can be broken; None: somebody else's."""
+
+    def __init__(self, kubeconfig: Path, local: Cluster | None) -> None:
+        self.kubeconfig, self.local = kubeconfig, local
+        self.client = kubernetes.config.new_client_from_config(str(kubeconfig))
+        self.core = kubernetes.client.CoreV1Api(self.client)
+        self.apps = kubernetes.client.AppsV1Api(self.client)
+        self.custom = kubernetes.client.CustomObjectsApi(self.client)
+        self.policies = kubernetes.client.NetworkingV1Api(self.client)
+        self.dynamic = kubernetes.dynamic.DynamicClient(self.client)
+
+    def apply(self, manifests: str, namespace: str | None = None) -> None:
+        """Server-side apply of YAML documents."""
+        for manifest in yaml.safe_load_all(manifests):
+            if manifest:
+                kind = self.dynamic.resources.get(api_version=manifest["apiVersion"], kind=manifest["kind"])
+                where = manifest["metadata"].get("namespace") or namespace
+                kind.server_side_apply(
+                    body=manifest, namespace=where if kind.namespaced else None, field_manager="tests", force_conflicts=True
+                )
+
+    def nodes(self) -> list[str]:
+        """Names of the nodes that are Ready."""
+        ready = []
+        for node in self.core.list_node().items:
+            if any(one.type == "Ready" and one.status == "True" for one in node.status.conditions or ()):
+                ready.append(node.metadata.name)
+        return sorted(ready)
+
+    def scale_operator(self, replicas: int) -> None:
+        """Returns when as many operators run, and no more."""
+        self.apps.patch_namespaced_deployment_scale(OPERATOR, OPERATOR_NAMESPACE, {"spec": {"replicas": replicas}})
+
+        def settled() -> bool:
+            deployment = self.apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE)
+            pods = self.operator_pods()
+            return len(pods) == replicas == (deployment.status.ready_replicas or 0)
+
+        wait_for(settled, f"{replicas} replicas of the operator", 90)
+
+    def operator_pods(self) -> list[Any]:
+        return self.core.list_namespaced_pod(OPERATOR_NAMESPACE, label_selector="app.kubernetes.io/component=operator").items
+
+    def kill_container(self, pod: Any, container: str) -> None:
+        """SIGKILL to the processes of a container, from outside: as the kernel does when memory runs out."""
+        assert self.local is not None
+        identity = next(one.container_id for one in pod.status.container_statuses if one.name == container)
+        self.local.nodes[pod.spec.node_name].container(identity.rpartition("/")[2]).kill()
+
+
+class Namespace:
+    """A namespace of one test's own: its jobs, and what became of them."""
+
+    def __init__(self, target: Target, name: str) -> None:
+        self.target, self.name = target, name
+
+    # -- jobs
+
+    def create(self, job: dict[str, Any]) -> str:
+        """Creates a TrainingJob; gives its name."""
+        self.target.custom.create_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, job)
+        return str(job["metadata"]["name"])
+
+    def job(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.target.custom.get_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, name)
+        return found
+
+    def status(self, name: str) -> dict[str, Any]:
+        return self.job(name).get("status") or {}
+
+    def phase(self, name: str) -> str:
+        return str(self.status(name).get("phase") or "")
+
+    def patch(self, name: str, change: dict[str, Any]) -> None:
+        """A merge patch of the job."""
+        self.target.custom.patch_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, name, change)
+
+    def delete(self, name: str) -> None:
+        self.target.custom.delete_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, name)
+
+    def wait_phase(self, name: str, *phases: str, seconds: float = 90.0) -> dict[str, Any]:
+        """The status in the first of `phases` that is reached. Fails at once where the job ends otherwise."""
+
+        def reached() -> dict[str, Any] | None:
+            status = self.status(name)
+            phase = status.get("phase")
+            if phase in phases:
+                return status
+            if phase in ("Succeeded", "Failed"):
+                raise AssertionError(f"{name} is {phase}, not {' or '.join(phases)}: {json.dumps(status, indent=1)}")
+            return None
+
+        return wait_for(reached, f"{name} to be {' or '.join(phases)}", seconds)
+
+    def condition(self, name: str, kind: str) -> dict[str, Any]:
+        found = (one for one in self.status(name).get("conditions") or () if one["type"] == kind)
+        return next(found, {})
+
+    # -- what belongs to them
+
+    def pods(self, role: str = "", job: str = "") -> list[Any]:
+        """Pods of TrainingJobs that are not on their way out, by name."""
+        parts = [f"topkube.dev/role={role}" if role else "topkube.dev/role"]
+        if job:
+            parts.append(f"topkube.dev/job-name={job}")
+        pods = self.target.core.list_namespaced_pod(self.name, label_selector=",".join(parts)).items
+        return sorted((pod for pod in pods if not pod.metadata.deletion_timestamp), key=lambda pod: pod.metadata.name)
+
+    def uids(self, role: str) -> dict[str, str]:
+        return {pod.metadata.name: pod.metadata.uid for pod in self.pods(role)}
+
+    def children(self) -> set[str]:
+        """Everything that a job may have left, as kind/name."""
+        core = self.target.core
+        found: set[str] = set()
+        for kind, items in (
+            ("pod", core.list_namespaced_pod(self.name).items),
+            ("service", core.list_namespaced_service(self.name).items),
+            ("secret", core.list_namespaced_secret(self.name).items),
+            ("networkpolicy", self.target.policies.list_namespaced_network_policy(self.name).items),
+        ):
+            found |= {f"{kind}/{item.metadata.name}" for item in items if "token" not in item.metadata.name}
+        return found
+
+    def logs(self, pod: str, container: str | None = None) -> str:
+        with suppress(ApiException):
+            return str(self.target.core.read_namespaced_pod_log(pod, self.name, container=container))
+        return ""
+
+    def wait_log(self, text: str, role: str = "worker", seconds: float = 60.0) -> None:
+        """Waits until a pod of that role has printed `text`."""
+        wait_for(
+            lambda: any(text in self.logs(pod.metadata.name) for pod in self.pods(role)), f"a {role} to print {text!r}", seconds
+        )
+
+    def events(self) -> list[str]:
+        """Of TrainingJobs, as 'Reason: message'."""
+        items = self.target.core.list_namespaced_event(self.name, field_selector="involvedObject.kind=TrainingJob").items
+        return [f"{item.reason}: {item.message}" for item in sorted(items, key=lambda one: one.metadata.creation_timestamp)]
+
+    # -- what went wrong
+
+    def describe(self) -> Iterator[str]:
+        """All there is to know, for a test that failed."""
+        jobs = self.target.custom.list_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL)["items"]
+        for job in jobs:
+            yield f"--- job {job['metadata']['name']}\n{yaml.safe_dump(job.get('status') or {}, sort_keys=False)}"
+        for pod in self.target.core.list_namespaced_pod(self.name).items:
+            states = [one.state.to_dict() for one in pod.status.container_statuses or ()]
+            yield f"--- pod {pod.metadata.name} on {pod.spec.node_name}: {pod.status.phase} {states}"
+            for container in pod.spec.containers:
+                yield "\n".join(self.logs(pod.metadata.name, container.name).splitlines()[-25:])
+        yield "--- events"
+        for event in self.target.core.list_namespaced_event(self.name).items:
+            yield f"{event.last_timestamp} {event.involved_object.kind} {event.involved_object.name} {event.reason}: {event.message}"
+        for pod in self.target.operator_pods():
+            yield f"--- operator {pod.metadata.name}: {pod.status.phase}"
+            with suppress(ApiException):
+                yield str(self.target.core.read_namespaced_pod_log(pod.metadata.name, OPERATOR_NAMESPACE, tail_lines=40))
