@@ -1,8 +1,8 @@
 """One cluster for all tests, the operator installed on it as a person would, a namespace of its own for each test.
 
 `make test-cluster` uses the cluster that `make cluster` started; where there is none it starts one and stops it at the
-end. TOPKUBE_TEST_KUBECONFIG names another cluster instead, which must have the images; tests that break nodes are skipped
-there.
+end. TOPKUBE_TEST_KUBECONFIG names another cluster instead, which must have the images; tests that break nodes are
+skipped there.
 """
 
 from __future__ import annotations

@@ -48,16 +48,19 @@ class Target:
                 kind = self.dynamic.resources.get(api_version=manifest["apiVersion"], kind=manifest["kind"])
                 where = manifest["metadata"].get("namespace") or namespace
                 kind.server_side_apply(
-                    body=manifest, namespace=where if kind.namespaced else None, field_manager="tests", force_conflicts=True
+                    body=manifest,
+                    namespace=where if kind.namespaced else None,
+                    field_manager="tests",
+                    force_conflicts=True,
                 )
 
     def nodes(self) -> list[str]:
         """Names of the nodes that are Ready."""
-        ready = []
-        for node in self.core.list_node().items:
-            if any(one.type == "Ready" and one.status == "True" for one in node.status.conditions or ()):
-                ready.append(node.metadata.name)
-        return sorted(ready)
+        return sorted(
+            node.metadata.name
+            for node in self.core.list_node().items
+            if any(one.type == "Ready" and one.status == "True" for one in node.status.conditions or ())
+        )
 
     def scale_operator(self, replicas: int) -> None:
         """Returns when as many operators run, and no more."""
@@ -71,7 +74,9 @@ class Target:
         wait_for(settled, f"{replicas} replicas of the operator", 90)
 
     def operator_pods(self) -> list[Any]:
-        return self.core.list_namespaced_pod(OPERATOR_NAMESPACE, label_selector="app.kubernetes.io/component=operator").items
+        return self.core.list_namespaced_pod(
+            OPERATOR_NAMESPACE, label_selector="app.kubernetes.io/component=operator"
+        ).items
 
     def kill_container(self, pod: Any, container: str) -> None:
         """SIGKILL to the processes of a container, from outside: as the kernel does when memory runs out."""
@@ -162,13 +167,19 @@ class Namespace:
     def wait_log(self, text: str, role: str = "worker", seconds: float = 60.0) -> None:
         """Waits until a pod of that role has printed `text`."""
         wait_for(
-            lambda: any(text in self.logs(pod.metadata.name) for pod in self.pods(role)), f"a {role} to print {text!r}", seconds
+            lambda: any(text in self.logs(pod.metadata.name) for pod in self.pods(role)),
+            f"a {role} to print {text!r}",
+            seconds,
         )
 
     def events(self) -> list[str]:
         """Of TrainingJobs, as 'Reason: message'."""
-        items = self.target.core.list_namespaced_event(self.name, field_selector="involvedObject.kind=TrainingJob").items
-        return [f"{item.reason}: {item.message}" for item in sorted(items, key=lambda one: one.metadata.creation_timestamp)]
+        items = self.target.core.list_namespaced_event(
+            self.name, field_selector="involvedObject.kind=TrainingJob"
+        ).items
+        return [
+            f"{item.reason}: {item.message}" for item in sorted(items, key=lambda one: one.metadata.creation_timestamp)
+        ]
 
     # -- what went wrong
 
@@ -184,8 +195,11 @@ class Namespace:
                 yield "\n".join(self.logs(pod.metadata.name, container.name).splitlines()[-25:])
         yield "--- events"
         for event in self.target.core.list_namespaced_event(self.name).items:
-            yield f"{event.last_timestamp} {event.involved_object.kind} {event.involved_object.name} {event.reason}: {event.message}"
+            what = f"{event.involved_object.kind} {event.involved_object.name}"
+            yield f"{event.last_timestamp} {what} {event.reason}: {event.message}"
         for pod in self.target.operator_pods():
             yield f"--- operator {pod.metadata.name}: {pod.status.phase}"
             with suppress(ApiException):
-                yield str(self.target.core.read_namespaced_pod_log(pod.metadata.name, OPERATOR_NAMESPACE, tail_lines=40))
+                yield str(
+                    self.target.core.read_namespaced_pod_log(pod.metadata.name, OPERATOR_NAMESPACE, tail_lines=40)
+                )
