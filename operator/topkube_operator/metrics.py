@@ -11,7 +11,7 @@ from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
@@ -79,6 +79,7 @@ class OperatorMetrics:
         disable_created_metrics()  # a series of its own beside each counter, which nothing here asks for
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(JobsCollector(jobs))
+        ProcessCollector(registry=self.registry)  # processor time and memory
         build = Gauge(BUILD.name, BUILD.help, BUILD.labels, registry=self.registry)
         build.labels("operator", __version__).set(1)
         self._transitions = self._counter(TRANSITIONS, PHASES)

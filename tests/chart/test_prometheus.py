@@ -1,0 +1,151 @@
+"""Dashboards and alerts against a real Prometheus that scrapes a real run: every query has an answer, and every metric
+and label that a panel or an alert names is there."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import start_http_server
+from prometheus_server import BINARY, INTERVAL, prometheus, target, wait_until
+
+from monitoring.alerts import ALERTS
+from monitoring.dashboards import DASHBOARDS
+from monitoring.generated import ROOT
+from monitoring.grafana import Dashboard, Panel
+from monitoring.pictures import draw
+from monitoring.prometheus import Prometheus, QueryError, chosen
+from topkube_operator.metrics import OperatorMetrics
+
+pytestmark = [
+    pytest.mark.skipif(BINARY is None, reason="needs prometheus: apt-get install prometheus"),
+    pytest.mark.timeout(180),
+]
+JOB = "digits-cnn"
+STORED: list[dict[str, Any]] = [
+    {
+        "metadata": {"name": JOB, "namespace": "ml", "creationTimestamp": "2026-01-01T00:00:00Z"},
+        "status": {
+            "phase": "Running",
+            "restarts": 1,
+            "progress": {"step": 1, "totalSteps": 2},
+            "firstFailure": {"pod": f"{JOB}-worker-1-1", "rank": 1, "reason": "OOMKilled"},
+        },
+    },
+    {"metadata": {"name": "next", "namespace": "ml", "creationTimestamp": "2026-01-01T00:00:00Z"}},
+]
+
+
+def operator() -> OperatorMetrics:
+    """The operator's own metrics; something happens to it whenever it is asked."""
+
+    def jobs() -> list[dict[str, Any]]:
+        metrics.entered("Running")
+        metrics.started(2.0)
+        metrics.restarted("OOMKilled")
+        metrics.reconciled(0.01, "changed")
+        return STORED
+
+    metrics = OperatorMetrics(jobs)
+    metrics.leads(True)
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A Prometheus that has seen some seconds of a real run of two ranks on two nodes."""
+    directory = tmp_path_factory.mktemp("prometheus")
+    job = str(ROOT / "manifests/samples/digits-cnn.yaml")
+    command = [sys.executable, "-m", "topkube.cli", "run", job, "--no-plot", "--metrics-port", "0"]
+    training = subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    http, thread = start_http_server(0, "127.0.0.1", operator().registry)
+    try:
+        assert training.stdout is not None
+        said = training.stdout.readline()
+        address = re.search(r"127\.0\.0\.1:\d+", said)
+        assert address is not None, said
+        reading = threading.Thread(target=training.stdout.read)  # so that the run never waits for us
+        reading.start()
+        pod = {"namespace": "ml", "pod": f"{JOB}-worker-0-1"}
+        operator_address = f"127.0.0.1:{http.server_port}"
+        targets = [
+            target("workers", address[0], **pod),
+            target(
+                "operator", operator_address, honor_labels=True, pod="topkube-operator-0", namespace="topkube-system"
+            ),
+        ]
+        with prometheus(directory, targets) as found:
+            # Norms are the last to come; a rate needs two scrapes.
+            wait_until(lambda: found.query("topkube_residual_norm"), "training", 90)
+            wait_until(lambda: found.query(f"rate(topkube_samples_total[{INTERVAL}]) > 0"), "a rate")
+            yield found
+    finally:
+        training.terminate()
+        training.wait(30)
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+
+def ask(server: Prometheus, expression: str) -> list[float]:
+    found = server.query(chosen(expression, INTERVAL, namespace="ml", training_job=f"{JOB}|next"))
+    return [point[1] for series in found for point in series.points]
+
+
+PANELS = [(dashboard, panel) for dashboard in DASHBOARDS for panel in dashboard.panels]
+
+
+@pytest.mark.parametrize(("dashboard", "panel"), PANELS, ids=[f"{one.uid}: {panel.title}" for one, panel in PANELS])
+def test_every_query_of_every_panel_has_an_answer(server: Prometheus, dashboard: Dashboard, panel: Panel) -> None:
+    for query in panel.queries:
+        values = ask(server, query.expression)
+        assert values, query.expression
+        assert not all(math.isnan(value) for value in values), query.expression
+        if panel.unit == "percentunit":
+            assert all(0 <= value <= 50 for value in values), values
+
+
+def test_every_choice_has_values(server: Prometheus) -> None:
+    for dashboard in DASHBOARDS:
+        for variable in dashboard.variables:
+            series = chosen(variable.series, INTERVAL)
+            values = server.ask(f"label/{variable.label}/values", **{"match[]": series})
+            assert {"namespace": "ml", "training_job": JOB}[variable.label] in values
+
+
+def test_every_alert_is_evaluated_without_an_error(server: Prometheus) -> None:
+    def evaluated() -> list[dict[str, Any]]:
+        rules = [rule for group in server.ask("rules")["groups"] for rule in group["rules"]]
+        return rules if all(rule["health"] != "unknown" for rule in rules) else []
+
+    rules = wait_until(evaluated, "the first evaluation")
+    assert {rule["name"]: rule["health"] for rule in rules} == {alert.name: "ok" for alert in ALERTS}
+
+
+def test_every_metric_and_label_of_dashboards_and_alerts_is_in_the_scrape(server: Prometheus) -> None:
+    labels: dict[str, set[str]] = {}
+    for one in server.ask("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
+        labels.setdefault(one["__name__"], set()).update(one)
+    expressions = [query.expression for _, panel in PANELS for query in panel.queries]
+    for expression in [*expressions, *(alert.expression for alert in ALERTS)]:
+        for name, selector in re.findall(r"\b((?:topkube|process)_\w+)(\{[^}]*\})?", expression):
+            assert name in labels, expression
+            assert set(re.findall(r'(\w+)[=!]~?"', selector)) <= labels[name], expression
+
+
+def test_a_query_that_is_wrong_is_an_error(server: Prometheus) -> None:
+    with pytest.raises(QueryError, match="parse error"):
+        server.query("sum(")
+
+
+def test_a_dashboard_is_drawn(server: Prometheus, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.png"
+    draw(server, DASHBOARDS[0], path, 20, INTERVAL, training_job=JOB)
+    assert path.stat().st_size > 20_000
