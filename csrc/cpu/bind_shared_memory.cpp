@@ -58,6 +58,11 @@ class Node {
     return memory_->reduce_scatter(data, dtype, length, scale, to, plus, {signature, deadline});
   }
 
+  void check(std::uint64_t signature, double deadline) {
+    nb::gil_scoped_release release;
+    memory_->check({signature, deadline});
+  }
+
   void all_gather(Bytes x, int item, std::optional<Offsets> bounds, std::uint64_t signature, double deadline) {
     require(item == 1 || item == 2 || item == 4, "items of 1, 2 or 4 bytes");
     const std::size_t length = x.size() / static_cast<std::size_t>(item);
@@ -106,6 +111,7 @@ void bind_shared_memory(nb::module_& module) {
            nb::arg("deadline"))
       .def("reduce_scatter", &Node::reduce_scatter, nb::arg("x"), nb::arg("dtype"), nb::arg("scale"), nb::arg("out").none(),
            nb::arg("add").none(), nb::arg("signature"), nb::arg("deadline"))
+      .def("check", &Node::check, nb::arg("signature"), nb::arg("deadline"))
       .def("all_gather", &Node::all_gather, nb::arg("x"), nb::arg("item"), nb::arg("bounds").none(), nb::arg("signature"),
            nb::arg("deadline"));
   module.def(

@@ -1,10 +1,14 @@
 #include "shared_memory.hpp"
 
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 
 #include "float_state.hpp"
 #include "path.hpp"
@@ -51,6 +55,8 @@ struct SharedMemory::Slot {
   std::atomic<std::uint64_t> signature[2];
   alignas(line) std::atomic<std::uint64_t> published;
   alignas(line) std::atomic<std::uint64_t> taken;
+  alignas(line) std::atomic<std::uint32_t> asleep;  // whether the rank sleeps, or is about to, until `woken` changes
+  std::atomic<std::uint32_t> woken;
 };
 
 std::size_t SharedMemory::bytes(int ranks, int cells) {
@@ -70,21 +76,43 @@ char* SharedMemory::cell(int rank, std::uint64_t step) const {
   return base_ + sizeof(Slot) * ranks_ + number * cell_bytes;
 }
 
-// Spins for about the time of a chunk, then gives the processor away, then sleeps for longer and longer: ranks may outnumber
-// processors, and a rank that waits for the network must not take them from one that computes.
+// Counters change before sleepers are looked for, and a rank says that it sleeps before it looks at the counters for the last
+// time: one of the two sees the other.
+void SharedMemory::tell() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int p = 0; p < ranks_; ++p) {
+    Slot& other = slot(p);
+    if (p == rank_ || other.asleep.load(std::memory_order_relaxed) == 0) continue;
+    other.woken.fetch_add(1, std::memory_order_release);
+    syscall(SYS_futex, &other.woken, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+  }
+}
+
+// Spins for about the time of a chunk and then sleeps until another rank tells: ranks may outnumber processors, and a rank that
+// waits must not take them from one that it waits for.
 template <class Ready>
 void SharedMemory::wait(Ready ready) {
   for (int i = 0; i < (crowded_ ? 20 : 400); ++i) {
     if (ready()) return;
     relax();
   }
-  const double start = now();
-  double polled = start;
-  for (long pause = 20'000;;) {
-    for (int i = 0; i < 4; ++i) {
-      if (ready()) return;
-      sched_yield();
+  for (int i = 0; i < (crowded_ ? 2 : 50); ++i) {
+    sched_yield();
+    if (ready()) return;
+  }
+  Slot& mine = slot(rank_);
+  double polled = now();
+  for (;;) {
+    const std::uint32_t seen = mine.woken.load(std::memory_order_acquire);
+    mine.asleep.store(1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    const bool done = ready();
+    if (!done) {
+      const timespec longest{0, 50'000'000};
+      syscall(SYS_futex, &mine.woken, FUTEX_WAIT, seen, &longest, nullptr, 0);
     }
+    mine.asleep.store(0, std::memory_order_relaxed);
+    if (done || ready()) return;
     const double time = now();
     if (time - polled > 0.1) {
       polled = time;
@@ -96,10 +124,6 @@ void SharedMemory::wait(Ready ready) {
         if (slot(p).entered.load(std::memory_order_acquire) < calls_) missing.push_back(p);
       throw NodeTimeout(missing);
     }
-    if (time - start < 200e-6) continue;
-    const timespec nap{0, pause};
-    nanosleep(&nap, nullptr);
-    pause = std::min(pause * 5 / 4, 500'000L);
   }
 }
 
@@ -109,6 +133,7 @@ void SharedMemory::enter(Call call) {
   Slot& mine = slot(rank_);
   mine.signature[calls_ % 2].store(call.signature, std::memory_order_relaxed);
   mine.entered.store(calls_, std::memory_order_release);
+  tell();
   int arrived = 0;
   wait([&] {
     while (arrived < ranks_ && slot(arrived).entered.load(std::memory_order_acquire) >= calls_) ++arrived;
@@ -156,9 +181,11 @@ void SharedMemory::pipeline(std::uint64_t steps, Publish publish, Take take) {
     if (!near && all_published(sequence_ + done + 1)) {
       take(done);
       mine.taken.store(sequence_ + ++done, std::memory_order_release);
+      tell();
     } else if (given < steps && room(given)) {
       publish(given);
       mine.published.store(sequence_ + ++given, std::memory_order_release);
+      tell();
     } else {
       wait([&] { return all_published(sequence_ + done + 1) || (given < steps && room(given)); });
     }
@@ -258,6 +285,8 @@ bool SharedMemory::reduce_steps(void* data, Dtype dtype, std::size_t length, flo
   if (out != nullptr) stream_end();
   return finite;
 }
+
+void SharedMemory::check(Call call) { enter(call); }
 
 void SharedMemory::all_gather(void* x, std::size_t item, std::size_t length, const std::uint64_t* bounds, Call call) {
   enter(call);

@@ -57,6 +57,9 @@ class SharedMemory {
   // or, where that is null, into x. Ranks without a shard only give. Returns whether every result of this rank is finite.
   bool reduce_scatter(void* x, Dtype dtype, std::size_t length, float scale, float* out, const float* add, Call call);
 
+  // Returns once all ranks have entered the same call.
+  void check(Call call);
+
   // Copies each shard of x from the rank that owns it to all others. `bounds` (shards + 1 offsets) replaces the even cut.
   void all_gather(void* x, std::size_t item, std::size_t length, const std::uint64_t* bounds, Call call);
 
@@ -70,6 +73,7 @@ class SharedMemory {
   void enter(Call call);
   bool all_published(std::uint64_t steps);
   bool all_taken(std::uint64_t steps);
+  void tell();
   template <class Ready>
   void wait(Ready ready);
   template <class Publish, class Take>

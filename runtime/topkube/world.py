@@ -26,6 +26,10 @@ from topkube.settings import Settings, launched_ranks
 
 _HERE = 1
 """Tag of a roll call's answers on the control communicator."""
+_DIFFERENT = 2
+"""Tag of the news, there too, that ranks entered different collectives."""
+_YIELD_SECONDS = 100e-6
+"""How long a wait for messages gives the processor away and looks again before it begins to sleep."""
 _GRACE_SECONDS = 1.5
 """How long a roll call listens. Ranks that wait look at the control communicator about ten times a second."""
 _WINDOW_BYTES_PER_RANK = 1100 << 10
@@ -112,8 +116,8 @@ class World:
         looked, pause = start, 20e-6
         while not ready():
             now = time.monotonic()
-            if now - start < 100e-6:
-                time.sleep(0)
+            if now - start < _YIELD_SECONDS:
+                os.sched_yield()  # time.sleep(0) would sleep for 50 us, the timers' slack
                 continue
             if now - looked > 0.1:
                 looked = now
@@ -131,6 +135,18 @@ class World:
 
         if self.control.Iprobe(MPI.ANY_SOURCE, _HERE):
             self.give_up(what)
+
+    def tell_different(self) -> None:
+        """Tells all other ranks that this one has met a rank in another collective."""
+        nothing = np.zeros(1, np.int64)
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        self.cache["told"] = [nothing, *(self.control.Isend(nothing, rank, _DIFFERENT) for rank in others)]
+
+    def told_different(self) -> bool:
+        """Whether another rank has told that."""
+        from mpi4py import MPI
+
+        return bool(self.control.Iprobe(MPI.ANY_SOURCE, _DIFFERENT))
 
     def give_up(self, what: str) -> NoReturn:
         """Calls the roll and raises CollectiveTimeout.

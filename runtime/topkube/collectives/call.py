@@ -1,8 +1,10 @@
 """One call of a collective on one rank: the check that all ranks entered the same one, the stages inside the node,
 the waits.
 
-Every rank hashes what it was asked for; a non-blocking maximum over all ranks, posted at the start and looked at once
-the first stage is done, costs no time of its own and tells whether all hashes are equal.
+Every rank hashes what it was asked for. Inside the node the hash is part of every stage; between nodes the ranks of
+equal local rank send it to each other at the start, and look at what came before they send anything else. A rank that
+goes on has therefore the same hash as its whole node and as all that it will exchange with; one that meets another hash
+tells all ranks, also those that wait.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ from topkube.world import World
 
 _CODES = {np.dtype(np.float32): 0, BFLOAT16: 1, np.dtype(np.float16): 2}
 _DESCRIPTION_BYTES = 160
+_TAG = 32767
+"""Of the hashes, on the communicator between nodes: the largest tag that every MPI has. Pieces count from 0."""
+_NEIGHBOURS_ABOVE = 16
+"""With more nodes than that exchanges are rings, and hashes go to both neighbours only."""
 
 
 def as_bytes(array: Array) -> Array:
@@ -64,14 +70,19 @@ class Call:
         self._description = f"{algorithm} length={array.size} dtype={array.dtype} op={request.op}{sparse}"
         self._hash = xxhash.xxh3_64_intdigest(f"{world.calls} {self._description}".encode())
         self._stage = 0
-        self._check: Any = None
-        self._extremes = np.empty(2, np.int64)
-        if world.size > 1:
-            from mpi4py import MPI
+        self._greetings: list[Any] = []
+        self._peers = np.empty(0, np.uint64)
+        if world.cross_comm is not None and world.nodes > 1:
+            self._greet(world.cross_comm)
 
-            value = np.int64(self._hash >> 2)
-            self._own = np.array([value, -value], np.int64)
-            self._check = world.agreement.Iallreduce(self._own, self._extremes, MPI.MAX)
+    def _greet(self, comm: Any) -> None:
+        nodes, me = comm.size, comm.rank
+        others = range(1, nodes) if nodes <= _NEIGHBOURS_ABOVE else (1, nodes - 1)
+        self._mine, self._peers = np.array([self._hash], np.uint64), np.empty(len(others), np.uint64)
+        for place, distance in enumerate(others):
+            peer = (me + distance) % nodes
+            self._greetings.append(comm.Irecv(self._peers[place : place + 1], peer, _TAG))
+            self._greetings.append(comm.Isend(self._mine, peer, _TAG))
 
     @property
     def _node(self) -> Any:
@@ -128,32 +139,40 @@ class Call:
         with self._inside_node((last - first) * x.itemsize) as (signature, deadline):
             self._node.all_gather(as_bytes(x), x.itemsize, None, signature, deadline)
 
+    def same_between_nodes(self) -> None:
+        """Raises MismatchError unless the ranks that this one exchanges with entered the same call. Once, behind
+        the first stage inside the node and before the first message."""
+        greetings, self._greetings = self._greetings, []
+        if greetings:
+            self.world.wait(greetings, self.name, self._listen)
+            if (self._peers != self._hash).any():
+                self._mismatch()
+
     def same_everywhere(self) -> None:
-        """Raises MismatchError unless all ranks entered the same call. Ends the check: call it once, before the first
-        message."""
-        if self._check is None:
-            return
-        check, self._check = self._check, None
-        self.world.wait([check], self.name)
-        if self._extremes[0] != -self._extremes[1]:
-            self._tell_mismatch()
+        """The same for a call whose messages go to any rank."""
+        with self._inside_node(0) as (signature, deadline):
+            self._node.check(signature, deadline)
+        self.same_between_nodes()
+        with self._inside_node(0) as (signature, deadline):
+            self._node.check(signature, deadline)
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Returns once `ready()` holds; CollectiveTimeout after the deadline."""
-        self.world.wait_until(ready, self.name)
+        self.world.wait_until(ready, self.name, self._listen)
 
     def look(self) -> None:
-        """What a long wait inside the node does: joins a roll call, and finds out whether the others entered
-        something else."""
+        """What a long wait inside the node does: joins a roll call, and hears whether the others entered something
+        else."""
         self.world.look(self.name)
-        if self._check is not None and self._check.Test() and self._extremes[0] != -self._extremes[1]:
-            self._check = None
+        self._listen()
+
+    def _listen(self) -> None:
+        if self.world.told_different():
             self._tell_mismatch()
 
     def _mismatch(self) -> NoReturn:
-        self.same_everywhere()
-        # The hashes of all calls agree, so only the order of stages inside one can differ: our own mistake.
-        raise AssertionError(f"{self._description}: ranks of one node are in different stages")
+        self.world.tell_different()
+        self._tell_mismatch()
 
     def _tell_mismatch(self) -> NoReturn:
         world = self.world

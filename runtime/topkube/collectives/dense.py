@@ -47,9 +47,7 @@ def count_dense(world: World, array: Array) -> None:
 
 def _on_one_node(call: Call, request: Request) -> bool:
     world = call.world
-    finite = call.all_reduce_inside(request.array, request.scale(world.size))
-    call.same_everywhere()
-    return finite
+    return call.all_reduce_inside(request.array, request.scale(world.size))
 
 
 def _flat(world: World, request: Request) -> bool:
@@ -94,7 +92,7 @@ def _hierarchical(world: World, request: Request) -> bool:
             piece = pieces[number]
             finite(call.reduce_scatter(piece, scale))
             if number == 0:
-                call.same_everywhere()
+                call.same_between_nodes()
             _start_shard(world, exchanges, piece, number, finite, ring=world.nodes > PAIRWISE_LIMIT)
         if number >= _UNDER_WAY:
             exchanges.finish(number - _UNDER_WAY)
@@ -112,7 +110,7 @@ def _torus2d(world: World, request: Request) -> bool:
         return _on_one_node(call, request)
     finite, exchanges = _Finite(), Exchanges(call)
     finite(call.reduce_scatter(x, request.scale(world.size)))
-    call.same_everywhere()
+    call.same_between_nodes()
     _start_shard(world, exchanges, x, 0, finite, ring=True)
     exchanges.finish(0)
     call.all_gather(x)

@@ -53,13 +53,11 @@ def _hitopk(world: World, request: Request) -> bool:
     if world.cross_comm is not None:
         mine = rows[world.local_rank]
         _select(shard, min(k, shard.size), request, mine[world.node])
-        call.same_everywhere()
+        call.same_between_nodes()
         exchanges = Exchanges(call)
         exchanges.start(0, all_gather_rows(world.cross_comm, mine, 0))
         exchanges.finish(0)
         phases.current.sent(inter=(world.nodes - 1) * max(sizes))
-    else:
-        call.same_everywhere()
     if rows.nbytes <= _SPARSE_INSIDE * x.nbytes:
         call.all_gather(rows.reshape(-1))
         with phases.current.timed("intra"):
