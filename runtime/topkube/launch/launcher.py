@@ -355,6 +355,7 @@ class Launcher:
             "TOPKUBE_RANKS_PER_NODE": ",".join([str(slots)] * len(members)),
             "TOPKUBE_EXPECTED_RANKS": str(slots * len(members)),
             "TOPKUBE_JOB_NAME": self.plan.name,
+            "TOPKUBE_JOB_UID": self.plan.uid,
         }
         async for number, port, parameters in self._mpiexec.proxies():
             member = members[number]
