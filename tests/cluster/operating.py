@@ -1,0 +1,273 @@
+"""An operator in a process of its own, restricted to one namespace, and what a user sees of jobs there."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+from aiohttp import web
+
+from topkube.job import KIND
+from topkube_operator.cluster import ApiError, Cluster
+
+IMAGE = os.environ.get("TOPKUBE_TEST_RUNTIME") or "topkube/runtime:0.1.0"
+TERMINAL = ("Succeeded", "Failed")
+
+
+def until(true: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+    """What `true` gives, as soon as it gives anything."""
+    end = time.monotonic() + seconds
+    while not (found := true()):
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {seconds:g} s in vain for {what}")
+        time.sleep(0.1)
+    return found
+
+
+def job(name: str, script: str = "echo hello", *, slots: int = 1, **spec: Any) -> dict[str, Any]:
+    """A TrainingJob whose ranks run a shell script. Its pods end soon after SIGTERM."""
+    container = {"name": "worker", "image": IMAGE, "command": ["sh", "-c"], "args": [script]}
+    template = {"spec": {"terminationGracePeriodSeconds": 6, "containers": [container]}}
+    policy = {"backoffLimit": 0, **spec.pop("runPolicy", {})}
+    return {
+        "apiVersion": "topkube.dev/v1alpha1",
+        "kind": KIND,
+        "metadata": {"name": name},
+        "spec": {"workers": 2, "slotsPerWorker": slots, "template": template, "runPolicy": policy, **spec},
+    }
+
+
+class Jobs:
+    """The TrainingJobs of one namespace, and their pods."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self.cluster, self.namespace = cluster, namespace
+
+    def create(self, made: dict[str, Any]) -> dict[str, Any]:
+        metadata = {**made["metadata"], "namespace": self.namespace}
+        return self.cluster.create({**made, "metadata": metadata})
+
+    def get(self, name: str) -> dict[str, Any]:
+        return self.cluster.get(KIND, self.namespace, name)
+
+    def status(self, name: str) -> dict[str, Any]:
+        return self.get(name).get("status") or {}
+
+    def condition(self, name: str, kind: str) -> dict[str, Any]:
+        return next((one for one in self.status(name).get("conditions", []) if one["type"] == kind), {})
+
+    def edit(self, name: str, **spec: Any) -> None:
+        self.cluster.patch(KIND, self.namespace, name, {"spec": spec})
+
+    def delete(self, name: str) -> None:
+        self.cluster.delete(KIND, self.namespace, name, self.get(name)["metadata"]["uid"])
+
+    def children(self, kind: str) -> dict[str, dict[str, Any]]:
+        found, _ = self.cluster.list(kind, self.namespace, "topkube.dev/job-name")
+        return {one["metadata"]["name"]: one for one in found}
+
+    def pods(self) -> dict[str, dict[str, Any]]:
+        return self.children("Pod")
+
+    def delete_child(self, kind: str, name: str) -> None:
+        found = self.cluster.get(kind, self.namespace, name)
+        self.cluster.delete(kind, self.namespace, name, found["metadata"]["uid"])
+
+    def events(self, name: str) -> list[str]:
+        found, _ = self.cluster.list("Event", self.namespace)
+        mine = [one for one in found if one["involvedObject"].get("name") == name]
+        return [one["reason"] for one in mine if one["involvedObject"].get("kind") == KIND]
+
+    def wait_phase(self, name: str, *phases: str, seconds: float = 60.0) -> dict[str, Any]:
+        """The status, once the job is in one of the phases. A job that ends otherwise fails the test at once."""
+
+        def reached() -> dict[str, Any] | None:
+            status = self.status(name)
+            if status.get("phase") in phases:
+                return status
+            assert status.get("phase") not in TERMINAL, status
+            return None
+
+        try:
+            found: dict[str, Any] = until(reached, f"{name} to be {' or '.join(phases)}", seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.status(name)}") from None
+        return found
+
+    def wait_phase_again(self, name: str, phase: str, seconds: float = 60.0) -> dict[str, Any]:
+        """The status of a job that was called Failed for its spec, once it goes on."""
+        until(lambda: self.status(name).get("phase") == phase, f"{name} to be {phase} again", seconds)
+        return self.status(name)
+
+    def wait_attempt(self, name: str, attempt: int, phase: str = "Running", seconds: float = 90.0) -> dict[str, Any]:
+        def reached() -> dict[str, Any] | None:
+            status = self.status(name)
+            assert status.get("phase") not in TERMINAL, status
+            return status if status.get("attempt") == attempt and status.get("phase") == phase else None
+
+        found: dict[str, Any] = until(reached, f"attempt {attempt} of {name} to be {phase}", seconds)
+        return found
+
+    def empty(self) -> bool:
+        return not any(self.children(kind) for kind in ("Pod", "Service", "Secret", "NetworkPolicy"))
+
+
+class Operator:
+    """`python -m topkube_operator` for one namespace; its Lease and its secret are there too."""
+
+    def __init__(self, kubeconfig: str, namespace: str, *options: str) -> None:
+        self._command = [sys.executable, "-m", "topkube_operator", "--kubeconfig", kubeconfig]
+        self._command += ["--namespace", namespace, "--operator-namespace", namespace, "--metrics-port", "0", *options]
+        self.log = Path(tempfile.mkstemp(prefix="topkube-operator-", suffix=".log")[1])
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self.process is not None and self.alive():
+            self.process.kill()
+            self.process.wait(10)
+
+    def terminate(self) -> None:
+        """SIGTERM: it hands over."""
+        if self.process is not None and self.alive():
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(20)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Operator]:
+        self.start()
+        try:
+            yield self
+        finally:
+            self.kill()
+            words = self.log.read_text(errors="replace")
+            self.log.unlink()
+            print(words)
+            assert "Traceback" not in words
+
+
+class Guillotine:
+    """Stands between an operator and the API server, and kills the operator at each of its writes: before the first try
+    gets through, after the second has been carried out and before it is answered. The third is left alone."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._target = cluster.configuration
+        self.kubeconfig = folder / "through.conf"
+        self.kills: list[str] = []
+        self.victim: Operator | None = None
+        self._tries: dict[str, int] = {}
+        self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    def __enter__(self) -> Guillotine:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join(10)
+
+    async def _serve(self) -> None:
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        known = self._target
+        context = ssl.create_default_context(cafile=known.ssl_ca_cert)
+        if known.cert_file:
+            context.load_cert_chain(known.cert_file, known.key_file)
+        connector = aiohttp.TCPConnector(ssl=context, limit=0)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as self._session:
+            application = web.Application()
+            application.router.add_route("*", "/{path:.*}", self._pass)
+            runner = web.AppRunner(application, access_log=None)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            server = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            config = {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "clusters": [{"name": "c", "cluster": {"server": server}}],
+                "users": [{"name": "u", "user": {}}],
+                "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+                "current-context": "x",
+            }
+            self.kubeconfig.write_text(yaml.safe_dump(config))
+            self._ready.set()
+            await self._stopped.wait()
+            await runner.cleanup()
+
+    async def _pass(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        turn = self._turn(request, body)
+        if turn == 1:
+            self._kill(request, "before")
+            return web.Response(status=503)
+        token = self._target.get_api_key_with_prefix("BearerToken")
+        headers = {name: request.headers[name] for name in ("Accept", "Content-Type") if name in request.headers}
+        if token:
+            headers["Authorization"] = token
+        url = self._target.host + request.path_qs
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with self._session.request(request.method, url, data=body, headers=headers, timeout=timeout) as answer:
+            if turn == 2:
+                await answer.read()
+                self._kill(request, "after")
+                return web.Response(status=503)
+            response = web.StreamResponse(status=answer.status)
+            response.content_type = answer.content_type
+            await response.prepare(request)
+            with contextlib.suppress(ConnectionError):
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+            return response
+
+    def _turn(self, request: web.Request, body: bytes) -> int:
+        """Which try of a write this is; 0 for what may always pass."""
+        if request.method == "GET" or "/leases" in request.path or "/events" in request.path:
+            return 0
+        thing = yaml.safe_load(body) if body else {}
+        name = (thing.get("metadata") or {}).get("name", "") if request.method == "POST" else ""
+        status = thing.get("status") or {}
+        key = f"{request.method} {request.path.rpartition('/namespaces/')[2]} {name} {sorted(status)}"
+        if "progress" in status and len(status) <= 3:
+            return 0
+        self._tries[key] = self._tries.get(key, 0) + 1
+        return self._tries[key] if self._tries[key] <= 2 else 0
+
+    def _kill(self, request: web.Request, when: str) -> None:
+        assert self.victim is not None
+        self.kills.append(f"{when} {request.method} {request.path}")
+        self.victim.kill()
+
+
+def data_of(secret: dict[str, Any]) -> dict[str, bytes]:
+    return {name: base64.b64decode(text) for name, text in (secret.get("data") or {}).items()}
+
+
+def gone(cluster: Cluster, kind: str, namespace: str, name: str) -> bool:
+    try:
+        cluster.get(kind, namespace, name)
+    except ApiError as error:
+        return error.status == 404
+    return False
