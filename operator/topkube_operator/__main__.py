@@ -49,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 policy=policy,
             )
         )
-        handlers.run(operator, options.webhook, options.webhook_port)
+        hook = handlers.WebhookOptions(
+            tuple(options.webhook), options.webhook_port, options.webhook_configuration, options.webhook_certificate
+        )
+        handlers.run(operator, hook)
     except TopKubeError as error:
         print(f"topkube-operator: {error}", file=sys.stderr)
         return 1
@@ -79,6 +82,18 @@ def _parser() -> argparse.ArgumentParser:
         help="serve the validating webhook, called by this DNS name or address; repeat for more",
     )
     add("--webhook-port", type=int, default=9443, help="port of the webhook (default: 9443)")
+    add(
+        "--webhook-configuration",
+        default="topkube",
+        metavar="NAME",
+        help="the ValidatingWebhookConfiguration to fill in (default: topkube)",
+    )
+    add(
+        "--webhook-certificate",
+        type=Path,
+        metavar="FOLDER",
+        help="serve the webhook with the tls.crt and tls.key in this folder, kept by cert-manager; fill in nothing",
+    )
     add("--gang-scheduler", default="", help="scheduler of gangs, where it is not the PodGroup's usual one")
     for name, text in (
         ("rendezvous", "how long a running worker may take to call its launcher"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import kopf
@@ -21,19 +23,29 @@ from topkube_operator.progress import Progress
 _log = logging.getLogger(__name__)
 
 
-def run(operator: Operator, webhook_names: list[str], webhook_port: int) -> None:
+@dataclass(frozen=True)
+class WebhookOptions:
+    """How the validating webhook is served. `names` empty: it is not."""
+
+    names: tuple[str, ...] = ()
+    port: int = webhook.PORT
+    configuration: str = webhook.CONFIGURATION
+    certificate: Path | None = None
+
+
+def run(operator: Operator, hook: WebhookOptions) -> None:
     """Runs until SIGTERM or SIGINT, then hands over."""
     identity: Any = operator.identity  # kopf would look up the user's name, which an arbitrary UID lacks
     kopf.run(
         identity=identity,
-        registry=registry(operator, webhook_names, webhook_port),
+        registry=registry(operator, hook),
         standalone=True,
         clusterwide=not operator.options.namespaces,
         namespaces=list(operator.options.namespaces),
     )
 
 
-def registry(operator: Operator, webhook_names: list[str], webhook_port: int) -> kopf.OperatorRegistry:
+def registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorRegistry:
     """All handlers."""
     handlers = kopf.OperatorRegistry()
     stack = contextlib.AsyncExitStack()
@@ -67,15 +79,15 @@ def registry(operator: Operator, webhook_names: list[str], webhook_port: int) ->
         polling = Progress(operator.store, operator.controller, operator.policy, operator.acting)
         task = asyncio.create_task(polling.run(), name="progress")
         stack.callback(task.cancel)
-        if webhook_names:
+        if hook.names:
 
             async def publish(bundle: str) -> None:
-                await asyncio.to_thread(operator.cluster.publish_bundle, webhook.CONFIGURATION, bundle)
+                await asyncio.to_thread(operator.cluster.publish_bundle, hook.configuration, bundle)
 
             port = await stack.enter_async_context(
-                webhook.serve(operator.seed, webhook_names, publish, port=webhook_port)
+                webhook.serve(operator.seed, hook.names, publish, port=hook.port, certificate=hook.certificate)
             )
-            _log.info("the webhook serves on port %d as %s", port, ", ".join(webhook_names))
+            _log.info("the webhook serves on port %d as %s", port, ", ".join(hook.names))
 
     @kopf.on.cleanup(registry=handlers)
     async def stop(**_: Any) -> None:

@@ -24,6 +24,7 @@ import ssl
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 from cryptography import x509
@@ -31,6 +32,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from topkube.errors import ClusterError
 from topkube_operator.admission import review
 
 logger = logging.getLogger(__name__)
@@ -104,23 +106,33 @@ def service_names(service: str, namespace: str) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def serve(
-    secret: bytes, names: Iterable[str], publish: Publish, *, host: str = "", port: int = PORT
+    secret: bytes,
+    names: Iterable[str],
+    publish: Publish,
+    *,
+    host: str = "",
+    port: int = PORT,
+    certificate: Path | None = None,
 ) -> AsyncIterator[int]:
     """Serves until the block ends; gives the port, which is a free one for port 0.
 
     `names` are the DNS names or addresses that the API server calls us by; `publish` writes the caBundle into the
     ValidatingWebhookConfiguration where it is not that already, and is called again every minute, because whoever
     installs a newer one empties it. What `publish` raises is logged: people may do without the webhook.
+    `certificate`: a folder with tls.crt and tls.key that somebody else (cert-manager) keeps; then nothing is published,
+    and the files are read again every minute, because they are renewed.
     """
     authority = Authority.derived(secret)
+    context = authority.serving(names) if certificate is None else _kept_elsewhere(certificate)
     application = web.Application(client_max_size=LARGEST_BODY)
     application.router.add_post(PATH, _answer)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host or None, port, ssl_context=authority.serving(names))
+        site = web.TCPSite(runner, host or None, port, ssl_context=context)
         await site.start()
-        publishing = asyncio.create_task(_keep_published(authority.bundle, publish))
+        keeping = _keep_read(context, certificate) if certificate else _keep_published(authority.bundle, publish)
+        publishing = asyncio.create_task(keeping)
         try:
             yield int(runner.addresses[0][1])
         finally:
@@ -151,6 +163,29 @@ async def _keep_published(bundle: str, publish: Publish) -> None:
                 said = str(error)
                 logger.warning("the webhook's caBundle could not be written, so it is not called: %s", error)
         await asyncio.sleep(BUNDLE_SECONDS)
+
+
+def _kept_elsewhere(folder: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+    except OSError as error:
+        raise ClusterError(
+            f"the webhook's certificate in {folder} cannot be used: {error}",
+            cause="cert-manager has not issued it yet",
+            next_step="kubectl get certificates; without cert-manager leave --webhook-certificate away",
+        ) from None
+    return context
+
+
+async def _keep_read(context: ssl.SSLContext, folder: Path) -> None:
+    while True:
+        await asyncio.sleep(BUNDLE_SECONDS)
+        try:
+            context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+        except OSError as error:
+            logger.warning("the renewed certificate of the webhook cannot be read: %s", error)
 
 
 def _certificate(

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import datetime
+import ipaddress
 import json
 import ssl
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from test_admission import JOB, changed
 
+from topkube.errors import ClusterError
 from topkube_operator import webhook
 from topkube_operator.webhook import PATH, Authority, serve
 
@@ -134,3 +143,33 @@ def test_the_bundle_is_published_again_and_failures_are_survived(
     asyncio.run(scenario())
     assert len(set(calls)) == 1
     assert [record.getMessage().endswith("not yours") for record in caplog.records] == [True], "said once"
+
+
+def test_with_a_certificate_of_cert_managers_nothing_is_published(tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "theirs")])
+    begin = datetime.datetime(2025, 1, 1)
+    alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    certificate = webhook._certificate(name, name, key.public_key(), 1, begin, datetime.datetime(2100, 1, 1))
+    pem = certificate.add_extension(alternative, False).sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    (tmp_path / "tls.crt").write_bytes(pem)
+    (tmp_path / "tls.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+
+    async def publish(_: str) -> None:
+        raise AssertionError("somebody else looks after the bundle")
+
+    async def scenario() -> None:
+        async with serve(SECRET, [], publish, host="127.0.0.1", port=0, certificate=tmp_path) as port:
+            status, _ = await post(port, json.dumps(asked(JOB)), ssl.create_default_context(cadata=pem.decode()))
+            assert status == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_certificate_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serve(SECRET, [], forget, certificate=tmp_path):
+            pass
+
+    with pytest.raises(ClusterError, match="cert-manager"):
+        asyncio.run(scenario())
