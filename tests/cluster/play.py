@@ -20,7 +20,7 @@ def minimal(name: str, **spec: Any) -> dict[str, Any]:
         "metadata": {"name": name},
         "spec": {
             "workers": 2,
-            "template": {"spec": {"containers": [container]}},
+            "template": {"spec": {"containers": [container], "terminationGracePeriodSeconds": 1}},
             "runPolicy": {"managedBy": "example.com/test"},
             **spec,
         },

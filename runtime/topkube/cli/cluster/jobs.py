@@ -19,6 +19,7 @@ JOB_LABEL, ROLE_LABEL, INDEX_LABEL, ATTEMPT_LABEL = (
 )
 DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 OVER = ("Succeeded", "Failed")
+_NO_DNS = "MissingClusterDNS"  # of no interest here: jobs need no DNS
 WATCH_SECONDS = 60
 """A watch is asked for again after so long at the latest."""
 
@@ -93,7 +94,7 @@ def events_of(api: Api, job: dict[str, Any], pods: list[dict[str, Any]]) -> list
     own = {pod["metadata"]["name"] for pod in pods}
     if own:
         warned = api.get(path, fieldSelector="involvedObject.kind=Pod,type=Warning").get("items") or []
-        events += [one for one in warned if one["involvedObject"].get("name") in own]
+        events += [one for one in warned if one["involvedObject"].get("name") in own and one.get("reason") != _NO_DNS]
     return sorted(events, key=event_time)
 
 

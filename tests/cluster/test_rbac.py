@@ -1,0 +1,291 @@
+"""The operator under the account that manifests/rbac.yaml gives it: every call it makes is allowed, and the roles hold
+nothing that it does not use. A proxy between the operator and the API server writes down what is called."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from aiohttp import web
+from conftest import MANIFESTS, apply
+from play import create, minimal
+
+from topkube.cli.cluster.api import Api, missing_is_fine, path_of
+from topkube.cli.cluster.jobs import job_path, phase, pods_of
+from topkube.errors import ClusterError
+
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+Call = tuple[str, str, str]
+"""API group, resource with its subresource, verb."""
+# Allowed and not seen in the test's short life: who asks for it, and when.
+RARE: set[Call] = {
+    ("topkube.dev", "trainingjobs/finalizers", "update"),  # the API server, where owner references need a right
+    ("topkube.dev", "trainingjobs", "get"),  # after a conflict with another writer
+    ("", "events", "patch"),  # the same event again
+    *(
+        (group, "podgroups", verb)  # where a gang scheduler is installed
+        for group in ("scheduling.volcano.sh", "scheduling.x-k8s.io")
+        for verb in ("get", "list", "watch", "create", "patch", "delete")
+    ),
+    *(("apiextensions.k8s.io", "customresourcedefinitions", verb) for verb in ("list", "watch")),  # in all namespaces
+    *(("admissionregistration.k8s.io", "validatingwebhookconfigurations", verb) for verb in ("get", "update")),
+}
+_PATH = re.compile(
+    r"/(?:api/v1|apis/(?P<group>[^/]+)/[^/]+)"
+    r"(?:/namespaces/(?P<namespace>[^/]+)(?=/))?/(?P<resource>[^/]+)(?:/(?P<name>[^/]+)(?:/(?P<sub>[^/]+))?)?$"
+)
+
+
+@dataclass
+class Recorder:
+    """What went through the proxy."""
+
+    calls: set[Call] = field(default_factory=set)
+    refused: list[str] = field(default_factory=list)
+
+    def note(self, method: str, path: str, watch: bool, status: int, text: bytes) -> None:
+        match = _PATH.match(path)
+        if match is None:
+            return  # discovery
+        resource = match["resource"] + (f"/{match['sub']}" if match["sub"] else "")
+        many = "watch" if watch else "list"
+        verb = {"GET": "get" if match["name"] else many, "POST": "create", "PUT": "update"}.get(method, method.lower())
+        self.calls.add((match["group"] or "", resource, verb))
+        if status == 403:
+            self.refused.append(text.decode(errors="replace"))
+
+
+@contextmanager
+def proxy(api: Api, recorder: Recorder) -> Iterator[str]:
+    """An HTTP server that passes everything on, with the caller's own token."""
+    ready, stop, address = threading.Event(), threading.Event(), list[str]()
+    trust = api._pool.connection_pool_kw["ca_certs"]
+
+    async def run() -> None:
+        import ssl
+
+        context = ssl.create_default_context(cafile=trust)
+        connector = aiohttp.TCPConnector(ssl=context, limit=0)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+
+            async def handle(request: web.Request) -> web.StreamResponse:
+                headers = {
+                    name: value
+                    for name, value in request.headers.items()
+                    if name.lower() in ("authorization", "accept", "content-type", "user-agent")
+                }
+                body = await request.read()
+                async with session.request(
+                    request.method, api.server + request.raw_path, headers=headers, data=body or None
+                ) as answer:
+                    watch = request.query.get("watch", "") in ("1", "true")
+                    response = web.StreamResponse(status=answer.status)
+                    response.content_type = answer.content_type
+                    first = b"" if watch and answer.status < 400 else await answer.read()
+                    recorder.note(request.method, request.path, watch, answer.status, first)
+                    await response.prepare(request)
+                    if first:
+                        await response.write(first)
+                    else:
+                        async for piece in answer.content.iter_any():
+                            await response.write(piece)
+                    return response
+
+            server = web.Application(client_max_size=16 << 20)
+            server.router.add_route("*", "/{path:.*}", handle)
+            runner = web.AppRunner(server, access_log=None, shutdown_timeout=0.1)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            address.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+            ready.set()
+            await asyncio.to_thread(stop.wait)
+            await runner.cleanup()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield address[0]
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+@pytest.fixture
+def nobody_else(admin: Api) -> Iterator[None]:
+    """Where an operator is installed for all namespaces, it rests meanwhile."""
+    scale = path_of("topkube-system", "deployments", "topkube-operator", "apps/v1") + "/scale"
+    pods = path_of("topkube-system", "pods")
+    kind = "application/merge-patch+json"
+    try:
+        before = admin.get(scale)["spec"]["replicas"]
+    except ClusterError:  # none is installed
+        yield
+        return
+    admin.request("PATCH", scale, body={"spec": {"replicas": 0}}, content=kind)
+    try:
+        until("the installed operator rests", lambda: not admin.get(pods)["items"])
+        yield
+    finally:
+        admin.request("PATCH", scale, body={"spec": {"replicas": before}}, content=kind)
+
+
+@pytest.fixture
+def account(api: Api, admin: Api) -> Iterator[tuple[str, set[Call]]]:
+    """A token of the operator's account with the roles of the manifests, and all that they allow."""
+    name = f"topkube-operator-{api.namespace}"
+    allowed: set[Call] = set()
+    api.request("POST", path_of(api.namespace, "serviceaccounts"), body={"metadata": {"name": "topkube-operator"}})
+    subjects = [{"kind": "ServiceAccount", "name": "topkube-operator", "namespace": api.namespace}]
+    for thing in yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text()):
+        if thing["metadata"]["name"] != "topkube-operator":
+            continue
+        for rule in thing.get("rules", ()):
+            allowed |= {
+                (group, resource, verb)
+                for group in rule["apiGroups"]
+                for resource in rule["resources"]
+                for verb in rule["verbs"]
+            }
+        if thing["kind"].startswith("Cluster"):
+            thing["metadata"]["name"] = name
+        else:
+            thing["metadata"]["namespace"] = api.namespace
+        if "roleRef" in thing:
+            thing["subjects"] = subjects
+            if thing["roleRef"]["kind"] == "ClusterRole":
+                thing["roleRef"]["name"] = name
+        place = f"/namespaces/{api.namespace}" if "namespace" in thing["metadata"] else ""
+        apply(admin, f"{RBAC}{place}/{thing['kind'].lower()}s", thing)
+    asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}
+    path = path_of(api.namespace, "serviceaccounts", "topkube-operator") + "/token"
+    try:
+        yield api.request("POST", path, body=asked).data["status"]["token"], allowed
+    finally:
+        for kind in ("clusterrolebindings", "clusterroles"):
+            with missing_is_fine():
+                admin.request("DELETE", f"{RBAC}/{kind}/{name}")
+
+
+def until(what: str, met: Callable[[], Any], seconds: float = 60) -> Any:
+    """Waits for a condition; says which one was never met."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with missing_is_fine():
+            found = met()
+            if found:
+                return found
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.2)
+
+
+def test_every_call_is_allowed_and_nothing_more(
+    api: Api, account: tuple[str, set[Call]], nobody_else: None, tmp_path: Path
+) -> None:
+    token, allowed = account
+    recorder = Recorder()
+    with proxy(api, recorder) as address:
+        config = tmp_path / "kubeconfig"
+        cluster = {"name": "c", "cluster": {"server": address}}
+        user = {"name": "u", "user": {"token": token}}
+        context = {"name": "x", "context": {"cluster": "c", "user": "u"}}
+        config.write_text(
+            yaml.safe_dump(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [cluster],
+                    "users": [user],
+                    "contexts": [context],
+                    "current-context": "x",
+                }
+            )
+        )
+        log = tmp_path / "operator.log"
+        command = [sys.executable, "-m", "topkube_operator", "--kubeconfig", str(config), "--namespace", api.namespace]
+        command += ["--operator-namespace", api.namespace, "--metrics-port", "0", "--lost-seconds", "5"]
+        with log.open("w") as output:
+            operator = subprocess.Popen(command, stdout=output, stderr=output)
+            try:
+                _a_life(api)
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n{recorder.refused[:3]}\n{log.read_text()[-3000:]}") from None
+            finally:
+                operator.terminate()
+                operator.wait(30)
+    assert recorder.refused == []
+    assert recorder.calls <= allowed
+    assert allowed - recorder.calls <= RARE, "the roles allow what the operator does not do"
+
+
+def _a_life(api: Api) -> None:
+    """Makes the operator do all that it can do."""
+    policies = path_of(api.namespace, "networkpolicies", group="networking.k8s.io/v1")
+    job = {"workers": 2, "spread": "None", "runPolicy": {}}
+    create(api, minimal("life", **job))
+    until("three pods", lambda: len(pods_of(api, "life")) == 3)
+
+    # Somebody opens the job's NetworkPolicy: it is closed again.
+    opened = {"spec": {"ingress": [{}]}}
+    api.request("PATCH", f"{policies}/life", body=opened, content="application/merge-patch+json")
+    until("the policy is as it was", lambda: api.get(f"{policies}/life")["spec"]["ingress"] != [{}])
+
+    # A worker dies: its log is read, its successor gets a token, the Service leads to another launcher.
+    worker = until("a worker that runs", lambda: [pod for pod in pods_of(api, "life") if _runs(pod)])[-1]
+    api.request("DELETE", path_of(api.namespace, "pods", worker["metadata"]["name"]))
+    until("a second attempt", lambda: api.get(job_path(api, "life"))["status"]["attempt"] == 2)
+
+    suspended = {"spec": {"runPolicy": {"suspend": True}}}
+    api.request("PATCH", job_path(api, "life"), body=suspended, content="application/merge-patch+json")
+    until("all pods are gone", lambda: not pods_of(api, "life"))
+    until("the policies are gone", lambda: not api.get(policies)["items"])
+
+    # Objects of others under the names of ours.
+    metadata = {"metadata": {"name": "taken"}}
+    api.request("POST", path_of(api.namespace, "services"), body={**metadata, "spec": {"ports": [{"port": 1}]}})
+    api.request("POST", path_of(api.namespace, "secrets"), body={"metadata": {"name": "taken2-credentials"}})
+    named = {"metadata": {"name": "taken3"}, "spec": {"podSelector": {}}}
+    api.request("POST", policies, body=named)
+    pod = {"metadata": {"name": "taken4-launcher-1"}, "spec": minimal("taken4")["spec"]["template"]["spec"]}
+    pod["spec"]["automountServiceAccountToken"] = False
+    api.request("POST", path_of(api.namespace, "pods"), body=pod)
+    events = path_of(api.namespace, "events")
+    for name in ("taken", "taken2", "taken3", "taken4"):
+        create(api, minimal(name, **job))
+    for name in ("taken", "taken2", "taken3", "taken4"):
+        query = {"fieldSelector": f"involvedObject.name={name}"}
+        until(
+            f"{name} is told of the foreign object",
+            lambda query=query: any("does not belong" in str(event) for event in api.get(events, **query)["items"]),
+        )
+        api.request("DELETE", job_path(api, name))
+
+    # A job that is over at once, and whose time is over soon after.
+    create(api, minimal("brief", runPolicy={"activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 2}))
+    until("it has failed", lambda: phase(api.get(job_path(api, "brief"))) == "Failed")
+
+    def gone() -> bool:
+        try:
+            api.get(job_path(api, "brief"))
+        except ClusterError as error:
+            return error.status == 404
+        return False
+
+    until("its time is over", gone)
+
+
+def _runs(pod: dict[str, Any]) -> bool:
+    return pod["metadata"]["labels"]["topkube.dev/role"] == "worker" and pod["status"].get("phase") == "Running"
