@@ -176,20 +176,22 @@ class PlayedJob:
         )
         return LaunchPlan(
             name="j", namespace="n", uid=UID, attempt=self.attempt, workers=workers, slots=self.slots,
-            mpi=self.mpi, address="127.0.0.1", port=self.port, **{"rendezvous_seconds": 60.0, **self.more, **more},
+            address="127.0.0.1", port=self.port,
+            **{"mpi": self.mpi, "rendezvous_seconds": 60.0, **self.more, **more},
         )  # fmt: skip
 
-    def start_launcher(self, **more: Any) -> Pod:
-        """The next attempt's launcher."""
+    def start_launcher(self, replaced: tuple[int, ...] = (), **more: Any) -> Pod:
+        """The next attempt's launcher; `replaced` are the workers that get new pods."""
         self.attempt += 1
+        for index in replaced:
+            self.made[index] = self.attempt
         environment = {"TOPKUBE_LAUNCH": self.plan(**more).text(), "TOPKUBE_CREDENTIALS": str(self.secret)}
         self.launcher = Pod(f"launcher-{self.attempt}", ["launch"], environment, self.directory, self.mpi)
         self._pods.append(self.launcher)
         return self.launcher
 
     def start_worker(self, index: int, command: list[str] | None = None, **changes: str) -> Pod:
-        """A worker pod made in the current attempt."""
-        self.made[index] = max(1, self.attempt)
+        """A worker's pod."""
         name = f"worker-{index}-{self.made[index]}"
         secret = self.directory / f"{name}-secret"
         secret.mkdir(exist_ok=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
-from pods import PYTHONS, PlayedJob, records
+from pods import PYTHONS, PlayedJob, records, wait_until
 
 SHOW = """
 import json, os, sys
@@ -40,3 +42,67 @@ def test_ranks_of_all_workers_form_one_world(tmp_path: Path, mpi: str) -> None:
                 assert one["FROM_THE_POD"] == "yes"
                 assert Path(one["HOME"]).is_relative_to(tmp_path)
             assert f'[rank {2 * index}] {{"rank": {2 * index}' in worker.output
+
+
+def train(mpi: str, steps: int) -> list[str]:
+    return [str(PYTHONS[mpi]), "-m", "topkube.examples.digits_cnn", "--steps", str(steps), "--batch-size", "4"]
+
+
+def checkpoints(directory: Path) -> dict[str, str]:
+    """What the operator tells ranks about checkpoints."""
+    return {
+        "TOPKUBE_CHECKPOINT_DIRECTORY": str(directory / "checkpoints"),
+        "TOPKUBE_CHECKPOINT_EVERY": "10",
+        "TOPKUBE_AGGREGATION": "hitopk",
+    }
+
+
+def past(job: PlayedJob, step: int) -> int:
+    """The step that the launcher tells the operator, once it is `step` or later; 0 before."""
+    status = job.status()
+    now = status.progress.step if status and status.progress and status.progress.step else 0
+    return now if now >= step else 0
+
+
+@pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
+def test_each_death_costs_one_attempt_and_the_living_go_on_in_place(tmp_path: Path, mpi: str) -> None:
+    with PlayedJob(tmp_path, train(mpi, 400), workers=2, slots=1, mpi=mpi, lost_seconds=10) as job:
+        job.more["environment"] = checkpoints(tmp_path)
+        launcher = job.start()
+        wait_until(lambda: past(job, 15), 60, "15 steps")
+
+        # A rank is killed: both workers live on.
+        os.kill(job.ranks_of(1)[0], signal.SIGKILL)
+        assert launcher.wait(15) == 137, job.everything()
+        failure = launcher.ending.first_failure
+        assert failure is not None
+        assert (failure.pod, failure.rank, failure.reason, failure.exit_code) == ("j-worker-1-1", 1, "SIGKILL", 137)
+        first = job.workers[1]
+        reached = launcher.ending.progress.step
+        launcher = job.start_launcher()
+        resumed = wait_until(lambda: past(job, 1), 60, "a step of attempt 2")
+        assert resumed > (reached // 10 - 1) * 10, "training began anew"
+        assert job.status().attempt == 2
+
+        # A worker's pod vanishes.
+        wait_until(lambda: past(job, resumed + 5), 60, "5 more steps")
+        first.kill()
+        assert launcher.wait(15) == 1, job.everything()
+        failure = launcher.ending.first_failure
+        assert (failure.pod, failure.reason, failure.exit_code) == ("j-worker-1-1", "WorkerLost", None), failure
+        launcher = job.start_launcher(replaced=(1,))
+        job.start_worker(1)
+        resumed = wait_until(lambda: past(job, 1), 60, "a step of attempt 3")
+
+        # The launcher vanishes: the ranks save their state and end, and both workers join the next one.
+        wait_until(lambda: past(job, resumed + 5), 60, "5 more steps")
+        stopped_at = job.status().progress.step
+        launcher.kill()
+        launcher = job.start_launcher()
+        resumed = wait_until(lambda: past(job, 1), 60, "a step of attempt 4")
+        assert resumed > stopped_at, "the ranks did not save their state when the launcher vanished"
+        assert launcher.wait(60) == 0, job.everything()
+        assert {index: worker.wait(10) for index, worker in job.workers.items()} == {0: 0, 1: 0}
+        assert job.workers[0].output.count("joined attempt") == 4
+        assert "after 400 steps" in job.workers[0].output
+        assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))[-1].startswith("step-00000400")

@@ -94,9 +94,9 @@ class Attempt:
         if not self._running and all(log.path.exists() for log in self._logs.values()):
             self._running = True
             said.append(Running())
+        endings = [] if self._over else self._endings()
         said += self._steps()
-        if not self._over:
-            said += self._endings()
+        said += endings
         if time.monotonic() > self._kill_at:
             self.kill()
         return said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -27,15 +26,9 @@ def reason_of(report: RankReport) -> str:
     if report.signal is not None:
         return report.signal
     kind = (report.error or "").partition(":")[0].rpartition(".")[2]
-    if kind == "CollectiveTimeout":
-        return kind
+    if kind == "CollectiveTimeout" or report.missing:
+        return "CollectiveTimeout"
     return "MpiAbort" if report.aborted and not report.traceback else "Error"
-
-
-def missing_ranks(report: RankReport) -> list[int]:
-    """The ranks that a collective's roll call did not hear, where that is how this rank ended."""
-    found = re.search(r"ranks? (\d+(?:, \d+)*) never arrived", report.error or "")
-    return [int(rank) for rank in found[1].split(", ")] if found else []
 
 
 def describe(report: RankReport, pod: Callable[[int], str], node: int) -> FirstFailure:
@@ -43,7 +36,7 @@ def describe(report: RankReport, pod: Callable[[int], str], node: int) -> FirstF
     what, cause, next_step = diagnose(report, node)
     if report.not_started is not None:
         cause, next_step = "a mistyped command, or an image without it", "correct spec.template's command or image"
-    missing = missing_ranks(report)
+    missing = [rank for rank in report.missing if rank != report.rank]
     message = what + (f". Likely cause: {cause}" if cause else "")
     if next_step and "run directory" not in next_step:
         message += f". Next: {next_step}"

@@ -8,6 +8,8 @@ attempt; which one was first is decided when the dust has settled: on a dead wor
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import signal
 import sys
 import tempfile
@@ -59,6 +61,9 @@ _ENDED_SECONDS = 3.0
 """For the workers to say that their ranks have ended."""
 _REPORTS_SECONDS = 5.0
 """Between mpiexec's end and the verdict, for the ranks' reports."""
+_ASKED = FirstFailure(
+    reason="Terminated", exit_code=TERMINATED, message="the launcher was asked to end: its pod was deleted or drained"
+)
 
 
 def run_launcher() -> int:
@@ -194,10 +199,13 @@ class Launcher:
         if member is not None and same and hello.run == self._run:
             has, resumed = hello.received, True
         else:
+            if self._state in ("Succeeded", "Failed") or (member is not None and member.ended):
+                await socket.close(code=1013, message=b"this attempt is over")
+                return
             if member is not None and self._state != "Waiting":
                 # Its process began anew, or it gave the attempt up: whatever ran there is gone.
                 self._lose(member, "it started anew in the middle of the attempt")
-                await socket.close()
+                await socket.close(code=1013, message=b"this attempt is about to end")
                 return
             if member is not None:
                 await member.link.drop()
@@ -239,15 +247,14 @@ class Launcher:
         elif isinstance(said, Running):
             member.running = True
         elif isinstance(said, Report):
-            report = RankReport(**said.report)
-            report = _on_our_clock(report, member.clock, said.oom_kills)
+            report = _on_our_clock(said, member.clock)
             member.reports[report.rank] = report
             member.oom_kills = max(member.oom_kills, said.oom_kills)
             if report.exit_code:
                 self._trouble()
         elif isinstance(said, StepDone):
             if said.record:
-                self._steps.add(StepRecord(**said.record))
+                self._steps.add(StepRecord.from_json(json.dumps(said.record)))
             if said.cache is not None:
                 self._take_cache(said.cache)
         elif isinstance(said, Terminating):
@@ -287,9 +294,7 @@ class Launcher:
             one.link.connected for one in self._members.values()
         ):
             if self._stop_asked is not None:
-                raise Failed(
-                    FirstFailure(reason="Terminated", exit_code=TERMINATED, message="asked to end while waiting")
-                )
+                raise Failed(_ASKED)
             if time.monotonic() > end:
                 raise Failed(self._late())
             await asyncio.sleep(0.02)
@@ -394,7 +399,7 @@ class Launcher:
                 all(member.ended for member in members)
                 or now - self._stop_asked > self.plan.grace_seconds + _ENDED_SECONDS
             ):
-                raise Failed(FirstFailure(reason="Terminated", exit_code=TERMINATED, message="asked to end"))
+                raise Failed(_ASKED)
             if self._first_trouble is not None and self._settled(now):
                 raise Failed(self._verdict())
 
@@ -422,6 +427,8 @@ class Launcher:
 
     def _verdict(self) -> FirstFailure:
         """What happened first."""
+        if self._stop_asked is not None:
+            return _ASKED
         now, clock = time.monotonic(), time.time()
         candidates: list[tuple[float, FirstFailure]] = []
         for member in self._members.values():
@@ -438,7 +445,7 @@ class Launcher:
                     else f"nothing was heard of it for {member.silent():.0f} s"
                 )
                 message = f"worker {member.index} is lost: {how}"
-                failure = FirstFailure(pod=pod, reason="WorkerLost", exit_code=1, message=message)
+                failure = FirstFailure(pod=pod, reason="WorkerLost", message=message)
                 candidates.append((clock - member.silent(), failure))
             if member.proxy is not None and member.proxy.problem:
                 message = f"worker {member.index} could not start its ranks: {member.proxy.problem}"[:1024]
@@ -508,15 +515,15 @@ def _release(text: str) -> list[str]:
     return [name, *version.split(".")[:2]]
 
 
-def _on_our_clock(report: RankReport, clock: float, oom_kills: int) -> RankReport:
-    killed = report.out_of_memory or (report.signal == "SIGKILL" and oom_kills > 0 and not report.told_to_end)
-    return RankReport(
-        **{
-            **{name: getattr(report, name) for name in report.__dataclass_fields__},
-            "started": report.started + clock,
-            "ended": report.ended + clock,
-            "out_of_memory": killed,
-        }
+def _on_our_clock(said: Report, clock: float) -> RankReport:
+    """The report with our times. A rank that was killed where the kernel kills for memory was killed for it."""
+    report = RankReport.of(said.report)
+    killed = report.signal == "SIGKILL" and said.oom_kills > 0 and not report.told_to_end
+    return dataclasses.replace(
+        report,
+        started=report.started + clock,
+        ended=report.ended + clock,
+        out_of_memory=report.out_of_memory or killed,
     )
 
 

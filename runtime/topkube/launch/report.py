@@ -7,9 +7,10 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from topkube import errors
 
@@ -63,8 +64,13 @@ class RankReport:
 
     @classmethod
     def read(cls, path: Path) -> RankReport:
+        return cls.of(json.loads(path.read_text()))
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> RankReport:
+        """The report in plain data; names that this version does not know are passed over."""
         known = {entry.name for entry in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in json.loads(path.read_text()).items() if name in known})
+        return cls(**{name: value for name, value in data.items() if name in known})
 
     @property
     def error(self) -> str | None:

@@ -175,10 +175,14 @@ class Worker:
                 url, headers=headers, params=query, max_msg_size=FRAME_BYTES, autoping=True, timeout=_CLOSE
             )
             await socket.send_str(self._hello().text())
-            answer = read(str(await socket.receive_str()))
+            incoming = await socket.receive()
+        answer = read(incoming.data) if incoming.type == aiohttp.WSMsgType.TEXT else None
         if not isinstance(answer, Welcome):
             await socket.close()
-            raise LaunchError(f"the launcher answered {answer.kind!r} instead of 'welcome'")
+            said = incoming.extra if incoming.type == aiohttp.WSMsgType.CLOSE else ""
+            raise LaunchError(
+                f"the launcher at {self.plan.launcher} sends this worker away: {said or 'no reason given'}"
+            )
         if not answer.resumed:
             if self._attempt is not None:  # another launcher is there: what it does not know is over
                 await socket.close()

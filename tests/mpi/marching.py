@@ -1,0 +1,69 @@
+"""What a training is to its launcher, without the training: steps in common, progress, a state saved every five steps
+and on SIGTERM. `marching.py STEPS SECONDS [RANK:STEP:DEED …]`: at that step that rank does the deed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+from topkube.settings import Settings
+from topkube.telemetry.progress import ProgressWriter, StepRecord
+
+
+def do(deed: str) -> None:
+    name, _, value = deed.partition("=")
+    if name == "raise":
+        raise ValueError(value)
+    if name == "exit":
+        print("about to leave", flush=True)
+        os._exit(int(value))
+    if name == "crash":
+        ctypes.string_at(0)
+    if name == "sleep":
+        time.sleep(float(value))
+    if name == "hang":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def main() -> None:
+    steps, seconds = int(sys.argv[1]), float(sys.argv[2])
+    deeds = {(int(rank), int(step)): deed for rank, step, deed in (word.split(":") for word in sys.argv[3:])}
+    world, settings = MPI.COMM_WORLD, Settings.from_environment()
+    saved = Path(settings.checkpoint_directory or ".") / "step"
+    step = int(world.bcast(saved.read_text() if world.rank == 0 and saved.exists() else "0"))
+    stop = np.zeros(1)
+    signal.signal(signal.SIGTERM, lambda *_: stop.fill(1))
+    writer = ProgressWriter(Path(settings.run_directory)) if world.rank == 0 else None
+    print(f"from step {step} in attempt {settings.attempt} as process {os.getpid()}", flush=True)
+    while step < steps:
+        if (world.rank, step) in deeds and settings.attempt == 1:
+            do(deeds[world.rank, step])
+        told = np.zeros(1)
+        world.Allreduce(stop, told)
+        step += 1
+        time.sleep(seconds)
+        if world.rank == 0:
+            if step % 5 == 0 or told[0]:
+                saved.write_text(str(step))
+            assert writer is not None
+            writer.write(StepRecord(step=step, total_steps=steps, loss=1 / step, time=time.time()))
+        if told[0]:
+            raise SystemExit(143)
+    print(f"done at step {step}", flush=True)
+
+
+def end_all(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    sys.__excepthook__(kind, error, trace)  # type: ignore[arg-type]
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(1)
+
+
+sys.excepthook = end_all
+main()

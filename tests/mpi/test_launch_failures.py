@@ -1,0 +1,272 @@
+"""What ends an attempt, and what the launcher says of it: the first cause, not its echoes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from pods import PYTHONS, PlayedJob, wait_until
+
+from topkube.job import FirstFailure
+
+MARCHING = str(Path(__file__).parent / "marching.py")
+
+
+def marching(mpi: str, steps: int, seconds: float, *deeds: str) -> list[str]:
+    return [str(PYTHONS[mpi]), MARCHING, str(steps), str(seconds), *deeds]
+
+
+def failed(job: PlayedJob, seconds: float = 30) -> FirstFailure:
+    """Waits for the launcher to end the attempt; its first failure."""
+    assert job.launcher is not None
+    assert job.launcher.wait(seconds) != 0, job.everything()
+    failure = job.launcher.ending.first_failure
+    assert failure is not None, job.everything()
+    assert job.launcher.ending.exit_code == job.launcher.process.returncode
+    return failure
+
+
+def step(job: PlayedJob, least: int) -> int:
+    status = job.status()
+    now = status.progress.step if status and status.progress and status.progress.step else 0
+    return now if now >= least else 0
+
+
+@pytest.mark.parametrize(
+    ("mpi", "deed", "reason", "code", "said"),
+    [
+        ("MPICH", "3:3:raise=a bad batch", "Error", 1, "ValueError: a bad batch"),
+        ("MPICH", "2:3:exit=7", "Error", 7, "about to leave"),
+        ("MPICH", "1:3:crash", "SIGSEGV", 139, "Segmentation fault"),
+        ("OpenMPI", "3:3:raise=a bad batch", "Error", 1, "ValueError: a bad batch"),
+        ("OpenMPI", "2:3:exit=7", "Error", 7, "about to leave"),
+    ],
+)
+def test_the_first_failing_rank_is_named(
+    tmp_path: Path, mpi: str, deed: str, reason: str, code: int, said: str
+) -> None:
+    with PlayedJob(tmp_path, marching(mpi, 1000, 0.01, deed), mpi=mpi) as job:
+        job.start()
+        failure = failed(job)
+        rank = int(deed[0])
+        assert (failure.rank, failure.pod, failure.reason) == (rank, f"j-worker-{rank // 2}-1", reason), (
+            job.everything()
+        )
+        assert failure.exit_code == code
+        assert said in (failure.log_tail or "")
+        # Asked to end, a worker ends with the worst exit code of its own ranks.
+        worker = job.workers[rank // 2]
+        wait_until(lambda: "cannot be reached" in worker.output, what="the worker calls again")
+        worker.process.terminate()
+        assert worker.wait(10) >= code
+        assert worker.ending.first_failure is not None
+        assert worker.ending.first_failure.rank == rank
+
+
+def test_a_command_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with PlayedJob(tmp_path, ["no-such-program", "--flag"]) as job:
+        job.start()
+        failure = failed(job)
+        assert (failure.reason, failure.exit_code) == ("CommandNotFound", 127)
+        assert "the program 'no-such-program' is not there" in (failure.message or "")
+
+
+def test_missing_workers_are_named(tmp_path: Path) -> None:
+    with PlayedJob(tmp_path, ["true"], workers=3, rendezvous_seconds=3) as job:
+        job.start_launcher()
+        job.start_worker(1)
+        status = wait_until(lambda: (said := job.status()) and said.joined == 1 and said)
+        assert (status.state, status.missing) == ("Waiting", (0, 2))
+        failure = failed(job)
+        assert failure.reason == "RendezvousTimeout"
+        assert "2 of 3 workers" in (failure.message or "")
+        assert "j-worker-0-1, j-worker-2-1" in (failure.message or "")
+
+
+def test_a_stalled_step_ends_the_attempt(tmp_path: Path) -> None:
+    with PlayedJob(tmp_path, marching("MPICH", 100, 0.01, "2:7:hang"), stall_seconds=2.0) as job:
+        job.start()
+        failure = failed(job)
+        assert failure.reason == "Stalled"
+        assert "the last was step 7" in (failure.message or "")
+        wait_until(lambda: not job.ranks_of(1), what="the stopped rank is killed")
+
+
+def test_a_hung_collective_names_its_ranks(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, numpy, topkube; topkube.init(); "
+        "topkube.rank() == 1 and os.kill(os.getpid(), signal.SIGSTOP); topkube.allreduce_(numpy.ones(8, 'f'))"
+    )
+    with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], slots=1) as job:
+        job.environment = {"TOPKUBE_DEADLINE_SECONDS": "2"}
+        job.start()
+        failure = failed(job)
+        assert (failure.reason, failure.rank, failure.pod) == ("CollectiveTimeout", 1, "j-worker-1-1")
+        assert "rank 1 never arrived" in (failure.message or "")
+
+
+def test_a_worker_asked_to_end_saves_first_and_is_named(tmp_path: Path) -> None:
+    with PlayedJob(tmp_path, marching("MPICH", 10000, 0.02)) as job:
+        job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
+        job.start()
+        wait_until(lambda: step(job, 3))
+        asked = time.monotonic()
+        job.workers[1].process.terminate()
+        assert job.workers[1].wait(8) == 143, job.everything()
+        assert time.monotonic() - asked < 5
+        failure = failed(job, 10)
+        assert (failure.reason, failure.pod) == ("Terminated", "j-worker-1-1")
+        saved = int((tmp_path / "step").read_text())
+        assert job.workers[0].process.poll() is None
+        assert saved == job.launcher.ending.progress.step
+
+
+def test_a_launcher_asked_to_end_lets_the_ranks_save(tmp_path: Path) -> None:
+    with PlayedJob(tmp_path, marching("MPICH", 10000, 0.02)) as job:
+        job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
+        launcher = job.start()
+        wait_until(lambda: step(job, 3))
+        launcher.process.terminate()
+        assert launcher.wait(10) == 143
+        assert launcher.ending.first_failure.reason == "Terminated"
+        assert int((tmp_path / "step").read_text()) == launcher.ending.progress.step
+
+
+class Network:
+    """A TCP proxy before the launcher that can be cut, loudly (connections reset) or silently (nothing passes)."""
+
+    def __init__(self, target: int) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.server.getsockname()[1]
+        self.silent = threading.Event()
+        self.down = False
+        self.connections = 0
+        self._target = target
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.server.accept()
+                if self.down:
+                    near.close()
+                    continue
+                self.connections += 1
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._open += [near, far]
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
+
+    def _pump(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                while self.silent.is_set():
+                    time.sleep(0.01)
+                other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+
+    def reset(self) -> None:
+        for one in self._open:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def close(self) -> None:
+        self.server.close()
+        self.silent.clear()
+        self.reset()
+
+
+def test_a_short_cut_of_the_network_is_survived(tmp_path: Path) -> None:
+    with PlayedJob(tmp_path, marching("MPICH", 400, 0.02), slots=1, lost_seconds=8, check_address=False) as job:
+        network = Network(job.port)
+        launcher = job.start_launcher()
+        job.start_worker(0)
+        own, job.port = job.port, network.port
+        job.start_worker(1)
+        job.port = own
+        before = wait_until(lambda: step(job, 5))
+        network.reset()  # connections break: the worker comes back within the second
+        wait_until(lambda: step(job, before + 20))
+        network.silent.set()  # and nothing passes for a while
+        time.sleep(5)
+        network.silent.clear()
+        assert launcher.wait(30) == 0, job.everything()
+        assert network.connections == 2
+        assert [worker.wait(5) for worker in job.workers.values()] == [0, 0]
+        network.close()
+
+
+def test_a_worker_cut_off_for_good_is_named(tmp_path: Path) -> None:
+    with PlayedJob(tmp_path, marching("MPICH", 100000, 0.02), slots=1, lost_seconds=3, check_address=False) as job:
+        network = Network(job.port)
+        job.start_launcher()
+        job.start_worker(0)
+        own, job.port = job.port, network.port
+        job.start_worker(1)
+        job.port = own
+        wait_until(lambda: step(job, 5))
+        network.silent.set()
+        network.down = True
+        failure = failed(job)
+        assert (failure.reason, failure.pod) == ("WorkerLost", "j-worker-1-1")
+        assert "nothing was heard of it" in (failure.message or "")
+        wait_until(lambda: not job.ranks_of(1), 20, "the worker that is cut off ends its ranks by itself")
+        network.close()
+
+
+def test_a_worker_without_its_mpi_is_unfit(tmp_path: Path) -> None:
+    with PlayedJob(tmp_path, ["true"], slots=1) as job:
+        job.start_launcher()
+        job.start_worker(0)
+        job.mpi = "OpenMPI"  # of another image
+        job.start_worker(1)
+        failure = failed(job)
+        assert (failure.reason, failure.pod) == ("WorkerUnfit", "j-worker-1-1")
+        assert "OpenMPI 5" in (failure.message or "")
+
+
+def test_a_launcher_without_the_mpi_of_the_plan_says_so(tmp_path: Path) -> None:
+    with PlayedJob(tmp_path, ["true"]) as job:
+        launcher = job.start_launcher(mpi="OpenMPI")
+        assert launcher.wait(10) == 127
+        failure = launcher.ending.first_failure
+        assert failure is not None
+        assert "the job asks for OpenMPI, and the launcher's image has MPICH" in (failure.message or "")
+
+
+def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
+    leak = (
+        "import os, signal, sys; from mpi4py import MPI\n"
+        "open(f'/dev/shm/{sys.argv[1]}-{MPI.COMM_WORLD.rank}', 'wb').write(b'x' * 4096)\n"
+        "if os.environ['TOPKUBE_ATTEMPT'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print(sorted(name for name in os.listdir('/dev/shm') if name.startswith(sys.argv[1])))\n"
+    )
+    name = f"topkube-test-{os.getpid()}"
+    with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", leak, name], slots=1, workers=1) as job:
+        job.start()
+        assert failed(job).reason == "SIGKILL"
+        launcher = job.start_launcher()
+        try:
+            assert launcher.wait(30) == 0, job.everything()
+            assert "removed" in job.workers[0].output
+        finally:
+            for left in Path("/dev/shm").glob(f"{name}*"):
+                left.unlink()
+
+
+def test_the_killed_are_told_from_those_that_were_ended(tmp_path: Path) -> None:
+    """A worker's process dies, and takes its shims along: what the others report is an echo."""
+    with PlayedJob(tmp_path, marching("MPICH", 100000, 0.005)) as job:
+        job.start()
+        wait_until(lambda: step(job, 3))
+        os.kill(job.workers[1].process.pid, signal.SIGKILL)
+        failure = failed(job)
+        assert (failure.reason, failure.pod) == ("WorkerLost", "j-worker-1-1"), job.everything()

@@ -1,0 +1,234 @@
+"""Who knocks at the launcher's door and may not come in; and the thief who wants to be a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pods import KEY, PYTHONS, UID, PlayedJob, certificate, wait_until
+
+from topkube.launch.contract import JOIN_PATH, STATUS_PATH, worker_token
+from topkube.launch.messages import Hello
+from topkube.launch.mpiexec import listening
+
+TOKEN = worker_token(KEY, UID, 0, 1)
+UPGRADE = (
+    "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedJob]:
+    """A launcher that waits for two workers that never come."""
+    with PlayedJob(tmp_path_factory.mktemp("hostile"), ["true"]) as job:
+        job.start_launcher()
+        wait_until(job.status)
+        yield job
+        assert job.status() is not None, "the launcher does not answer any more"
+        assert job.status().joined == 0
+
+
+def connect(job: PlayedJob, source: str = "127.0.0.1") -> ssl.SSLSocket:
+    raw = socket.create_connection(("127.0.0.1", job.port), 10, source_address=(source, 0))
+    return job.tls.wrap_socket(raw)
+
+
+def ask(job: PlayedJob, head: str, source: str = "127.0.0.1") -> str:
+    """Sends one request's head and returns all that comes back until the other end closes."""
+    with connect(job, source) as connection:
+        connection.sendall(head.encode())
+        return everything(connection)
+
+
+def everything(connection: ssl.SSLSocket) -> str:
+    received = b""
+    with contextlib.suppress(OSError):
+        while data := connection.recv(65536):
+            received += data
+    return received.decode(errors="replace")
+
+
+def join(token: str = TOKEN, query: str = "index=0&attempt=1", more: str = UPGRADE, method: str = "GET") -> str:
+    return f"{method} {JOIN_PATH}?{query} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n{more}\r\n"
+
+
+@pytest.mark.parametrize(
+    ("token", "query"),
+    [
+        ("", "index=0&attempt=1"),
+        ("wrong", "index=0&attempt=1"),
+        (TOKEN[:-1], "index=0&attempt=1"),
+        (TOKEN, "index=1&attempt=1"),  # another worker's
+        (worker_token(KEY, UID, 0, 2), "index=0&attempt=2"),  # a pod that this run does not expect
+        (worker_token(KEY, UID, 7, 1), "index=7&attempt=1"),
+        (worker_token(KEY, "another job", 0, 1), "index=0&attempt=1"),
+        (TOKEN, "index=-1&attempt=1"),
+        (TOKEN, "index=%00&attempt=1"),
+        (TOKEN, ""),
+        ("the operator's token", "index=0&attempt=1"),
+    ],
+)
+def test_a_wrong_token_is_refused(job: PlayedJob, token: str, query: str) -> None:
+    answer = ask(job, join(token, query))
+    assert answer.startswith("HTTP/1.1 401"), answer
+    assert "101 Switching" not in answer
+
+
+def test_the_status_is_for_the_operator(job: PlayedJob) -> None:
+    for token in ("", TOKEN, "the operator's tokeN"):
+        answer = ask(job, f"GET {STATUS_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n")
+        assert answer.startswith("HTTP/1.1 401")
+        assert '"state"' not in answer
+
+
+def test_a_token_does_not_work_from_another_address(job: PlayedJob) -> None:
+    """A token that was read off somewhere is of no use to another pod."""
+    hello = Hello(session="s", ip="127.77.0.9", slots=2, python="/bin/python", mpi="MPICH 5.0.2", time=time.time())
+    text = hello.text().encode()
+    mask = b"\0\0\0\0"
+    frame = bytes([0x81, 0x80 | 126]) + len(text).to_bytes(2, "big") + mask + text
+    with connect(job, "127.88.0.1") as connection:
+        connection.sendall(join().encode() + frame)
+        answer = everything(connection)
+    assert "the call comes from 127.88.0.1" in answer
+
+
+def test_other_paths_and_methods_are_refused(job: PlayedJob) -> None:
+    assert ask(job, "GET /v1/anything HTTP/1.1\r\nHost: x\r\n\r\n").startswith("HTTP/1.1 404")
+    assert ask(job, join(more="Content-Length: 0\r\n", method="POST")).startswith("HTTP/1.1 405")
+    assert ask(job, join(more="")).startswith("HTTP/1.1 426")
+    assert ask(job, "\r\n\r\n\x00\x01nonsense\r\n\r\n").startswith("HTTP/1.0 400")
+
+
+@pytest.mark.parametrize("token", ["wrong", TOKEN])
+def test_ten_megabytes_are_not_read(job: PlayedJob, token: str) -> None:
+    with connect(job) as connection:
+        connection.sendall(join(token, more=f"Content-Length: {10 << 20}\r\n", method="POST").encode())
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < 10 << 20:
+                sent += connection.send(bytes(1 << 16))
+            answer = everything(connection)
+            assert answer == "" or answer.startswith("HTTP/1.1 40")
+    assert sent < 10 << 20, "the launcher took the whole body"
+
+
+def test_a_first_message_of_ten_megabytes_ends_the_connection(job: PlayedJob) -> None:
+    with connect(job) as connection:
+        connection.sendall(join().encode() + bytes([0x81, 0x80 | 127]) + (10 << 20).to_bytes(8, "big") + b"\0\0\0\0")
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < 10 << 20:
+                sent += connection.send(b"x" * (1 << 16))
+    assert sent < 10 << 20
+
+
+def test_headers_without_end_are_refused(job: PlayedJob) -> None:
+    many = "".join(f"X-{number}: {'y' * 4000}\r\n" for number in range(200))
+    answer = ask(job, join(more=many))
+    assert answer == "" or answer.startswith("HTTP/1.0 400")
+
+
+def test_slow_clients_do_not_keep_others_out(job: PlayedJob) -> None:
+    slow: list[socket.socket] = []
+    try:
+        for number in range(150):
+            raw = socket.create_connection(("127.0.0.1", job.port), 5)
+            slow.append(raw)
+            if number % 3 == 0:  # finishes TLS, then dribbles a head
+                slow[-1] = job.tls.wrap_socket(raw)
+                slow[-1].sendall(b"GET /v1/join HTTP/1.1\r\nX-A: ")
+        before = time.monotonic()
+        assert job.status() is not None
+        assert time.monotonic() - before < 3
+        dribbling = slow[0]
+        dribbling.settimeout(30)
+        ended = time.monotonic() + 30
+        with contextlib.suppress(OSError):
+            while time.monotonic() < ended:
+                dribbling.sendall(b"y")  # a byte now and then does not buy more time
+                time.sleep(0.2)
+        assert time.monotonic() < ended, "a slow client may stay for ever"
+    finally:
+        for one in slow:
+            one.close()
+
+
+def test_plain_text_and_old_tls_are_refused(job: PlayedJob) -> None:
+    with socket.create_connection(("127.0.0.1", job.port), 5) as plain:
+        plain.sendall(b"GET /v1/status HTTP/1.1\r\n\r\n")
+        plain.settimeout(12)
+        with contextlib.suppress(ConnectionError):
+            assert b"HTTP" not in plain.recv(100)
+    old = job.tls
+    old.minimum_version = ssl.TLSVersion.TLSv1_2
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ssl.SSLError), socket.create_connection(("127.0.0.1", job.port), 5) as raw:
+        old.wrap_socket(raw)
+
+
+def test_a_worker_does_not_talk_to_another_certificate(tmp_path: Path) -> None:
+    with PlayedJob(tmp_path, ["true"], rendezvous_seconds=4) as job:
+        launcher = job.start_launcher()
+        wait_until(job.status)
+        certificate(job.secret)  # what workers mount from now on is another
+        worker = job.start_worker(0)
+        assert launcher.wait(15) != 0
+        assert "does not have the certificate of this job's launcher" in worker.output
+        assert "joined" not in launcher.output
+        assert launcher.ending.first_failure.reason == "RendezvousTimeout"
+
+
+def test_a_second_session_replaces_the_first_while_waiting(tmp_path: Path) -> None:
+    with PlayedJob(tmp_path, ["true"], slots=1) as job:
+        launcher = job.start_launcher()
+        first = job.start_worker(0)
+        wait_until(lambda: job.status() and job.status().joined == 1)
+        first.kill()  # its container is started again
+        job.start_worker(0)
+        job.start_worker(1)
+        assert launcher.wait(30) in (0, 1), job.everything()  # `true` never calls MPI
+        assert launcher.output.count("worker 0 (j-worker-0-1) has joined") == 2
+
+
+@pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
+def test_a_thief_with_the_stock_proxy_does_not_become_a_rank(tmp_path: Path, mpi: str) -> None:
+    """mpiexec's control port knows no authentication: whoever reaches it with the stock proxy gets ranks to run, or
+    ends the job. From another host it cannot be reached."""
+    script = "import time; from mpi4py import MPI; MPI.COMM_WORLD.Barrier(); time.sleep(3); MPI.COMM_WORLD.Barrier()"
+    with PlayedJob(tmp_path, [str(PYTHONS[mpi]), "-c", script], slots=1, mpi=mpi) as job:
+        launcher = job.start()
+        wait_until(lambda: (said := job.status()) and said.state == "Running", what="running")
+        open_ports = [address for address in listening(launcher.tree()) if not address.endswith(f":{job.port}")]
+        assert open_ports, "mpiexec listens nowhere: what do its proxies connect to?"
+        outside = own_address()
+        for address in open_ports:
+            assert address.startswith(("127.0.0.1:", "[::1]:")), f"{mpi}'s mpiexec can be reached on {address}"
+            port = address.rpartition(":")[2]
+            if mpi == "MPICH":
+                proxy = PYTHONS[mpi].parent / "hydra_pmi_proxy"
+                options = ["--rmk", "user", "--launcher", "manual", "--demux", "poll", "--pgid", "0", "--retries", "0"]
+                command = [proxy, "--control-port", f"{outside}:{port}", *options, "--usize", "-1", "--proxy-id", "1"]
+                thief = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+                assert thief.returncode != 0
+                assert "unable to connect" in thief.stdout + thief.stderr
+            with pytest.raises((ConnectionRefusedError, TimeoutError)):
+                socket.create_connection((outside, int(port)), 2)
+        assert launcher.wait(30) == 0, job.everything()
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback: what another host would connect to."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.2"  # no network: not the address that mpiexec is bound to, either

@@ -1,0 +1,190 @@
+"""Memory counters, stale shared memory, and the words of the status."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from topkube.errors import LaunchError
+from topkube.launch import shared_memory
+from topkube.launch.contract import Ending
+from topkube.launch.credentials import LauncherCredentials, WorkerCredentials
+from topkube.launch.ending import describe, leave, reason_of, tail_of
+from topkube.launch.environment import home
+from topkube.launch.launcher import run_launcher
+from topkube.launch.memory import memory_kills
+from topkube.launch.messages import read
+from topkube.launch.report import RankReport
+from topkube.launch.steps import Steps
+from topkube.launch.worker import run_worker
+from topkube.telemetry.progress import StepRecord
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_kills_for_memory_are_counted_in_both_versions_of_cgroups(tmp_path: Path) -> None:
+    machine = write(tmp_path / "vmstat", "nr_free_pages 5\noom_kill 9\n")
+    none = write(tmp_path / "none", "")
+    two, one = tmp_path / "two", tmp_path / "one"
+    own_two = write(tmp_path / "own2", "0::/kubepods/pod1/c\n")
+    own_one = write(tmp_path / "own1", "11:cpu,cpuacct:/x\n7:memory:/kubepods/pod1/c\n0::/\n")
+    assert memory_kills(two, own_two, machine) == 9, "no counter of its own: the machine's"
+    write(two / "memory.events", "low 0\noom 3\noom_kill 2\n")  # as inside a container
+    assert memory_kills(two, own_two, machine) == 2
+    write(two / "kubepods/pod1/c/memory.events", "oom_kill 4\n")  # as on the host
+    assert memory_kills(two, own_two, machine) == 4
+    write(one / "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
+    assert memory_kills(one, own_one, machine) == 5
+    write(one / "memory/kubepods/pod1/c/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 6\n")
+    assert memory_kills(one, own_one, machine) == 6
+    assert memory_kills(tmp_path / "gone", none, none) == 0
+    assert memory_kills() >= 0
+
+
+def test_only_dead_segments_of_our_own_are_removed(tmp_path: Path) -> None:
+    kept = write(tmp_path / "before", "x")
+    keep = shared_memory.names(tmp_path)
+    dead, mapped, held = (write(tmp_path / name, "x" * 4096) for name in ("dead", "mapped", "held"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(kept)
+    script = f"import sys; f = open({str(held)!r}); print('ready', flush=True); sys.stdin.read()"
+    with (
+        mapped.open("r+b") as file,
+        mmap.mmap(file.fileno(), 4096),
+        subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+    ):
+        assert other.stdout is not None
+        other.stdout.readline()
+        file.close()
+        assert shared_memory.clean(keep, tmp_path) == ["dead"]
+        assert not dead.exists()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "folder", "held", "link", "mapped"]
+        other.communicate()
+    assert shared_memory.clean(frozenset(), tmp_path / "none") == []
+
+
+def report(**more: object) -> RankReport:
+    return RankReport.of(
+        {"rank": 5, "host": "h", "command": ["x"], "started": 1.0, "ended": 2.0, "exit_code": 1, **more}
+    )
+
+
+def test_each_way_to_end_has_its_word() -> None:
+    assert reason_of(report(exit_code=127, not_started="the program 'x' is not there")) == "CommandNotFound"
+    assert reason_of(report(exit_code=126, not_started="the program 'x' cannot be run")) == "CommandNotRunnable"
+    assert reason_of(report(signal="SIGKILL", exit_code=137, out_of_memory=True)) == "OOMKilled"
+    assert reason_of(report(signal="SIGSEGV", exit_code=139)) == "SIGSEGV"
+    assert reason_of(report(traceback="Traceback (most recent call last)\n  x\nValueError: no")) == "Error"
+    assert reason_of(report(missing=[3])) == "CollectiveTimeout"
+    assert reason_of(report(aborted=True)) == "MpiAbort"
+
+
+def test_a_hang_is_laid_to_the_rank_that_never_came() -> None:
+    failure = describe(report(missing=[3, 7], tail=["last words"]), lambda rank: f"pod-{rank // 2}", 2)
+    assert (failure.rank, failure.pod, failure.log_tail) == (3, "pod-1", "last words")
+    failure = describe(report(missing=[5]), lambda rank: f"pod-{rank // 2}", 2)
+    assert (failure.rank, failure.pod) == (5, "pod-2")
+
+
+def test_tails_fit_the_status() -> None:
+    assert tail_of([]) is None
+    assert tail_of(["a", "b"]) == "a\nb"
+    long = tail_of(["ü" * 9000, "the end"])
+    assert long is not None
+    assert len(long.encode()) <= 4096
+    assert long.endswith("the end")
+
+
+def test_last_words_without_a_container_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ending = Ending(attempt=1, state="Succeeded", exit_code=0)
+    leave(tmp_path / "log", ending)
+    assert Ending.read((tmp_path / "log").read_text()) == ending
+    leave(tmp_path / "no" / "log", ending)
+    assert '"Succeeded"' in capsys.readouterr().err
+
+
+def test_progress_has_an_eta_and_stalls_are_seen() -> None:
+    steps = Steps()
+    assert steps.progress() is None
+    steps.started()
+    assert steps.stalled(0, 0) == ""
+    for step in range(1, 11):
+        steps.add(StepRecord(step=step, total_steps=110, loss=1.5, samples_per_second=2.0, time=100.0 + 2 * step))
+    progress = steps.progress()
+    assert progress is not None
+    assert (progress.step, progress.total_steps, progress.percent, progress.eta_seconds) == (10, 110, 9, 200)
+    assert (progress.loss, progress.updated_at) == ("1.5", "1970-01-01T00:02:00Z")
+    assert steps.stalled(1000, 0) == ""
+    time.sleep(0.02)
+    assert "the last was step 10" in steps.stalled(0.01, 0)
+    steps.add(StepRecord(step=11, total_steps=None))
+    assert steps.progress().eta_seconds is None
+    fresh = Steps()
+    fresh.started()
+    time.sleep(0.02)
+    assert "first step" in fresh.stalled(0, 0.01)
+
+
+def test_bad_plans_and_credentials_become_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = tmp_path / "termination"
+    monkeypatch.setenv("TOPKUBE_TERMINATION_LOG", str(words))
+    monkeypatch.setenv("TOPKUBE_CREDENTIALS", str(tmp_path))
+    for plan in ("", "{", '{"name": "a"}'):
+        monkeypatch.setenv("TOPKUBE_LAUNCH", plan)
+        monkeypatch.setenv("TOPKUBE_WORKER", plan)
+        for run in (run_launcher, lambda: run_worker(["true"])):
+            with pytest.raises(LaunchError, match="is unusable"):
+                run()
+            ending = Ending.read(words.read_text())
+            assert ending.exit_code == 2
+            assert ending.first_failure is not None
+            assert ending.first_failure.reason == "BadPlan"
+    plan = {
+        "name": "a",
+        "namespace": "b",
+        "uid": "c",
+        "attempt": 4,
+        "workers": [{"index": 0, "attempt": 1, "pod": "p"}],
+    }
+    monkeypatch.setenv("TOPKUBE_LAUNCH", json.dumps(plan))
+    with pytest.raises(LaunchError, match=r"tls\.crt is unusable: No such file"):
+        run_launcher()
+    assert Ending.read(words.read_text()).attempt == 4
+    for name in ("tls.crt", "tls.key", "token"):
+        (tmp_path / name).write_text("nonsense")
+    for load in (LauncherCredentials.load, WorkerCredentials.load):
+        with pytest.raises(LaunchError, match=r"the credentials file .* is unusable"):
+            load(tmp_path)
+    (tmp_path / "tls.crt").write_text("")
+    with pytest.raises(LaunchError, match="it is empty"):
+        WorkerCredentials.load(tmp_path)
+
+
+def test_a_home_is_found_for_any_user(tmp_path: Path) -> None:
+    for given in ({}, {"HOME": "/nowhere"}, {"HOME": "/proc/1/fdinfo/none"}, {"HOME": ""}):
+        environment = dict(given)
+        home(environment, str(tmp_path))
+        assert environment["HOME"] == str(tmp_path)
+    environment = {"HOME": str(tmp_path / "own")}
+    os.mkdir(environment["HOME"])
+    home(environment, str(tmp_path))
+    assert environment["HOME"] == str(tmp_path / "own")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"kind": "format-disk"}', '{"kind": "open", "stream": 70000}', "\x00"]
+)
+def test_unintelligible_messages_are_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="unintelligible"):
+        read(text)

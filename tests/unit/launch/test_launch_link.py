@@ -1,0 +1,186 @@
+"""A session that survives broken connections: every frame once, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topkube.errors import LaunchError
+from topkube.launch import link
+from topkube.launch.link import FRAME_BYTES, Link
+from topkube.launch.messages import Open, Said
+from topkube.launch.tunnel import Tunnel
+
+
+class Ends:
+    """Two ends over real WebSockets; `connect` makes a connection and returns what breaks it."""
+
+    def __init__(self, near: Link, far: Link) -> None:
+        self.near, self.far = near, far
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def __aenter__(self) -> Ends:
+        server = web.Server(self._serve)
+        self._listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+        self._port = self._listening.sockets[0].getsockname()[1]
+        self._client = aiohttp.ClientSession()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.close()
+        self._listening.close()
+
+    async def _serve(self, request: web.BaseRequest) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(max_msg_size=FRAME_BYTES)
+        await socket.prepare(request)
+        has = int(await socket.receive_str())
+        await socket.send_str(str(self.far.received))
+        await self.far.run(socket, has)
+        return socket
+
+    async def connect(self) -> Callable[[], Awaitable[None]]:
+        socket = await self._client.ws_connect(f"http://127.0.0.1:{self._port}/", max_msg_size=FRAME_BYTES)
+        await socket.send_str(str(self.near.received))
+        has = int(await socket.receive_str())
+        task = asyncio.create_task(self.near.run(socket, has))
+        self._tasks.append(task)
+        while not (self.near.connected and self.far.connected):
+            await asyncio.sleep(0.001)
+
+        async def break_it() -> None:
+            transport = socket._response.connection.transport if socket._response.connection else None
+            if transport is not None:
+                transport.abort()  # nothing is said, nothing is flushed
+            await asyncio.wait([task], timeout=5)
+            while self.far.connected:
+                await asyncio.sleep(0.001)
+
+        return break_it
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6))
+def test_broken_connections_lose_and_double_nothing(seed: int, breaks: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(link, "HEARTBEAT_SECONDS", 0.05)
+        asyncio.run(_exchange(random.Random(seed), breaks))
+
+
+async def _exchange(chance: random.Random, breaks: int) -> None:
+    got: dict[str, list[tuple[int, bytes]]] = {"near": [], "far": []}
+    near, far = (
+        Link(
+            lambda said, name=name: got[name].append((said.stream, b"")),
+            lambda stream, data, name=name: got[name].append((stream, data)),
+        )
+        for name in ("near", "far")
+    )
+    sent: dict[str, list[tuple[int, bytes]]] = {"near": [], "far": []}
+    number = 0
+    async with Ends(near, far) as ends:
+        for turn in range(breaks + 1):
+            break_it = await ends.connect()
+            for _ in range(chance.randint(0, 60)):
+                number += 1
+                name, end = chance.choice((("near", near), ("far", far)))
+                if chance.random() < 0.3:
+                    end.send(Open(stream=number))
+                    sent[name].append((number, b""))
+                else:
+                    data = bytes([number % 256]) * chance.choice((1, 100, 70_000))
+                    end.send_bytes(number, data)
+                    sent[name].append((number, data))
+                if chance.random() < 0.2:
+                    await asyncio.sleep(chance.random() * 0.003)
+            if turn < breaks:
+                await break_it()
+        assert await near.delivered(10)
+        assert await far.delivered(10)
+    assert got["far"] == sent["near"]
+    assert got["near"] == sent["far"]
+
+
+def test_an_end_that_claims_frames_that_never_were_is_refused() -> None:
+    end = Link(lambda _: None, lambda *_: None)
+    end.send(Open(stream=1))
+    with pytest.raises(LaunchError, match="claims to have 5 frames of 1"):
+        end._confirm(5)
+
+
+def test_a_tunnel_carries_bytes_both_ways_and_survives_a_break() -> None:
+    asyncio.run(_tunnelled())
+
+
+async def _tunnelled() -> None:
+    async def double(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100_000):
+            writer.write(data + data)
+        writer.close()
+
+    service = await asyncio.start_server(double, "127.0.0.1", 0)
+    ends: dict[str, Tunnel] = {}
+
+    def on(name: str) -> Callable[[Said], None]:
+        def take(said: Said) -> None:
+            if said.kind == "open":
+                ends[name].opened(said.stream)
+            elif said.kind == "close":
+                ends[name].closed(said.stream)
+
+        return take
+
+    worker = Link(on("worker"), lambda stream, data: ends["worker"].take(stream, data))
+    launcher = Link(on("launcher"), lambda stream, data: ends["launcher"].take(stream, data))
+    ends["worker"] = Tunnel(worker)
+    ends["launcher"] = Tunnel(launcher, service.sockets[0].getsockname()[1])
+    async with Ends(worker, launcher) as both:
+        break_it = await both.connect()
+        port = await ends["worker"].listen()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        payload = random.Random(0).randbytes(3 << 20)
+        writer.write(payload[: 1 << 20])
+        assert len(await reader.readexactly(2 << 20)) == 2 << 20
+        await break_it()
+        writer.write(payload[1 << 20 :])
+        await asyncio.sleep(0.01)
+        await both.connect()
+        rest = 0
+        while rest < 4 << 20:
+            rest += len(await reader.read(1 << 20))
+        assert rest == 4 << 20
+        writer.close()
+        for end in ends.values():
+            end.end()
+    service.close()
+
+
+def test_the_launcher_opens_no_other_port() -> None:
+    async def refused() -> None:
+        said: list[Any] = []
+        end = Link(lambda _: None, lambda *_: None)
+        end.send = said.append  # type: ignore[method-assign]
+        Tunnel(end).opened(3)  # a worker's end is asked to open something
+        launcher = Tunnel(end, 1)  # nothing listens there
+        launcher.opened(4)
+        launcher.opened(4)  # twice
+        launcher.opened(64)  # more than one worker may have
+        await asyncio.sleep(0.1)
+        assert sorted((one.kind, one.stream) for one in said) == [
+            ("close", 3),
+            ("close", 4),
+            ("close", 4),
+            ("close", 64),
+        ]
+
+    asyncio.run(refused())
