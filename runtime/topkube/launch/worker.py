@@ -72,6 +72,7 @@ def run_worker(command: list[str]) -> int:
         code = asyncio.run(worker.run())
     finally:
         shutil.rmtree(worker.directory, ignore_errors=True)
+        shared_memory.clean(worker.shared_before)
     leave(termination_log, worker.ending(code))
     return code
 
@@ -87,7 +88,7 @@ class Worker:
         self._bound = bool(settings.pod_ip)  # so that the launcher sees the address that we claim
         self._session = uuid.uuid4().hex
         self._mpi, self._problem = _find_mpi()
-        self._shared_memory = frozenset() if os.getpid() == 1 else shared_memory.names()
+        self.shared_before = frozenset() if os.getpid() == 1 else shared_memory.names()
         self._welcome: Welcome | None = None
         self._link: Link | None = None
         self._tunnel: Tunnel | None = None
@@ -266,7 +267,7 @@ class Worker:
                 raise self._problem or LaunchError("there is no MPI")
             if self._attempt is not None or self._terminated is not None:
                 raise LaunchError("this worker still ends what it ran before")
-            stale = shared_memory.clean(self._shared_memory)
+            stale = shared_memory.clean(self.shared_before)
             if stale:
                 self._say(f"removed {len(stale)} stale shared-memory segments")
             self._last_number = self._welcome.attempt
