@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
+import yaml
+
 from topkube.errors import ClusterError, JobError, TopKubeError
 
 CONNECT_SECONDS, READ_SECONDS = 10.0, 60.0
@@ -154,7 +156,14 @@ def connect(where: Where) -> Api:
             cause="a context that is not in it, or a file that is not complete",
             next_step="kubectl config get-contexts",
         ) from None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:  # what a damaged file ends in
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        yaml.YAMLError,
+    ) as error:  # what a damaged file ends in
         raise ClusterError(
             f"the kubeconfig {file or kube_config.KUBE_CONFIG_DEFAULT_LOCATION} cannot be read: {_first(error)}",
             cause="it is not a kubeconfig",

@@ -202,13 +202,14 @@ def _lines(api: Api, pod: dict[str, Any], options: Options, follow: bool) -> Ite
         "follow": follow,
         "tailLines": options.tail,
     }
-    last, shown = "", set[bytes]()
+    last, shown = "", set[bytes]()  # the newest time stamp, and the lines that carry it
     while True:
+        resumed = _moment(last)
         try:
             for line in api.lines(f"{path}/log", query, silent_seconds=SILENT_SECONDS if follow else None):
                 match = _STAMP.match(line)
                 stamp, text = (match[1].decode(), line[match.end() :]) if match else (last, line)
-                if stamp < last or (stamp == last and line in shown):
+                if _moment(stamp) < resumed or (stamp == last and line in shown and _moment(stamp) == resumed):
                     continue  # shown before the stream broke
                 if stamp != last:
                     last, shown = stamp, set()
@@ -221,6 +222,12 @@ def _lines(api: Api, pod: dict[str, Any], options: Options, follow: bool) -> Ite
             return
         query = {**query, "tailLines": None, "sinceTime": last or None}
         time.sleep(LOOK_SECONDS)
+
+
+def _moment(stamp: str) -> str:
+    """A time stamp in a form that sorts: 12:00:01.5Z -> 12:00:01.500000000."""
+    seconds, _, fraction = stamp.rstrip("Z").partition(".")
+    return f"{seconds}.{fraction:<09}"
 
 
 def _goes_on(api: Api, path: str, uid: str) -> bool:

@@ -1,0 +1,193 @@
+"""What the cluster commands make of an API server's refusals, of no server, and of a kubeconfig that is of no use.
+
+The server is a local one that answers as told; tests/cluster has the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from topkube.cli.app import run_app
+from topkube.cli.cluster.api import Where, connect
+from topkube.errors import ClusterError
+
+Answer = tuple[int, bytes, dict[str, str]]
+Answers = Callable[[str, str], Answer]
+
+
+def status(code: int, message: str, **details: Any) -> Answer:
+    body = {"kind": "Status", "code": code, "message": message, "details": details}
+    return code, json.dumps(body).encode(), {}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Callable[[Answers], Path]]:
+    """Starts a server that answers by (method, path); gives a kubeconfig for it."""
+    started: list[ThreadingHTTPServer] = []
+
+    def start(answers: Answers) -> Path:
+        class Handler(BaseHTTPRequestHandler):
+            def _answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                code, body, headers = answers(self.command, self.path)
+                self.send_response(code)
+                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_PATCH = do_DELETE = do_POST = _answer
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        http.daemon_threads = True
+        started.append(http)
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        return kubeconfig(tmp_path / "config", f"http://127.0.0.1:{http.server_address[1]}")
+
+    yield start
+    for http in started:
+        http.shutdown()
+        http.server_close()
+
+
+def kubeconfig(path: Path, address: str, **context: str) -> Path:
+    data = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": {"server": address}}],
+        "users": [{"name": "u", "user": {"token": "secret"}}],
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u", **context}}],
+        "current-context": "here",
+    }
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+REFUSALS: list[tuple[Answer, list[str]]] = [
+    (
+        (404, b"404 page not found\n", {}),
+        ["this cluster does not know TrainingJobs", "TopKube is not installed in it", "kubectl apply -f manifests/"],
+    ),
+    (
+        status(403, "trainingjobs is forbidden: no", group="topkube.dev", kind="trainingjobs"),
+        ["trainingjobs is forbidden: no", "ClusterRole topkube-edit", "auth can-i get trainingjobs.topkube.dev -n n"],
+    ),
+    (status(401, "Unauthorized"), ["the cluster does not know who you are", "kubectl config get-contexts"]),
+    (status(500, "etcdserver: request timed out"), ["etcdserver: request timed out"]),
+    ((200, b"<html>", {}), ["answers with something that is not JSON", "kubectl config view --minify"]),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), REFUSALS)
+def test_refusals_say_what_to_do(
+    server: Callable[[Answers], Path], answer: Answer, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = server(lambda method, path: answer)
+    assert run_app(["status", "-n", "n", "--kubeconfig", str(config)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    for word in words:
+        assert word in said
+
+
+def test_a_cluster_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = kubeconfig(tmp_path / "config", "http://127.0.0.1:1")
+    assert run_app(["status", "--kubeconfig", str(config)]) == 1
+    said = capsys.readouterr().err
+    assert "the cluster at http://127.0.0.1:1 does not answer" in said
+    assert "Connection refused" in said
+    assert "kubectl cluster-info" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no cluster is configured"),
+        ("", "is of no use"),
+        ("clusters: 5", "kubeconfig"),
+        ("\t- [", "kubeconfig"),
+        ("apiVersion: v1\nkind: Config\ncurrent-context: gone\ncontexts: []\nclusters: []\nusers: []\n", "kubeconfig"),
+    ],
+)
+def test_a_kubeconfig_of_no_use(
+    content: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config"
+    if content is None:
+        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+        assert run_app(["status"]) == 1
+    else:
+        path.write_text(content)
+        assert run_app(["status", "--kubeconfig", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert words in said
+    assert "next: " in said
+    assert "Traceback" not in said
+
+
+def test_the_namespace_is_the_contexts_unless_given(tmp_path: Path) -> None:
+    config = kubeconfig(tmp_path / "config", "http://127.0.0.1:1", namespace="team")
+    assert connect(Where(kubeconfig=config)).namespace == "team"
+    assert connect(Where(kubeconfig=config, namespace="other")).namespace == "other"
+    with pytest.raises(ClusterError, match="known: here"):
+        connect(Where(kubeconfig=config, context="there"))
+
+
+def test_warnings_of_the_server_are_shown(server: Callable[[Answers], Path], tmp_path: Path, capsys: Any) -> None:
+    file = Path(__file__).parents[2] / "manifests" / "samples" / "char-gpt.yaml"
+    stored = {"metadata": {"name": "char-gpt", "resourceVersion": "1"}, "spec": {}}
+
+    def answers(method: str, path: str) -> Answer:
+        if method == "GET":
+            return status(404, "not found", name="char-gpt", kind="trainingjobs")
+        return 201, json.dumps(stored).encode(), {"Warning": '299 - "a \\"tag\\" is missing"'}
+
+    assert run_app(["submit", str(file), "--kubeconfig", str(server(answers))]) == 0
+    said = capsys.readouterr()
+    assert said.out == "trainingjob.topkube.dev/char-gpt created\n"
+    assert said.err == 'warning: a "tag" is missing\n'
+
+
+def test_a_log_stream_that_breaks_goes_on_where_it_was(
+    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second stream begins with the second of the last line: what was shown is not shown again, nothing is lost."""
+    first = b"2025-01-01T00:00:01.1Z [rank 0] a\n2025-01-01T00:00:02.2Z [rank 0] b\n2025-01-01T00:00:02.2Z [rank 0] c\n"
+    rest = first.split(b"\n", 1)[1] + b"2025-01-01T00:00:02.2Z [rank 0] d\n2025-01-01T00:00:02.25Z [rank 0] e\n"
+    asked: list[str] = []
+    labels = {"topkube.dev/job-name": "j", "topkube.dev/worker-index": "0", "topkube.dev/attempt": "1"}
+    pod: dict[str, Any] = {
+        "metadata": {"name": "p", "uid": "1", "labels": labels},
+        "spec": {"containers": [{"name": "main"}]},
+    }
+
+    def answers(method: str, path: str) -> Answer:
+        over = len(asked) > 1
+        state = {"terminated": {"exitCode": 0}} if over else {"running": {}}
+        seen = {**pod, "status": {"containerStatuses": [{"name": "main", "state": state}]}}
+        job = {"metadata": {"name": "j", "uid": "u"}, "status": {"phase": "Succeeded" if over else "Running"}}
+        if "/log?" in path:
+            asked.append(path)
+            return 200, rest if len(asked) > 1 else first, {}
+        if "/pods/p" in path:
+            return 200, json.dumps(seen).encode(), {}
+        if "/pods?" in path:
+            return 200, json.dumps({"items": [seen]}).encode(), {}
+        if "watch=true" in path:
+            return 200, json.dumps({"type": "MODIFIED", "object": job}).encode() + b"\n", {}
+        return 200, json.dumps(job).encode(), {}
+
+    assert run_app(["logs", "j", "--kubeconfig", str(server(answers))]) == 0
+    assert capsys.readouterr().out.split() == [word for letter in "abcde" for word in ("[worker0.rank0]", letter)]
+    assert "sinceTime=2025-01-01T00%3A00%3A02.2Z" in asked[1]
