@@ -7,6 +7,7 @@ from typing import Any
 from topkube.job import TrainingJob
 from topkube_operator import names
 from topkube_operator.observed import Gang
+from topkube_operator.templates import list_in, mapping_in
 
 # Queues and gang schedulers read labels and annotations of pods under these domains.
 _QUEUE_DOMAINS = ("kueue.x-k8s.io", "scheduling.k8s.io", "scheduling.x-k8s.io", "volcano.sh", "scheduler.alpha")
@@ -50,8 +51,9 @@ def _for_queues(entries: dict[str, str]) -> dict[str, str]:
 
 def spread_over_nodes(pod: dict[str, Any], job: TrainingJob) -> None:
     """Keeps two workers of the job off one node, on top of the affinity that the template asks for."""
-    affinity = pod.setdefault("affinity", {})
-    rules = affinity.setdefault("podAntiAffinity", {}).setdefault("requiredDuringSchedulingIgnoredDuringExecution", [])
+    where = "spec.template.spec"
+    apart = mapping_in(mapping_in(pod, "affinity", where), "podAntiAffinity", f"{where}.affinity")
+    rules = list_in(apart, "requiredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAntiAffinity")
     rules.append(
         {
             "labelSelector": {"matchLabels": {names.JOB_NAME: names.job_label(job.name), names.ROLE: names.WORKER}},

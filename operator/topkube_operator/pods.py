@@ -6,16 +6,15 @@ becomes the argument of `topkube worker`. Sidecars and init containers stay exac
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
-from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.job.template import worker_container
 from topkube.launch import contract
 from topkube_operator import names, placement
 from topkube_operator.observed import Policy, digest
+from topkube_operator.templates import list_in, mapping_in, without_nulls
 
 CHECKPOINTS = "/checkpoint"
 HOME = "/home/topkube"
@@ -23,6 +22,8 @@ _USER = 1000
 _GRACE_SECONDS = 30
 _SHM_MIB, _SHM_MIB_PER_RANK = 1024, 256
 _PREFIX = "topkube-"
+_OF_WORKERS, _OF_LAUNCHER = "spec.template", "spec.launcher.template"
+_POD, _CONTAINER = "the pod template's spec", "the container"
 _LAUNCHER_REQUESTS = {"cpu": "50m", "memory": "96Mi"}
 # What a launcher's pod takes over from the workers' template, so that it can pull the same image and be scheduled.
 _INHERITED = ("imagePullSecrets", "tolerations", "priorityClassName", "schedulerName", "serviceAccountName")
@@ -72,14 +73,14 @@ def worker(job: TrainingJob, uid: str, index: int, attempt: int, address: str, p
         contract.CREDENTIALS_DIRECTORY,
         read_only=True,
     )
-    ports = _list(container, "ports")
+    ports = list_in(container, "ports", _CONTAINER)
     if not any(isinstance(port, dict) and port.get("containerPort") == contract.METRICS_PORT for port in ports):
         ports.append({"name": "topkube-metrics", "containerPort": contract.METRICS_PORT, "protocol": "TCP"})
     if job.spec.checkpoint:
         claim = {"claimName": job.spec.checkpoint.claim_name}
         _volume(spec, container, {"name": _PREFIX + "checkpoint", "persistentVolumeClaim": claim}, CHECKPOINTS)
-        security = spec.setdefault("securityContext", {})
-        if isinstance(security, dict) and "fsGroup" not in security:
+        security = mapping_in(spec, "securityContext", f"{_OF_WORKERS}.spec")
+        if "fsGroup" not in security:
             security |= {"fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"}
     if job.spec.spread == "Node":
         placement.spread_over_nodes(spec, job)
@@ -90,17 +91,15 @@ def worker(job: TrainingJob, uid: str, index: int, attempt: int, address: str, p
 def launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[tuple[int, int]], policy: Policy) -> Any:
     """The launcher of `attempt`; `workers`: (index, attempt in which its pod was made) of each. Raises JobError."""
     name = names.launcher_name(job.name, attempt)
-    template = copy.deepcopy(job.spec.launcher.template or {})
-    spec = template.setdefault("spec", {})
-    if not isinstance(spec, dict):
-        raise _not_a("spec.launcher.template.spec", "mapping")
-    above: Any = job.spec.template.get("spec")
+    template = without_nulls(job.spec.launcher.template or {})
+    spec = mapping_in(template, "spec", _OF_LAUNCHER)
+    above: Any = without_nulls(job.spec.template.get("spec"))
     if "serviceAccountName" not in spec:
         spec.setdefault("automountServiceAccountToken", False)
     for field in _INHERITED:
         if field in above:
-            spec.setdefault(field, copy.deepcopy(above[field]))
-    containers = _list(spec, "containers", "spec.launcher.template.spec")
+            spec.setdefault(field, above[field])
+    containers = list_in(spec, "containers", f"{_OF_LAUNCHER}.spec")
     if not any(isinstance(one, dict) and one.get("name") == names.LAUNCHER for one in containers):
         if len(containers) == 1 and isinstance(containers[0], dict) and "name" not in containers[0]:
             containers[0]["name"] = names.LAUNCHER
@@ -117,7 +116,7 @@ def colocated(job: TrainingJob, uid: str, attempt: int, workers: Sequence[tuple[
     """Worker 0 of `attempt` with the launcher as a second container. Raises JobError."""
     pod = worker(job, uid, 0, attempt, "", policy)
     container: dict[str, Any] = {"name": names.LAUNCHER}
-    _list(pod["spec"], "containers").append(container)
+    list_in(pod["spec"], "containers", _POD).append(container)
     _launch(job, uid, attempt, workers, policy, pod, container)
     return pod
 
@@ -164,11 +163,11 @@ def _launch(
     container.setdefault("resources", {"requests": dict(_LAUNCHER_REQUESTS)})
     _environment(container, {contract.PLAN_VARIABLE: plan.text().replace("$", "$$")})
     _unprivileged(container, pod["spec"])
-    security = container.get("securityContext")
-    if isinstance(security, dict):
-        security.setdefault("readOnlyRootFilesystem", True)
+    container["securityContext"].setdefault("readOnlyRootFilesystem", True)
     _scratch(pod["spec"], container, 0)
-    _list(container, "ports").append({"name": "launcher", "containerPort": contract.LAUNCHER_PORT, "protocol": "TCP"})
+    list_in(container, "ports", _CONTAINER).append(
+        {"name": "launcher", "containerPort": contract.LAUNCHER_PORT, "protocol": "TCP"}
+    )
     keys = (contract.KEY_FILE, contract.TOKEN_KEY_FILE, contract.OPERATOR_TOKEN_FILE)
     _volume(
         pod["spec"],
@@ -185,17 +184,15 @@ def _from_template(
     job: TrainingJob, template: dict[str, Any], name: str, attempt: int, role: str = names.WORKER
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The pod of a template, and the container to wrap in it."""
-    template = copy.deepcopy(template)
-    where = "spec.template" if role == names.WORKER else "spec.launcher.template"
-    written = template.get("metadata")
-    if written is not None and not isinstance(written, dict):
-        raise _not_a(f"{where}.metadata", "mapping")
+    template = without_nulls(template)
+    where = _OF_WORKERS if role == names.WORKER else _OF_LAUNCHER
+    written = mapping_in(template, "metadata", where)
     labels, annotations = placement.passed_through(job)
     metadata: dict[str, Any] = {
         "name": name,
         "namespace": job.metadata.namespace,
-        "labels": {**_mapping(written, "labels", where), **labels},
-        "annotations": {**_mapping(written, "annotations", where), **annotations},
+        "labels": {**mapping_in(written, "labels", f"{where}.metadata"), **labels},
+        "annotations": {**mapping_in(written, "annotations", f"{where}.metadata"), **annotations},
     }
     metadata["labels"] |= {names.JOB_NAME: names.job_label(job.name), names.ATTEMPT: str(attempt)}
     spec = template["spec"]
@@ -212,7 +209,7 @@ def _from_template(
 
 
 def _environment(container: dict[str, Any], plans: dict[str, str]) -> None:
-    entries = _list(container, "env")
+    entries = list_in(container, "env", _CONTAINER)
     ours: list[dict[str, Any]] = [
         {"name": contract.POD_IP_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": contract.NODE_NAME_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
@@ -228,11 +225,8 @@ def _environment(container: dict[str, Any], plans: dict[str, str]) -> None:
 
 def _unprivileged(container: dict[str, Any], pod: dict[str, Any]) -> None:
     """What Pod Security's restricted level asks for, where neither the container nor its pod says otherwise."""
-    security = container.setdefault("securityContext", {})
-    above = pod.get("securityContext")
-    if not isinstance(security, dict):
-        raise _not_a("the worker container's securityContext", "mapping")
-    above = above if isinstance(above, dict) else {}
+    security = mapping_in(container, "securityContext", _CONTAINER)
+    above = mapping_in(pod, "securityContext", _POD)
     security.setdefault("allowPrivilegeEscalation", bool(security.get("privileged")))
     if not security.get("privileged"):
         security.setdefault("capabilities", {"drop": ["ALL"]})
@@ -257,11 +251,11 @@ def _volume(
     pod: dict[str, Any], container: dict[str, Any], volume: dict[str, Any], path: str, *, read_only: bool = False
 ) -> None:
     """Mounts `volume` at `path`, unless the template has something of its own there."""
-    mounts = _list(container, "volumeMounts")
+    mounts = list_in(container, "volumeMounts", _CONTAINER)
     if any(isinstance(mount, dict) and str(mount.get("mountPath")).rstrip("/") == path for mount in mounts):
         return
     volume["name"] = names.child_name(volume["name"])
-    _list(pod, "volumes").append(volume)
+    list_in(pod, "volumes", _POD).append(volume)
     mounts.append({"name": volume["name"], "mountPath": path, **({"readOnly": True} if read_only else {})})
 
 
@@ -273,23 +267,3 @@ def _items(job: TrainingJob, files: dict[str, str]) -> dict[str, Any]:
         "defaultMode": 0o444,
         "items": [{"key": key, "path": path} for key, path in items.items()],
     }
-
-
-def _list(parent: dict[str, Any], field: str, where: str = "spec.template") -> list[Any]:
-    found = parent.get(field)
-    if found is None:
-        found = parent[field] = []
-    if not isinstance(found, list):
-        raise _not_a(f"{where}: {field}", "list")
-    return found
-
-
-def _mapping(parent: dict[str, Any] | None, field: str, where: str) -> dict[str, Any]:
-    found = (parent or {}).get(field) or {}
-    if not isinstance(found, dict):
-        raise _not_a(f"{where}.metadata.{field}", "mapping")
-    return found
-
-
-def _not_a(where: str, kind: str) -> JobError:
-    return JobError("the job has a mistake", [f"{where}: is not a {kind}"], next_step="correct the pod template")

@@ -1,0 +1,335 @@
+"""The children of a job, object by object: names, credentials, the port matrix, what pods get and what they keep."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated import job
+
+from topkube.errors import JobError
+from topkube.job import TrainingJob
+from topkube.launch import contract
+from topkube_operator import credentials, names, objects, pods
+from topkube_operator.observed import Policy
+
+SEED = b"s" * 32
+POLICY = Policy(seed=SEED, operator_namespace="topkube-system")
+PORTS = (22, contract.LAUNCHER_PORT, contract.METRICS_PORT, 50000)
+
+
+def stored(**spec: Any) -> TrainingJob:
+    return TrainingJob.from_cluster(job(**spec))
+
+
+def worker(made: TrainingJob, index: int = 0, policy: Policy = POLICY) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A worker's pod, and the container that trains."""
+    pod = pods.worker(made, "uid-1", index, 1, "10.0.0.9", policy)
+    return pod, next(one for one in pod["spec"]["containers"] if one["name"] == "worker")
+
+
+def launcher(made: TrainingJob) -> tuple[dict[str, Any], dict[str, Any]]:
+    pod = pods.launcher(made, "uid-1", 2, [(0, 1), (1, 2)], POLICY)
+    return pod, next(one for one in pod["spec"]["containers"] if one["name"] == "launcher")
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    return {entry["name"]: entry.get("value", "") for entry in container["env"]}
+
+
+# Names.
+
+
+@given(st.from_regex(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True), st.integers(0, 9999), st.integers(1, 99999))
+def test_every_name_is_a_label_and_no_two_are_equal(name: str, index: int, attempt: int) -> None:
+    found = [names.launcher_name(name, attempt), names.worker_name(name, index, attempt), names.secret_name(name)]
+    found += [names.worker_name(name, index + 1, attempt), names.worker_name(name, index, attempt + 1)]
+    assert all(len(one) <= 63 and one[-1].isalnum() for one in found), found
+    assert len(set(found)) == len(found)
+
+
+# Credentials.
+
+
+def test_credentials_are_the_same_in_every_process_and_of_no_use_to_another_job() -> None:
+    script = (
+        "from topkube_operator.credentials import derive; import hashlib;"
+        "c = derive(b's' * 32, 'uid-1'); print(hashlib.sha256(repr(c.secret_data([(0, 1)])).encode()).hexdigest())"
+    )
+    runs = {subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout for _ in range(2)}
+    assert len(runs) == 1
+    ours, theirs = credentials.derive(SEED, "uid-1"), credentials.derive(SEED, "uid-2")
+    other_seed = credentials.derive(b"t" * 32, "uid-1")
+    for other in (theirs, other_seed):
+        assert not {ours.key, ours.token_key, ours.operator_token} & {other.key, other.token_key, other.operator_token}
+
+
+def test_each_worker_gets_its_own_token_and_nobody_elses() -> None:
+    made = stored()
+    secret = objects.secret(made, "uid-1", [(0, 1), (1, 2)], POLICY)
+    plain = {name: base64.b64decode(text).decode() for name, text in secret["data"].items()}
+    assert plain["worker-1-2"] == contract.worker_token(plain[contract.TOKEN_KEY_FILE], "uid-1", 1, 2)
+    assert plain["worker-0-1"] != plain["worker-1-2"]
+    pod, _ = worker(made, 1)
+    items = [item["key"] for volume in pod["spec"]["volumes"] for item in volume.get("secret", {}).get("items", [])]
+    assert items == ["tls.crt", "worker-1-1"]
+    pod, _ = launcher(made)
+    items = [item["key"] for volume in pod["spec"]["volumes"] for item in volume.get("secret", {}).get("items", [])]
+    assert items == ["tls.crt", "tls.key", "launcher.key", "operator.token"]
+
+
+# The port matrix.
+
+
+def _selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
+
+
+def _lets_in(policies: list[dict[str, Any]], target: dict[str, str], source: dict[str, Any], port: int) -> bool:
+    """What the NetworkPolicy documentation says of traffic to a pod with labels `target`."""
+    mine = [one["spec"] for one in policies if _selects(one["spec"]["podSelector"], target)]
+    if not mine:
+        return True
+    for rule in (rule for spec in mine for rule in spec["ingress"]):
+        ports = [one["port"] for one in rule.get("ports", [])]
+        for peer in rule["from"]:
+            space = peer.get("namespaceSelector")
+            same = source["namespace"] == "team" if space is None else _selects(space, source["namespaceLabels"])
+            if same and _selects(peer["podSelector"], source["labels"]) and (not ports or port in ports):
+                return True
+    return False
+
+
+def _from(namespace: str, **labels: str) -> dict[str, Any]:
+    return {
+        "namespace": namespace,
+        "namespaceLabels": {objects.NAMESPACE_NAME: namespace},
+        "labels": {name.replace("__", "/").replace("_", "."): value for name, value in labels.items()},
+    }
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_nothing_gets_in_but_what_the_matrix_says(colocate: bool) -> None:
+    made = stored(launcher={"colocate": colocate})
+    policies = objects.network_policies(made, "uid-1", POLICY)
+    first, _ = worker(made, 0)
+    second, _ = worker(made, 1)
+    head = first if colocate else launcher(made)[0]
+    peer = {"namespace": "team", "namespaceLabels": {}, "labels": second["metadata"]["labels"]}
+    other_job = {**peer, "labels": {**second["metadata"]["labels"], names.JOB_NAME: "other"}}
+    operator = {**_from("topkube-system"), "labels": objects.OPERATOR_LABELS}
+    impostor = {**_from("team"), "labels": objects.OPERATOR_LABELS}
+    prometheus = {**_from("monitoring"), "labels": objects.PROMETHEUS_LABELS}
+    stranger = _from("team", app="web")
+
+    def open_ports(pod: dict[str, Any], source: dict[str, Any]) -> set[int]:
+        return {port for port in PORTS if _lets_in(policies, pod["metadata"]["labels"], source, port)}
+
+    assert open_ports(second, peer) == set(PORTS)
+    assert open_ports(second, prometheus) == {contract.METRICS_PORT}
+    assert open_ports(head, operator) == {contract.LAUNCHER_PORT}
+    assert open_ports(head, peer) == (set(PORTS) if colocate else {contract.LAUNCHER_PORT})
+    for source in (stranger, other_job, impostor):
+        assert open_ports(head, source) == open_ports(second, source) == set(), source
+    assert open_ports(second, operator) == set()
+
+
+# Pods.
+
+
+def test_the_wrapped_command_the_plans_and_the_services_address() -> None:
+    made = stored()
+    pod, container = worker(made, 1)
+    assert container["command"] == ["topkube", "worker", "--", "python", "train.py"]
+    plan = contract.WorkerPlan.read(environment(container)[contract.WORKER_VARIABLE])
+    assert (plan.index, plan.attempt, plan.pod, plan.slots) == (1, 1, "train-worker-1-1", 2)
+    assert plan.launcher == "10.0.0.9:7077"
+    pod, container = launcher(made)
+    assert (container["command"], container["image"]) == (["topkube", "launch"], "image:1")
+    plan = contract.LaunchPlan.read(environment(container)[contract.PLAN_VARIABLE])
+    expected = [(one.index, one.attempt, one.pod) for one in plan.workers]
+    assert expected == [(0, 1, "train-worker-0-1"), (1, 2, "train-worker-1-2")]
+    assert plan.environment["TOPKUBE_EXPECTED_RANKS"] == "4"
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert pods.endpoint("fd00::1") == "[fd00::1]:7077"
+
+
+def _restricted(pod: dict[str, Any], container: dict[str, Any]) -> None:
+    """Pod Security's restricted level, as its documentation lists it."""
+    security, above = container["securityContext"], pod["spec"].get("securityContext", {})
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert security.get("runAsNonRoot", above.get("runAsNonRoot")) is True
+    assert security.get("runAsUser", above.get("runAsUser")) != 0
+    assert security.get("seccompProfile", above.get("seccompProfile"))["type"] in ("RuntimeDefault", "Localhost")
+    kinds = {next(key for key in volume if key != "name") for volume in pod["spec"]["volumes"]}
+    assert kinds <= {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+
+
+def test_pods_are_restricted_and_can_write_where_programs_must() -> None:
+    for pod, container in (worker(stored()), launcher(stored())):
+        _restricted(pod, container)
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert {"/tmp", environment(container)["HOME"], contract.CREDENTIALS_DIRECTORY} <= mounts
+    assert launcher(stored())[1]["securityContext"]["readOnlyRootFilesystem"] is True
+    pod, container = worker(stored(slotsPerWorker=8))
+    shared = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "topkube-shm")
+    assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "3072Mi"}
+
+
+def test_what_the_template_says_is_kept() -> None:
+    sidecar = {"name": "sidecar", "image": "proxy:1", "securityContext": {"runAsUser": 0}}
+    trainer = {
+        "name": "worker",
+        "image": "image:1",
+        "command": ["python"],
+        "env": [{"name": "HOME", "value": "/root"}, {"name": "TOPKUBE_WORKER", "value": "mine"}],
+        "securityContext": {"runAsUser": 0, "capabilities": {"add": ["IPC_LOCK"]}},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm/"}],
+        "ports": [{"containerPort": 9477}],
+    }
+    spec = {
+        "containers": [sidecar, trainer],
+        "initContainers": [{"name": "init", "image": "init:1"}],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        "runtimeClassName": "nvidia",
+        "tolerations": [{"key": "gpu"}],
+        "terminationGracePeriodSeconds": 60,
+        "serviceAccountName": "trainer",
+        "affinity": {"nodeAffinity": {"x": 1}, "podAntiAffinity": {}},
+        "priorityClassName": "high",
+    }
+    metadata = {"labels": {"a": "b", names.ROLE: "thief"}, "annotations": {"c": "d"}}
+    template = {"metadata": metadata, "spec": spec}
+    before = copy.deepcopy(template)
+    pod, container = worker(stored(template=template))
+    assert template == before
+    made = pod["spec"]
+    assert made["containers"][0] == sidecar
+    assert made["initContainers"] == spec["initContainers"]
+    for field in ("runtimeClassName", "tolerations", "terminationGracePeriodSeconds", "priorityClassName"):
+        assert made[field] == spec[field]
+    assert "automountServiceAccountToken" not in made
+    assert made["affinity"]["nodeAffinity"] == {"x": 1}
+    assert container["securityContext"]["runAsUser"] == 0
+    assert "runAsNonRoot" not in container["securityContext"]
+    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+    assert [one["mountPath"] for one in container["volumeMounts"]].count("/dev/shm") == 0
+    assert environment(container)["HOME"] == "/root"
+    assert environment(container)["TOPKUBE_WORKER"] != "mine"
+    assert pod["metadata"]["labels"]["a"] == "b"
+    assert pod["metadata"]["labels"][names.ROLE] == "worker"
+    assert contract.WorkerPlan.read(environment(container)["TOPKUBE_WORKER"]).grace_seconds == 55
+
+
+def test_workers_keep_off_each_others_nodes_unless_told_otherwise() -> None:
+    pod, _ = worker(stored())
+    (rule,) = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert _selects(rule["labelSelector"], pod["metadata"]["labels"])
+    assert not _selects(rule["labelSelector"], launcher(stored())[0]["metadata"]["labels"])
+    assert rule["topologyKey"] == "kubernetes.io/hostname"
+    assert "affinity" not in worker(stored(spread="None"))[0]["spec"]
+
+
+def test_the_launchers_template_is_kept_and_filled_up() -> None:
+    inherits = {"imagePullSecrets": [{"name": "registry"}], "tolerations": [{"key": "gpu"}]}
+    template = job()["spec"]["template"]["spec"] | inherits
+    pod, container = launcher(stored(template={"spec": template}))
+    assert pod["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    own = {
+        "spec": {"tolerations": [], "serviceAccountName": "boss", "containers": [{"resources": {"limits": {"cpu": 1}}}]}
+    }
+    pod, container = launcher(stored(template={"spec": template}, launcher={"template": own}))
+    assert pod["spec"]["tolerations"] == []
+    assert pod["spec"]["serviceAccountName"] == "boss"
+    assert container["resources"] == {"limits": {"cpu": 1}}
+    assert container["image"] == "image:1"
+
+
+def test_a_colocated_launcher_is_told_to_worker_0_by_its_own_address() -> None:
+    made = stored(launcher={"colocate": True})
+    pod = pods.colocated(made, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+    trainer, head = pod["spec"]["containers"]
+    assert contract.WorkerPlan.read(environment(trainer)["TOPKUBE_WORKER"]).launcher == "$(TOPKUBE_POD_IP):7077"
+    order = [entry["name"] for entry in trainer["env"]]
+    assert order.index("TOPKUBE_POD_IP") < order.index("TOPKUBE_WORKER")
+    held = {mount["name"] for mount in trainer["volumeMounts"]} & {mount["name"] for mount in head["volumeMounts"]}
+    assert not held  # the key is in the launcher's mounts alone
+    assert len({volume["name"] for volume in pod["spec"]["volumes"]}) == len(pod["spec"]["volumes"])
+
+
+def test_a_checkpoint_claim_is_mounted_and_writable_for_any_user() -> None:
+    made = stored(checkpoint={"claimName": "claim", "path": "gpt", "everySteps": 7})
+    pod, container = worker(made)
+    assert "/checkpoint" in {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert pod["spec"]["securityContext"]["fsGroup"] == 1000
+    plan = contract.LaunchPlan.read(environment(launcher(made)[1])[contract.PLAN_VARIABLE])
+    assert plan.environment["TOPKUBE_CHECKPOINT_DIRECTORY"] == "/checkpoint/gpt"
+    assert plan.environment["TOPKUBE_CHECKPOINT_EVERY"] == "7"
+
+
+def test_queues_find_their_labels_on_the_pods() -> None:
+    data = job(workers=3)
+    data["metadata"] |= {
+        "labels": {"kueue.x-k8s.io/queue-name": "team", "app": "mine"},
+        "annotations": {"scheduling.volcano.sh/x": "y"},
+    }
+    pod, _ = worker(TrainingJob.from_cluster(data))
+    labels, annotations = pod["metadata"]["labels"], pod["metadata"]["annotations"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "team"
+    assert labels["kueue.x-k8s.io/pod-group-name"] == "train"
+    assert annotations["kueue.x-k8s.io/pod-group-total-count"] == "4"
+    assert annotations["scheduling.volcano.sh/x"] == "y"
+    assert "app" not in labels
+
+
+@pytest.mark.parametrize("gang", ["volcano", "scheduler-plugins"])
+def test_a_gang_has_a_pod_group_of_the_kind_that_the_cluster_knows(gang: Any) -> None:
+    policy = {"schedulingPolicy": {"queue": "team", "priorityClass": "high", "minAvailable": 2}}
+    made = stored(runPolicy=policy)
+    group = objects.pod_group(made, "uid-1", gang)
+    assert group["spec"]["minMember"] == 2
+    pod, _ = worker(made, policy=Policy(seed=SEED, gang=gang))
+    assert pod["spec"]["priorityClassName"] == "high"
+    if gang == "volcano":
+        assert (group["apiVersion"], group["spec"]["queue"]) == ("scheduling.volcano.sh/v1beta1", "team")
+        assert pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == group["metadata"]["name"]
+        assert pod["spec"]["schedulerName"] == "volcano"
+    else:
+        assert group["apiVersion"] == "scheduling.x-k8s.io/v1alpha1"
+        assert pod["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == group["metadata"]["name"]
+    assert "schedulerName" not in worker(stored(), policy=Policy(seed=SEED, gang=gang))[0]["spec"]
+
+
+@pytest.mark.parametrize("field", ["volumes"])
+def test_a_template_that_no_pod_comes_from_is_the_users_mistake(field: str) -> None:
+    template = job()["spec"]["template"]["spec"] | {field: "text"}
+    with pytest.raises(JobError, match=field):
+        worker(stored(template={"spec": template}))
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["volumes", "securityContext", "affinity", "terminationGracePeriodSeconds", "hostname"]),
+        st.none() | st.text(max_size=3) | st.integers() | st.lists(st.integers(), max_size=2) | st.just({}),
+    ),
+    st.dictionaries(
+        st.sampled_from(["env", "volumeMounts", "ports", "securityContext", "resources", "name"]),
+        st.none() | st.text(max_size=3) | st.integers() | st.lists(st.text(max_size=2), max_size=2) | st.just({}),
+    ),
+)
+def test_whatever_a_template_holds_the_answer_is_a_pod_or_a_job_error(pod: Any, container: Any) -> None:
+    trainer = {**job()["spec"]["template"]["spec"]["containers"][0], **container}
+    try:
+        made = stored(template={"spec": {"containers": [trainer], **pod}})
+        pods.worker(made, "uid-1", 0, 1, "10.0.0.9", POLICY)
+        pods.launcher(made, "uid-1", 1, [(0, 1)], POLICY)
+        pods.colocated(made, "uid-1", 1, [(0, 1)], POLICY)
+    except JobError:
+        pass
