@@ -224,7 +224,11 @@ class Guillotine:
             self._kill(request, "before")
             return web.Response(status=503)
         token = self._target.get_api_key_with_prefix("BearerToken")
-        headers = {name: request.headers[name] for name in ("Accept", "Content-Type") if name in request.headers}
+        headers = {
+            name: ", ".join(request.headers.getall(name))
+            for name in ("Accept", "Content-Type")
+            if name in request.headers
+        }
         if token:
             headers["Authorization"] = token
         url = self._target.host + request.path_qs
