@@ -1,0 +1,149 @@
+"""The watch cache and the work queue: what late, repeated and lost messages do to them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from topkube_operator import names
+from topkube_operator.observed import Observed, Policy
+from topkube_operator.queue import WorkQueue
+from topkube_operator.store import Store
+
+KEY = ("team", "train")
+
+
+def child(name: str, version: int, uid: str = "", owner: str = "uid-1", **more: Any) -> dict[str, Any]:
+    metadata = {
+        "name": name,
+        "namespace": "team",
+        "uid": uid or f"uid-of-{name}",
+        "resourceVersion": str(version),
+        "ownerReferences": [names.owner("train", owner)],
+        "labels": {names.JOB_NAME: "train", names.ROLE: "worker", names.WORKER_INDEX: "0", names.ATTEMPT: "1"},
+    }
+    return {"metadata": metadata, **more}
+
+
+def stored(version: int, uid: str = "uid-1", **more: Any) -> dict[str, Any]:
+    metadata = {"name": "train", "namespace": "team", "uid": uid, "resourceVersion": str(version)}
+    return {"metadata": {**metadata, "managedFields": ["long"]}, **more}
+
+
+def node(name: str, ready: str) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "status": {"conditions": [{"type": "Ready", "status": ready}]}}
+
+
+def seen(store: Store, owner: str = "uid-1") -> Observed:
+    return store.observe(owner, Policy(), None, {}, {})
+
+
+def test_an_older_message_changes_nothing() -> None:
+    store = Store()
+    assert store.put("Pod", child("a", 5, status={"phase": "Running"})) == KEY
+    assert store.put("Pod", child("a", 4, status={"phase": "Pending"})) is None
+    assert store.put("Pod", child("a", 5)) is None
+    assert seen(store).pods[0].phase == "Running"
+    assert store.put_job(stored(7))
+    assert not store.put_job(stored(6))
+    assert store.job(KEY) == {
+        "metadata": {"name": "train", "namespace": "team", "uid": "uid-1", "resourceVersion": "7"}
+    }
+
+
+def test_a_late_answer_does_not_raise_the_dead() -> None:
+    store = Store()
+    store.put("Pod", child("a", 5))
+    assert store.remove("Pod", ("team", "a"), "uid-of-a") == KEY
+    assert store.put("Pod", child("a", 6)) is None
+    assert not seen(store).pods
+    assert "a" in seen(store).gone
+    assert store.put("Pod", child("a", 9, uid="another")) == KEY
+    store.put_job(stored(7))
+    store.remove_job(KEY, "uid-1")
+    assert not store.put_job(stored(8))
+    assert store.put_job(stored(9, uid="uid-2"))
+
+
+def test_a_removal_of_an_earlier_object_of_that_name_does_not_remove_the_later_one() -> None:
+    store = Store()
+    store.put("Pod", child("a", 9, uid="later"))
+    assert store.remove("Pod", ("team", "a"), "earlier") is None
+    assert [pod.uid for pod in seen(store).pods] == ["later"]
+    store.put_job(stored(9, uid="uid-2"))
+    store.remove_job(KEY, "uid-1")
+    assert store.job(KEY) is not None
+
+
+def test_a_list_takes_away_what_a_broken_watch_did_not_tell() -> None:
+    store = Store()
+    for name in ("a", "b"):
+        store.put("Pod", child(name, 5))
+    other = child("c", 5)
+    other["metadata"]["namespace"] = "elsewhere"
+    store.put("Pod", other)
+    assert store.replace("Pod", "team", [child("b", 5)]) == {KEY}
+    assert {pod.name for pod in seen(store).pods} == {"b", "c"}
+    assert store.replace("Pod", None, []) == {KEY, ("elsewhere", "train")}
+
+
+def test_what_the_job_does_not_control_is_not_seen() -> None:
+    store = Store()
+    thing = child("a", 5)
+    thing["metadata"]["ownerReferences"][0]["controller"] = False
+    assert store.put("Pod", thing) is None
+    store.put("Pod", child("b", 5, owner="uid-of-an-earlier-job"))
+    assert not seen(store).pods
+    assert store.child("Pod", ("team", "b"), "uid-1") is None
+
+
+def test_secrets_are_kept_as_digests() -> None:
+    store = Store()
+    store.put("Secret", child("train-credentials", 5, data={"key": "c2VjcmV0"}))
+    assert "c2VjcmV0" not in repr(seen(store).children)
+
+
+def test_a_node_is_lost_when_nobody_hears_from_it_and_not_when_it_is_new() -> None:
+    store = Store()
+    store.put("Pod", child("a", 5, spec={"nodeName": "node-a"}))
+    assert seen(store).lost_nodes == frozenset()
+    assert store.put_node(node("node-a", "True")) == {KEY}
+    assert store.put_node(node("node-a", "False")) == set()  # its kubelet speaks, if only of trouble
+    assert seen(store).lost_nodes == frozenset()
+    assert store.put_node(node("node-a", "Unknown")) == {KEY}
+    assert seen(store).lost_nodes == {"node-a"}
+    store.put_node(node("node-a", "True"))
+    assert store.replace_nodes([node("node-b", "True")]) == {KEY}
+    assert seen(store).lost_nodes == {"node-a"}
+
+
+def test_a_key_is_worked_on_by_one_and_comes_again_when_there_was_news() -> None:
+    queue = WorkQueue()
+    queue.add(KEY)
+    queue.add(KEY)
+    assert queue.get() == KEY
+    queue.add(KEY)
+    queue.add(("team", "other"))
+    assert queue.get() == ("team", "other")
+    queue.done(("team", "other"))
+    queue.done(KEY)
+    assert queue.get() == KEY
+    queue.done(KEY)
+    assert queue.oldest() == 0
+    threading.Timer(0.05, queue.close).start()
+    assert queue.get() is None
+
+
+def test_the_earliest_of_several_appointments_counts() -> None:
+    queue = WorkQueue()
+    begun = time.monotonic()
+    queue.add_after(KEY, 100)
+    queue.add_after(KEY, 0.05)
+    queue.add_after(KEY, 50)
+    assert queue.get() == KEY
+    assert 0.04 < time.monotonic() - begun < 20
+    queue.done(KEY)
+    queue.add_after(("team", "late"), 100)
+    queue.add(("team", "soon"))
+    assert queue.get() == ("team", "soon")
