@@ -7,7 +7,8 @@ Every run trains the same model from the same weights on the same samples in the
 more (declared on one machine); only the exchange differs:
     dense                     hierarchical all-reduce, float32
     hitopk                    density 0.01, reached after 10% of the steps; bf16 values; error feedback
-    hitopk without feedback   the same, but what is not sent is forgotten (negative control)
+    hitopk, corrected         SGD only: the same with momentum correction
+    hitopk without feedback   as hitopk, but what is not sent is forgotten (negative control)
 The learning rate warms up for 5% of the steps and falls along a cosine to 0, so that the last weights are a fair
 summary. The final loss is the mean loss over held-out data, after the last step. Compared are pairs of equal seed:
 (sparse - dense) / dense, with a 95% confidence interval of the mean (Student's t).
@@ -40,7 +41,8 @@ from topkube.world import World
 DENSITY = 0.01
 MODELS = ("char_gpt", "digits_cnn")
 OPTIMIZERS = ("sgd", "adamw")
-CONDITIONS = ("dense", "hitopk", "hitopk without feedback")
+CORRECTED = "hitopk, corrected"
+CONDITIONS = ("dense", "hitopk", CORRECTED, "hitopk without feedback")
 LEARNING_RATE = {
     ("char_gpt", "sgd"): 0.1,
     ("char_gpt", "adamw"): 3e-3,
@@ -120,7 +122,8 @@ def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int,
     optimizer = topkube.DistributedOptimizer(
         plain,
         model.named_parameters(),
-        aggregation=condition,
+        aggregation=condition.removesuffix(", corrected"),
+        momentum_correction=condition == CORRECTED,
         density=DENSITY,
         warmup_steps=0 if condition == "dense" else steps // 10,
         wire="bf16",
@@ -239,7 +242,7 @@ def plot(runs: list[Result], path: Path) -> None:
     figure, panels = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
     for row, model in zip(panels, MODELS, strict=True):
         for panel, optimizer in zip(row, OPTIMIZERS, strict=True):
-            for condition, colour in zip(CONDITIONS, ("black", "tab:blue", "tab:red"), strict=True):
+            for condition, colour in zip(CONDITIONS, ("black", "tab:blue", "tab:green", "tab:red"), strict=True):
                 for run in runs:
                     if (run.model, run.optimizer, run.condition) != (model, optimizer, condition):
                         continue
@@ -266,11 +269,12 @@ def main() -> None:
     runs = world.comm.bcast(read(args.output) if world.rank == 0 else None)
     wanted = [
         (model, optimizer, condition, seed, args.steps)
-        for conditions in (CONDITIONS[:2], CONDITIONS[2:])  # the comparison first, its control after it
+        for conditions in (CONDITIONS[:3], CONDITIONS[3:])  # the comparison first, its control after it
         for model in reversed(MODELS)
         for seed in range(args.seeds)
         for optimizer in OPTIMIZERS
         for condition in conditions
+        if condition != CORRECTED or optimizer == "sgd"
     ]
     for key in wanted:
         if key in {run.key for run in runs}:

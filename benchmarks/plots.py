@@ -168,7 +168,7 @@ def sizes(rows: list[Row], path: Path) -> None:
 
 def convergence(runs: list[Row], path: Path) -> None:
     """Training loss of every run."""
-    colours = {"dense": INK, "hitopk": OURS, "hitopk without feedback": TOPK}
+    colours = {"dense": INK, "hitopk": OURS, "hitopk, corrected": "tab:green", "hitopk without feedback": TOPK}
     cells = sorted({(run["model"], run["optimizer"]) for run in runs})
     columns = sorted({optimizer for _, optimizer in cells}, reverse=True)
     models = sorted({model for model, _ in cells})

@@ -65,6 +65,9 @@ class Settings:
     cache_prefetch: int = _setting(
         "TOPKUBE_CACHE_PREFETCH", 1, "1: fill the cache ahead of the training loop; 0: do not"
     )
+    momentum_correction: bool = _setting(
+        "TOPKUBE_MOMENTUM_CORRECTION", False, "SGD's momentum before selection, on every shard, not after the exchange"
+    )
     # the run
     job_name: str = _setting("TOPKUBE_JOB_NAME", "", "name of the TrainingJob, for messages and files")
     job_uid: str = _setting(
@@ -166,11 +169,14 @@ def launched_ranks(environment: Mapping[str, str] | None = None) -> tuple[str, i
     return "", 0
 
 
+_SWITCH = {"true": True, "1": True, "false": False, "0": False}
+
+
 def _parse(variable: str, raw: str, kind: type) -> Any:
     try:
-        return kind(raw)
-    except ValueError:
-        wanted = {int: "a whole number", float: "a number"}.get(kind, "text")
+        return _SWITCH[raw.lower()] if kind is bool else kind(raw)
+    except (ValueError, KeyError):
+        wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
         raise SettingsError(
             f"{variable}={raw!r} is not {wanted}", next_step=f"unset {variable} or correct it"
         ) from None

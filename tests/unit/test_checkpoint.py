@@ -129,13 +129,14 @@ def test_where_all_are_damaged_nothing_starts_from_the_beginning_by_itself(tmp_p
         train(tmp_path, 6)
 
 
-def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
-    one = store(tmp_path)
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_same_step_can_be_saved_again(keep: int, tmp_path: Path) -> None:
+    one = store(tmp_path, keep=keep)
     one.claim()
-    for value in (1.0, 2.0, 3.0):
+    for value in (1.0, 2.0, 3.0, 4.0):
         save(one, 5, value)
         assert value_of(tmp_path) == value
-    assert len(names(tmp_path)) == 2
+    assert len(names(tmp_path)) == keep
 
 
 # A run that should be dead

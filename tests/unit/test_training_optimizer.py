@@ -281,3 +281,38 @@ model(next(batches)).sum().backward()
 next(batches)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_clipping_takes_from_sparse_gradients_for_good() -> None:
+    """An entry comes with the sum of what it waited for, so norms are larger than dense ones; what clipping cuts off
+    has left the residual all the same."""
+    lost: dict[float, float] = {}
+    larger: list[float] = []
+    for limit in (0.0, 0.001):
+        model = model_of()
+        optimizer = optimizer_of(model, lr=1.0, aggregation="hitopk", density=0.05, warmup_steps=0)
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for step in range(40):
+            torch.manual_seed(step % 4)
+            x = torch.randn(8, 20)
+            dense = torch.autograd.grad(model(x).square().mean() * 0.01, list(model.parameters()))
+            for whole, gradient in zip(total, dense, strict=True):
+                whole += gradient
+            backward(model, step % 4, 0.01)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
+            if not limit and step >= 20:
+                larger.append(float(norm) / float(nn.utils.get_total_norm(dense)))
+            optimizer.step()
+            optimizer.zero_grad()
+        owed = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
+        left = 0.0
+        for (name, parameter), first, whole in zip(model.named_parameters(), start, total, strict=True):
+            missing = (whole - (first - parameter.detach())).view(-1)
+            for begin, values in owed.get(name, []):
+                missing[begin : begin + values.numel()] -= values
+            left += float(missing.norm())
+        lost[limit] = left
+    assert sum(larger) / len(larger) > 1.2
+    assert lost[0.0] < 1e-4
+    assert lost[0.001] > 100 * lost[0.0]

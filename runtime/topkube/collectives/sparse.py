@@ -14,6 +14,7 @@ from topkube.collectives.call import Call, as_bytes, own_shard, shard_bounds, wo
 from topkube.collectives.dense import count_dense
 from topkube.collectives.exchange import Exchanges, all_gather_rows
 from topkube.collectives.registry import Algorithm, Request, register
+from topkube.compression.error_feedback import Residual
 from topkube.telemetry import phases
 from topkube.world import World
 
@@ -37,7 +38,7 @@ def _hitopk(world: World, request: Request) -> bool:
     residual = request.residual
     if residual is not None:
         shard = residual.pending
-        finite = call.reduce_scatter(x, request.scale(world.size), shard, residual.current)
+        finite = _into_residual(call, request, residual)
     elif x.dtype == np.float32:
         shard = x[first:last]
         finite = call.reduce_scatter(x, request.scale(world.size))
@@ -79,8 +80,10 @@ def _naive(world: World, request: Request) -> bool:
     residual, scale = request.residual, request.scale(world.size)
     entries = workspace(world, "entries", x.size, np.float32) if residual is None else residual.pending
     with phases.current.timed("select"):
-        kernels.sum_(entries, [x], scale)
-        if residual is not None:
+        kernels.sum_(entries if residual is None else residual.arriving, [x], scale)
+        if residual is not None and residual.momentum:
+            residual.accumulate()
+        elif residual is not None:
             kernels.add_(entries, residual.current)
         finite = kernels.is_finite(entries)
     k = min(kept(x.size, request.density), x.size)
@@ -95,6 +98,18 @@ def _naive(world: World, request: Request) -> bool:
     phases.current.sent(intra=neighbours * size, inter=(world.size - 1 - neighbours) * size)
     with phases.current.timed("intra"):
         return _spread(x, rows, k, request.wire) and finite
+
+
+def _into_residual(call: Call, request: Request, residual: Residual) -> bool:
+    """The node's sum of this rank's shard, with what was left of earlier ones, into `residual.pending`; whether it is
+    finite."""
+    scale = request.scale(call.world.size)
+    if not residual.momentum:
+        return call.reduce_scatter(request.array, scale, residual.pending, residual.current)
+    finite = call.reduce_scatter(request.array, scale, residual.arriving)
+    with phases.current.timed("select"):
+        residual.accumulate()
+    return finite
 
 
 def _row_bytes(length: int, k: int, wire: str) -> int:
@@ -113,7 +128,7 @@ def _select(shard: Array, k: int, request: Request, row: Array) -> None:
         else:
             indices, values = kernels.topk(shard, k)
         if request.residual is not None:
-            shard[indices] = 0
+            request.residual.clear(indices)
         payload = kernels.encode(
             indices, values, shard.size, wire=request.wire, residual=shard if request.residual is not None else None
         )

@@ -1,6 +1,7 @@
 """Error feedback: what was not sent is kept and added to the next gradient.
 
-Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", 2018.
+Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", 2018. With momentum correction it is velocity that is
+accumulated, not the gradient: Lin et al., "Deep Gradient Compression", 2018, section 3.2.
 """
 
 from __future__ import annotations
@@ -15,14 +16,39 @@ class Residual:
 
     A collective writes residual + gradient, less what it sends, into `pending`; `commit` makes that the residual once
     all ranks agree that the step is finite, `discard` keeps the old one. float32, one value per element of the shard.
+
+    With `momentum` above 0 the shard has a velocity as well, with a twin of its own. A collective writes the gradient
+    into `pending_velocity` and calls `accumulate`; what it sends it clears in both (`clear`).
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, momentum: float = 0.0) -> None:
+        self.momentum = momentum
         self.current: Array = np.zeros(length, np.float32)
         self.pending: Array = np.zeros(length, np.float32)
+        self.velocity: Array = np.zeros(length if momentum else 0, np.float32)
+        self.pending_velocity: Array = np.zeros_like(self.velocity)
+
+    @property
+    def arriving(self) -> Array:
+        """Where the gradient goes before the old residual is added."""
+        return self.pending_velocity if self.momentum else self.pending
+
+    def accumulate(self) -> None:
+        """velocity = momentum * velocity + gradient; residual = residual + velocity."""
+        np.multiply(self.velocity, np.float32(self.momentum), out=self.pending)
+        self.pending_velocity += self.pending
+        np.add(self.current, self.pending_velocity, out=self.pending)
+
+    def clear(self, indices: Array) -> None:
+        """Entries that are sent. Their velocity goes too (momentum factor masking): it would go on in the direction of
+        gradients that are old by then."""
+        self.pending[indices] = 0
+        if self.velocity.size:
+            self.pending_velocity[indices] = 0
 
     def commit(self) -> None:
         self.current, self.pending = self.pending, self.current
+        self.velocity, self.pending_velocity = self.pending_velocity, self.velocity
 
     def discard(self) -> None:
         """Keeps `current`; `pending` is overwritten by the next step."""

@@ -20,6 +20,7 @@ class Aggregation:
     warmup_steps: int
     wire: str
     selection: str
+    momentum_correction: bool = False
     bucket_bytes: int = BUCKET_BYTES
 
     @classmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -33,13 +34,15 @@ class Backward:
     `norms`, where somebody wants them, are taken of exchanged gradients.
     """
 
-    def __init__(self, world: World, parameters: list[Parameter], aggregation: Aggregation) -> None:
+    def __init__(
+        self, world: World, parameters: list[Parameter], aggregation: Aggregation, momentum: Callable[[], float]
+    ) -> None:
         self.steps = self.skipped_steps = 0
         self.density_used = 1.0
         self.synchronize, self.unsynchronized = True, False
         self.norms: Norms | None = None
         self.turns = Turns(world)
-        self.exchange = Exchange(world, aggregation)
+        self.exchange = Exchange(world, aggregation, momentum)
         self.layout = Layout(world, parameters, aggregation, self.turns.sums)
         self._world, self._parameters, self._aggregation = world, parameters, aggregation
         self._seen: list[int] = []
@@ -53,6 +56,11 @@ class Backward:
     def density(self) -> float:
         """The density in force: falling during warm-up; 1 where aggregation is dense."""
         return self._aggregation.density_at(self.steps) if self.exchange.large.sparse else 1.0
+
+    def sparse_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients leave residuals."""
+        sparse = (bucket for bucket in self.layout.buckets if self.exchange.is_sparse(bucket))
+        return [parameter.tensor for bucket in sparse for parameter in bucket.parameters]
 
     def takes_step(self) -> bool:
         """Whether the optimizer may step: not where all ranks agreed that a gradient is not finite, unless the script

@@ -172,7 +172,7 @@ class CheckpointStore:
         sync_directory(aside)
         self._claim.check()
         published = self._published()
-        again = sum(place.run == self._run and place.step == step for place in published)
+        again = 1 + max((one.again for one in published if (one.run, one.step) == (self._run, step)), default=-1)
         aside.rename(self.directory / Place(self._run, step, again).name)
         sync_directory(self.directory)
         whole = sorted(set(published) - self._damaged)

@@ -14,6 +14,7 @@ from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.training.aggregation import Aggregation
 from topkube.training.backward import Backward
+from topkube.training.momentum import MomentumCorrection
 from topkube.training.norms import Norms
 from topkube.training.parameters import named
 from topkube.training.uneven import Turns
@@ -26,7 +27,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     `named_parameters` names every parameter of `optimizer`, as `model.named_parameters()` does. `aggregation` is
     "auto", "dense" or the name of an algorithm; `density` the share of a large tensor that is sent; `warmup_steps`
     the steps over which the density falls from 1 to that; `wire` "fp32", "bf16" or "fp16"; `selection` "topk" or
-    "mstopk"; `bucket_bytes` the size of a fused bucket. What is None comes from the job's spec.aggregation
+    "mstopk"; `momentum_correction` moves the momentum of a plain SGD before the selection (`momentum.py`), where the
+    exchange is sparse; `bucket_bytes` the size of a fused bucket. What is None comes from the job's spec.aggregation
     (`Settings`).
 
     Aggregation comes before the optimizer: momentum and Adam's moments see mean gradients, the same on all ranks, so
@@ -46,6 +48,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         warmup_steps: int | None = None,
         wire: str | None = None,
         selection: str | None = None,
+        momentum_correction: bool | None = None,
         bucket_bytes: int | None = None,
         settings: Settings | None = None,
     ) -> None:
@@ -67,9 +70,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             warmup_steps=warmup_steps,
             wire=wire,
             selection=selection,
+            momentum_correction=momentum_correction,
             bucket_bytes=bucket_bytes,
         )
-        self._backward = Backward(world, named(optimizer, named_parameters), self.aggregation)
+        self._correction = MomentumCorrection(optimizer) if self.aggregation.momentum_correction else None
+        momentum = self._correction.momentum if self._correction else lambda: 0.0
+        self._backward = Backward(world, named(optimizer, named_parameters), self.aggregation, momentum)
 
     # ---- what the script calls
 
@@ -155,7 +161,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if self._backward.takes_step():
             with phases.current.timed("update"):
-                self.inner.step()
+                if self._correction is not None:
+                    self._correction.step(self._backward.sparse_parameters())
+                else:
+                    self.inner.step()
             self._backward.steps += 1
         return loss
 

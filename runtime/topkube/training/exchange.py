@@ -4,7 +4,7 @@ ranks."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,12 +20,16 @@ from topkube.world import World
 class Exchange:
     """Buckets through one world. Methods run in the communication thread, in the same order on every rank."""
 
-    def __init__(self, world: World, aggregation: Aggregation) -> None:
+    def __init__(self, world: World, aggregation: Aggregation, momentum: Callable[[], float]) -> None:
         self.world, self.aggregation = world, aggregation
         self.large = self._algorithm(sys.maxsize)
         self.dense = find("hierarchical") if self.large.sparse else self.large
-        self.residuals = Residuals(world, self.large)
+        self.residuals = Residuals(world, self.large, momentum)
         self._staging: dict[torch.dtype, torch.Tensor] = {}
+
+    def is_sparse(self, bucket: Bucket) -> bool:
+        """Whether the bucket's exchange leaves a residual, once the warm-up has begun to lower the density."""
+        return not bucket.small and self._algorithm(bucket.length).sparse
 
     def _algorithm(self, length: int) -> Algorithm:
         """For large tensors: "auto" depends on the bucket's length, and on the target density, so that warm-up

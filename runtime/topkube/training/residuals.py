@@ -8,12 +8,13 @@ training still owes to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from topkube.arrays import Array
 from topkube.collectives.call import own_shard
 from topkube.collectives.registry import Algorithm
 from topkube.compression.error_feedback import Residual
@@ -25,10 +26,11 @@ Pieces = dict[str, list[tuple[int, torch.Tensor]]]
 
 
 class Residuals:
-    """This rank's residuals under one algorithm."""
+    """This rank's residuals under one algorithm. `momentum` gives the momentum that is corrected for, 0 for none; the
+    velocity of a parameter is kept among the pieces as that of "NAME velocity"."""
 
-    def __init__(self, world: World, algorithm: Algorithm) -> None:
-        self._world, self._algorithm = world, algorithm
+    def __init__(self, world: World, algorithm: Algorithm, momentum: Callable[[], float] = lambda: 0.0) -> None:
+        self._world, self._algorithm, self._momentum = world, algorithm, momentum
         self._buckets: list[Bucket] = []
         self._loaded: Pieces = {}
 
@@ -36,14 +38,17 @@ class Residuals:
         """The bucket's residual: zeros, or what was loaded, the first time."""
         if bucket.residual is None:
             start, stop = self._range(bucket.length)
-            bucket.residual = Residual(stop - start)
+            bucket.residual = Residual(stop - start, self._momentum())
             for name, begin, end, at in _overlaps(bucket, start, stop):
-                for first, values in self._loaded.pop(name, []):
-                    low, high = max(begin, first), min(end, first + values.numel())
-                    if low < high:
-                        target = torch.from_numpy(bucket.residual.current[at + low - begin : at + high - begin])
-                        target += values[low - first : high - first]
+                for key, array in _arrays(name, bucket.residual):
+                    for first, values in self._loaded.pop(key, []):
+                        low, high = max(begin, first), min(end, first + values.numel())
+                        if low < high:
+                            target = torch.from_numpy(array[at + low - begin : at + high - begin])
+                            target += values[low - first : high - first]
             self._buckets.append(bucket)
+        if bucket.residual.momentum:
+            bucket.residual.momentum = self._momentum()  # schedules may change it
         return bucket.residual
 
     def commit(self) -> None:
@@ -70,8 +75,9 @@ class Residuals:
             assert bucket.residual is not None
             start = self._range(bucket.length)[0]
             for name, begin, end, at in _overlaps(bucket, start, start + bucket.residual.current.size):
-                values = torch.from_numpy(bucket.residual.current[at : at + end - begin].copy())
-                pieces.setdefault(name, []).append((begin, values))
+                for key, array in _arrays(name, bucket.residual):
+                    values = torch.from_numpy(array[at : at + end - begin].copy())
+                    pieces.setdefault(key, []).append((begin, values))
         return pieces
 
     def load(self, pieces: Mapping[str, Iterable[tuple[int, torch.Tensor]]]) -> None:
@@ -98,6 +104,13 @@ class Residuals:
     def copy(self) -> int:
         """Which of them this rank holds a part of."""
         return self._world.rank if self.copies == self._world.size else self._world.node
+
+
+def _arrays(name: str, residual: Residual) -> Iterator[tuple[str, Array]]:
+    """What is kept of a parameter: (key among the pieces, the shard's values)."""
+    yield name, residual.current
+    if residual.momentum:
+        yield f"{name} velocity", residual.velocity
 
 
 def _overlaps(bucket: Bucket, start: int, stop: int) -> Iterable[tuple[str, int, int, int]]:

@@ -99,6 +99,11 @@ def case_frozen_parameters_stay_and_thaw(world: World) -> None:
 
 
 def case_saved_state_goes_on_bit_for_bit(world: World) -> None:
+    for correction in (False, True):
+        resume_in_the_middle({"momentum_correction": correction})
+
+
+def resume_in_the_middle(more: dict[str, object]) -> None:
     def train(model: nn.Module, optimizer: topkube.DistributedOptimizer, steps: Iterable[int]) -> None:
         for step in steps:
             x, y = samples(8 * topkube.size(), step)
@@ -106,7 +111,7 @@ def case_saved_state_goes_on_bit_for_bit(world: World) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    options = {"aggregation": "hitopk", "density": 0.03, "warmup_steps": 4, "wire": "bf16"}
+    options = {"aggregation": "hitopk", "density": 0.03, "warmup_steps": 4, "wire": "bf16", **more}
     model = network()
     optimizer = distributed(model, **options)
     train(model, optimizer, range(7))
