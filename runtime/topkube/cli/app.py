@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from topkube import __version__
+from topkube.cli.cache import cache
 from topkube.cli.cluster import commands
 from topkube.cli.options import Output, OutputOption
 from topkube.errors import TopKubeError
@@ -45,6 +46,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(cls=_BenchGroup, help="Measure selection and all-reduce on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(cache, name="cache")
 
 
 @bench.callback()

@@ -52,10 +52,13 @@ class Cache:
         tier: DiskTier | None,
         session: Session,
         counters: Counters,
+        name: str,
         *,
         stall_seconds: float = 30.0,
     ) -> None:
         self.store, self.shards, self.session, self.counters = store, shards, session, counters
+        self.name = name
+        """Of this listing in this directory; 16 hexadecimal digits."""
         self.stall_seconds = stall_seconds
         self._files: OrderedDict[int, ShardFile] = OrderedDict()
         self._streams: OrderedDict[int, ShardFile] = OrderedDict()

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 from topkube.data.batch import ArrayOf, Decode
-from topkube.data.batches import Batches
-from topkube.data.cache import Cache, open_tier
-from topkube.data.counters import Counters
-from topkube.data.disk_tier import DiskTier, Limits
+from topkube.data.cache import Cache
 from topkube.data.fill import Filler
 from topkube.data.fingerprint import fingerprint as fingerprint_of
-from topkube.data.listing import UNKNOWN, Listing, Longs
+from topkube.data.listing import UNKNOWN, Longs
 from topkube.data.memory_tier import Frozen, MemoryTier
+from topkube.data.opening import address, memory_folder, open_cache
 from topkube.data.place import Place, here
 from topkube.data.reader import Reader, as_indices
 from topkube.data.row_groups import RowGroups, parquet_rows
 from topkube.data.sampler import DistributedSampler
-from topkube.data.session import STATES, Session
-from topkube.data.shards import GROUP_BYTES, Format, Shards
-from topkube.data.store import Patience, Store
-from topkube.errors import DatasetError, TopKubeError
+from topkube.data.session import STATES
+from topkube.data.shards import GROUP_BYTES, Format
+from topkube.data.store import Patience
+from topkube.errors import TopKubeError
 from topkube.settings import Settings
+
+if TYPE_CHECKING:
+    from topkube.data.batches import Batches
 
 _opening_again = False
 """While a spawned worker opens its copy: it takes no part in collectives."""
@@ -79,63 +78,45 @@ class CachedDataset:
         self.uri = address(os.fspath(uri), settings)
         self.decode, self.transform = decode, transform
         self._fingerprint = fingerprint if fingerprint is not None else fingerprint_of(decode)
-        size_limit = settings.cache_size_limit if size_limit is None else size_limit
         memory_limit = settings.cache_memory_limit if memory_limit is None else memory_limit
-        directory = Path(cache_directory or settings.cache_directory).expanduser()
-        memory = Path(memory_directory or settings.cache_memory_directory) / f"topkube-{os.getuid()}"
-        limits = Limits(size_limit or None, free_bytes)
-        for name, value in (("size_limit", size_limit), ("memory_limit", memory_limit)):
-            if value < 0:
-                raise DatasetError(f"{name} = {value} is negative", next_step="give bytes, or 0")
-
-        store = Store(self.uri, storage_options, patience)
-        tier = open_tier(directory, limits)
-        listing = self._together(lambda: list_dataset(store, tier))
-        shards = Shards(self.uri, listing, format, group_bytes)
-        check_limits(shards, size_limit, memory_limit, self._place.local_size)
-        digest = listing.digest()
-        self.counters = Counters()
-        name = xxhash.xxh3_64_hexdigest(
-            f"{directory.resolve()}\0{self.uri}\0{digest}\0{shards.format}\0{len(shards)}".encode()
+        memory = memory_folder(memory_directory, settings)
+        self.cache = open_cache(
+            self.uri,
+            settings,
+            self._place,
+            format=format,
+            cache_directory=cache_directory,
+            size_limit=size_limit,
+            memory_limit=memory_limit,
+            memory=memory,
+            free_bytes=free_bytes,
+            group_bytes=group_bytes,
+            storage_options=storage_options,
+            patience=patience,
+            wait_seconds=wait_seconds,
         )
-        self.session = Session(memory, name, len(shards))
-        self.cache = Cache(store, shards, tier, self.session, self.counters, stall_seconds=wait_seconds)
+        self.session, self.counters = self.cache.session, self.cache.counters
         prefetch = bool(settings.cache_prefetch) if prefetch is None else prefetch
-        self.filler = Filler(self.cache, self._place) if prefetch and tier is not None else None
+        self.filler = Filler(self.cache, self._place) if prefetch and self.cache.folder is not None else None
         self._memory: MemoryTier | None = None
         self._process = os.getpid()
         self._end = weakref.finalize(self, _close, self.cache, self.filler, os.getpid())
         try:
             if self.filler is not None:
                 self.filler.start()
-            counts = self._counts(store, shards)
+            counts = self._counts()
             self._reader = Reader(self.cache, counts, decode.field if isinstance(decode, ArrayOf) else None)
             if memory_limit:
-                self._memory = self._memory_tier(memory, f"{name}-{self._fingerprint}", memory_limit)
+                self._memory = self._memory_tier(memory, f"{self.cache.name}-{self._fingerprint}", memory_limit)
         except BaseException:
             self._end()
             raise
 
     # ---- opening
 
-    def _together(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes, on all ranks; its failure too."""
-        world = self._place.world
-        if world is None:
-            return make()
-        made: tuple[Any, TopKubeError | None] = (None, None)
-        if self._place.rank == 0:
-            try:
-                made = (make(), None)
-            except TopKubeError as error:
-                made = (None, error)
-        value, failure = world.comm.bcast(made)
-        if failure is not None:
-            raise failure
-        return value
-
-    def _counts(self, store: Store, shards: Shards) -> Longs:
+    def _counts(self) -> Longs:
         """Samples of each shard. Where only its content tells, ranks share the reading."""
+        store, shards = self.cache.store, self.cache.shards
         counts = shards.counts().copy()
         unknown = np.flatnonzero(counts == UNKNOWN)
         if not unknown.size:
@@ -248,6 +229,8 @@ class CachedDataset:
     ) -> Batches:
         """The iterable style: a rank's samples in the sampler's order, in collated batches (`batch_size=None`: one by
         one). See `Batches`."""
+        from topkube.data.batches import Batches  # brings torch
+
         return Batches(self, batch_size, sampler or DistributedSampler(self), drop_last=drop_last, ahead=ahead)
 
     def warm(self, progress: Callable[[int], None] | None = None) -> None:
@@ -302,45 +285,3 @@ def _close(cache: Cache, filler: Filler | None, process: int) -> None:
     if filler is not None:
         filler.close()
     cache.close()
-
-
-def address(uri: str, settings: Settings) -> str:
-    """The dataset's address: of the mountPath the job's own; a local path becomes file://."""
-    if settings.dataset_uri and uri.rstrip("/") == settings.dataset_mount.rstrip("/"):
-        uri = settings.dataset_uri
-    if "://" not in uri:
-        uri = Path(uri).expanduser().absolute().as_uri().replace("%20", " ")
-    return uri
-
-
-def list_dataset(store: Store, tier: DiskTier | None) -> Listing:
-    """The dataset's listing. One that comes from a manifest is kept in the cache for as long as the manifest does not
-    change, so that the next job opens it at once."""
-    version = store.manifest_version()
-    if version is None or tier is None:
-        return store.listing()
-    name = xxhash.xxh3_128_hexdigest(f"{store.manifest_uri}\0{version}".encode())
-    try:
-        folder = tier.dataset(store.uri).path / "listings"
-        with contextlib.suppress(OSError, ValueError):
-            return Listing.load(folder / name)
-        listing = store.listing()
-        part = folder / f".{name}.{os.urandom(8).hex()}"
-        listing.save(part)
-        os.rename(part, folder / name)
-    except OSError:
-        return store.listing()
-    return listing
-
-
-def check_limits(shards: Shards, size_limit: int, memory_limit: int, workers: int) -> None:
-    """Refuses limits that cannot hold what all ranks of a node fetch at once. Raises DatasetError with the numbers."""
-    largest = int(shards.sizes.max())
-    for name, limit in (("size_limit", size_limit), ("memory_limit", memory_limit)):
-        if 0 < limit < largest * workers:
-            raise DatasetError(
-                f"{name} is {limit:,} bytes; the largest shard has {largest:,} bytes and {workers} "
-                f"{'rank of this node fetches' if workers == 1 else 'ranks of this node fetch'} at once",
-                cause=f"{largest * workers:,} bytes are the least",
-                next_step="raise the limit, or cut the dataset into smaller shards",
-            )

@@ -333,6 +333,7 @@ class DatasetFolder:
                 raise OSError(errno.EIO, f"{os.fstat(file).st_size} bytes were written instead of {size}")
             hashed = digest(file, size)
             step("hashed")
+            os.fchmod(file, 0o444)
             os.fsync(file)
             step("synced")
             self.log.append(key, hashed, size, samples)
@@ -358,10 +359,10 @@ class DatasetFolder:
 
     def quarantine(self, key: str) -> None:
         """Takes a damaged shard out of use and keeps the last few of them."""
+        path, folder = self.shard_path(key), self.path / "quarantine"
         self.log.remove(key)
-        folder = self.path / "quarantine"
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self.shard_path(key), folder / f"{time.time_ns()}-{key}")
+            os.rename(path, folder / f"{time.time_ns()}-{key}")
         self.index_path(key).unlink(missing_ok=True)
         for old in sorted(folder.iterdir())[:-_QUARANTINED]:
             old.unlink(missing_ok=True)
@@ -402,16 +403,17 @@ class DatasetFolder:
         damaged = []
         for record in self.entries():
             key = key_of(record)
-            file = self.open(key)
-            if file is None:
-                self.log.remove(key)
-                continue
-            try:
-                if not self.whole(key, file):
-                    damaged.append(key)
-                    self.quarantine(key)
-            finally:
-                os.close(file)
+            with self.lock(key):  # nobody publishes or quarantines it meanwhile
+                file = self.open(key)
+                if file is None:
+                    self.log.remove(key)
+                    continue
+                try:
+                    if not self.whole(key, file):
+                        damaged.append(key)
+                        self.quarantine(key)
+                finally:
+                    os.close(file)
             progress(int(record["size"]))
         return damaged
 

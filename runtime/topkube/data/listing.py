@@ -7,8 +7,10 @@ shards "samples": ...}.
 
 from __future__ import annotations
 
+import itertools
 import json
 import posixpath
+import re
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ Longs = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 UNKNOWN = -1
 """A sample count that nobody has told."""
+_PARSED_AT_ONCE = 1000
+_LEAVES = re.compile(r"^/|(^|/)\.{1,2}(/|$)|[\\\0]")
 
 
 class Object(NamedTuple):
@@ -78,18 +82,16 @@ class Listing:
     samples: Longs
 
     @classmethod
-    def of(cls, objects: Iterable[Object], uri: str, *, ordered: bool = False) -> Listing:
+    def of(cls, objects: Iterable[Object], uri: str) -> Listing:
         """Raises DatasetError for an empty dataset, a path that leaves it, and sizes that nobody knows."""
-        if not ordered:
-            objects = sorted(objects)
         paths, versions = (bytearray(), array("q")), (bytearray(), array("q"))
         sizes, samples = array("q"), array("q")
-        before = None
+        before, ordered = "", True
         for one in objects:
             check_path(one.path, uri)
             if one.path == before:
-                raise DatasetError(f"{uri} lists {one.path!r} twice", next_step="remove one of the two entries")
-            before = one.path
+                raise _twice(one.path, uri)
+            ordered, before = ordered and one.path > before, one.path
             if one.size < 0:
                 raise DatasetError(
                     f"the size of {one.path!r} is unknown",
@@ -107,7 +109,21 @@ class Listing:
                 cause="a wrong address, or a store that does not list its folders",
                 next_step="check the address; give the dataset a manifest where the store lists nothing",
             )
-        return cls(_texts(*paths), _texts(*versions), np.array(sizes, np.int64), np.array(samples, np.int64))
+        listing = cls(_texts(*paths), _texts(*versions), np.array(sizes, np.int64), np.array(samples, np.int64))
+        return listing if ordered else listing._sorted(uri)
+
+    def _sorted(self, uri: str) -> Listing:
+        names = [self.paths[index] for index in range(len(self))]
+        order = sorted(range(len(self)), key=names.__getitem__)
+        for first, second in itertools.pairwise(order):
+            if names[first] == names[second]:
+                raise _twice(names[first], uri)
+        return Listing(
+            Texts.of(names[index] for index in order),
+            Texts.of(self.versions[index] for index in order),
+            self.sizes[order],
+            self.samples[order],
+        )
 
     def __len__(self) -> int:
         return self.sizes.size
@@ -164,10 +180,13 @@ class Listing:
         )
 
 
+def _twice(path: str, uri: str) -> DatasetError:
+    return DatasetError(f"{uri} lists {path!r} twice", next_step="remove one of the two entries")
+
+
 def check_path(path: str, uri: str) -> None:
     """Raises DatasetError for a path that would leave the dataset's own folder."""
-    parts = path.split("/")
-    if not path or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path or "." in parts:
+    if not path or _LEAVES.search(path):
         raise DatasetError(
             f"{uri} names an object {path!r}, which leaves the dataset",
             cause="a damaged or hostile listing",
@@ -180,25 +199,47 @@ def read_manifest(lines: Iterable[bytes | str], uri: str, version: str) -> Listi
     manifest changes, such objects count as changed. Raises DatasetError naming the line."""
 
     def entries() -> Iterator[Object]:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line)
-                path, size = entry["path"], entry["size"]
-                own = entry.get("etag") or entry.get("mtime") or f"manifest {version}"
-                samples = entry.get("samples", UNKNOWN)
-                if not (isinstance(path, str) and type(size) is int and type(samples) is int and samples >= UNKNOWN):
-                    raise TypeError
-            except (ValueError, TypeError, KeyError, AttributeError):
-                raise DatasetError(
-                    f"line {number} of the manifest {uri} is unusable",
-                    cause="it is not an object with a path (text) and a size (a whole number)",
-                    next_step="write it with `topkube cache manifest`",
-                ) from None
-            yield Object(path, size, str(own), samples)
+        number, remaining = 1, iter(lines)
+        while chunk := list(itertools.islice(remaining, _PARSED_AT_ONCE)):
+            for entry in _parsed(chunk, number, uri):
+                try:
+                    path, size = entry["path"], entry["size"]
+                    own = entry.get("etag") or entry.get("mtime") or f"manifest {version}"
+                    samples = entry.get("samples", UNKNOWN)
+                    if type(path) is not str or type(size) is not int or type(samples) is not int or samples < UNKNOWN:
+                        raise TypeError
+                except (TypeError, KeyError, AttributeError):
+                    raise _unusable(number, uri) from None
+                yield Object(path, size, str(own), samples)
+                number += 1
 
     return Listing.of(entries(), uri)
+
+
+def _parsed(lines: list[bytes | str], first: int, uri: str) -> list[Any]:
+    """The JSON of some lines at once, which is much faster; one by one where that does not fit."""
+    texts = [line.decode() if isinstance(line, bytes) else line for line in lines]
+    try:
+        found: list[Any] = json.loads(f"[{','.join(texts)}]")
+        if len(found) == len(texts):
+            return found
+    except ValueError:
+        pass
+    found = []
+    for number, text in enumerate(texts, first):
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            raise _unusable(number, uri) from None
+    return found
+
+
+def _unusable(number: int, uri: str) -> DatasetError:
+    return DatasetError(
+        f"line {number} of the manifest {uri} is unusable",
+        cause="it is not an object with a path (text) and a size (a whole number)",
+        next_step="write it with `topkube cache manifest`",
+    )
 
 
 def manifest_lines(listing: Iterable[Object]) -> Iterator[str]:

@@ -7,6 +7,7 @@ StoreError. An object whose version is no longer the listed one is never mixed w
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import random
@@ -119,7 +120,7 @@ class Store:
         if version is None:
             return None
         data = self._patiently(lambda: self.filesystem.cat_file(self.manifest_uri), self.manifest_uri)
-        return read_manifest(data.splitlines(), self.manifest_uri, version)
+        return read_manifest(io.BytesIO(data), self.manifest_uri, version)
 
     def _listed(self) -> list[Object]:
         if self.protocol in ("http", "https"):

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from topkube.errors import JobError
 from topkube.job.part import Part
 from topkube.job.problems import listed, shown
+from topkube.job.quantity import in_bytes
 from topkube.job.reading import Document, read, write
 from topkube.job.spec import Metadata, Spec
 from topkube.job.status import Status
@@ -119,7 +120,8 @@ class TrainingJob(Part):
 
     def settings(self, **changes: Any) -> Settings:
         """What the ranks are told; `changes` are further fields of Settings."""
-        aggregation, checkpoint = self.spec.aggregation, self.spec.checkpoint
+        aggregation, checkpoint, dataset = self.spec.aggregation, self.spec.checkpoint, self.spec.dataset
+        cache = dataset.cache if dataset else None
         settings = Settings(
             expected_ranks=self.ranks,
             algorithm=aggregation.algorithm,
@@ -127,6 +129,11 @@ class TrainingJob(Part):
             warmup_steps=aggregation.warmup_steps,
             wire=aggregation.wire,
             selection=aggregation.selection,
+            dataset_uri=dataset.uri if dataset else "",
+            dataset_mount=dataset.mount_path if dataset else "",
+            cache_size_limit=in_bytes(cache.size_limit) if cache and cache.size_limit else 0,
+            cache_memory_limit=in_bytes(cache.memory_limit) if cache and cache.memory_limit else 0,
+            cache_prefetch=int(cache.prefetch) if cache else Settings.cache_prefetch,
             job_name=self.name,
             checkpoint_every=checkpoint.every_steps if checkpoint else Settings.checkpoint_every,
             checkpoint_keep=checkpoint.keep if checkpoint else Settings.checkpoint_keep,

@@ -1,0 +1,223 @@
+"""`topkube cache`: fill, list, check and empty the data cache of this node."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from topkube.cli.options import Output, OutputOption
+from topkube.errors import DatasetError
+from topkube.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from topkube.data.disk_tier import DatasetFolder, DiskTier
+
+cache = typer.Typer(help="Fill, list, check and empty the data cache of this node.", no_args_is_help=True)
+DirectoryOption = Annotated[
+    Path | None, typer.Option("--directory", "-d", metavar="DIR", help="The cache [default: TOPKUBE_CACHE_DIRECTORY].")
+]
+Uri = Annotated[str, typer.Argument(metavar="URI", help="A dataset: file://, http(s)://, s3://…, a path, a manifest.")]
+Which = Annotated[list[str] | None, typer.Argument(metavar="[DATASET…]", help="URIs or IDs as ls shows them.")]
+
+
+@cache.command()
+def warm(
+    uri: Uri,
+    directory: DirectoryOption = None,
+    share: Annotated[str, typer.Option(metavar="I/N", help="Only every N-th shard from I on (0-based).")] = "0/1",
+    view: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also show the dataset's files here, read-only.")
+    ] = None,
+    size_limit: Annotated[int | None, typer.Option(metavar="BYTES", help="Most bytes on disk.")] = None,
+    output: OutputOption = Output.text,
+) -> None:
+    """Fetch a dataset into the cache, before or while a job trains."""
+    from topkube.data.opening import address, open_cache
+    from topkube.data.place import Place
+    from topkube.data.warm import warm as bring
+
+    first, _, count = share.partition("/")
+    if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
+        raise DatasetError(f"--share {share} is not I/N with I below N", next_step="give for example 0/4")
+    settings = Settings.from_environment()
+    opened = open_cache(address(uri, settings), settings, Place(), cache_directory=directory, size_limit=size_limit)
+    total = int(opened.shards.sizes[int(first) :: int(count)].sum())
+    try:
+        with _bar("fetching", total, output) as advance:
+            done = bring(opened, share=(int(first), int(count)), view=view, progress=advance)
+    finally:
+        opened.close()
+    if output is Output.json:
+        _print({"shards": done.total, "cached": done.shards, "remoteBytes": done.remote_bytes})
+    else:
+        print(f"{done.shards} of {done.total} shards are cached; {_size(done.remote_bytes)} were fetched")
+    raise typer.Exit(0 if done.complete else 1)
+
+
+@cache.command()
+def ls(directory: DirectoryOption = None, output: OutputOption = Output.text) -> None:
+    """List the datasets in the cache."""
+    rows = [describe(folder) for folder in _tier(directory).datasets()]
+    if output is Output.json:
+        _print(rows)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("ID", "DATASET", "SHARDS", "SIZE", "LAST USED", "", box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        marks = ", ".join(name for name, key in (("pinned", "pinned"), ("in use", "inUse")) if row[key])
+        used = datetime.fromisoformat(row["lastUsed"]).astimezone().strftime("%Y-%m-%d %H:%M")
+        table.add_row(row["id"], row["uri"], f"{row['shards']:,}", _size(row["bytes"]), used, marks)
+    Console().print(table if rows else "the cache is empty")
+
+
+def describe(folder: DatasetFolder) -> dict[str, Any]:
+    """What `ls` tells of a dataset."""
+    entries = folder.entries()
+    return {
+        "id": folder.name,
+        "uri": folder.uri,
+        "shards": int(entries.size),
+        "bytes": int(entries["size"].sum()),
+        "lastUsed": datetime.fromtimestamp(folder.last_used, UTC).isoformat(timespec="seconds"),
+        "pinned": folder.pinned,
+        "inUse": folder.in_use,
+    }
+
+
+@cache.command()
+def check(datasets: Which = None, directory: DirectoryOption = None, output: OutputOption = Output.text) -> None:
+    """Read every shard and compare its checksum. Damaged ones are taken out of use, and the exit code is 1."""
+    folders = _chosen(_tier(directory), datasets, all_by_default=True)
+    damaged: dict[str, list[str]] = {}
+    with _bar("checking", sum(int(folder.entries()["size"].sum()) for folder in folders), output) as advance:
+        for folder in folders:
+            if found := folder.check(advance):
+                damaged[folder.uri] = found
+    if output is Output.json:
+        _print({"checked": [folder.uri for folder in folders], "damaged": damaged})
+    else:
+        for uri, keys in damaged.items():
+            print(f"{uri}: {len(keys)} damaged, taken out of use: {', '.join(keys)}")
+        if not damaged:
+            print(f"{len(folders)} {'dataset is' if len(folders) == 1 else 'datasets are'} whole")
+    raise typer.Exit(1 if damaged else 0)
+
+
+@cache.command()
+def evict(
+    datasets: Which = None,
+    everything: Annotated[bool, typer.Option("--all", help="All datasets that are not pinned.")] = False,
+    idle: Annotated[float | None, typer.Option(metavar="DAYS", help="Those not used for so many days.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Also pinned ones and those in use.")] = False,
+    directory: DirectoryOption = None,
+    output: OutputOption = Output.text,
+) -> None:
+    """Remove datasets from the cache."""
+    if not datasets and not everything and idle is None:
+        raise DatasetError("nothing to evict", next_step="name datasets, or give --all or --idle DAYS")
+    folders = _chosen(_tier(directory), datasets, all_by_default=True)
+    if idle is not None:
+        folders = [folder for folder in folders if folder.last_used < time.time() - idle * 86400]
+    removed, kept = [], []
+    for folder in folders:
+        row = describe(folder)
+        if (folder.pinned and not force) or not folder.remove(force=force):
+            kept.append({**row, "reason": "pinned" if folder.pinned else "in use"})
+        else:
+            removed.append(row)
+    if output is Output.json:
+        _print({"evicted": removed, "kept": kept})
+    else:
+        for row in removed:
+            print(f"evicted {row['uri']} ({_size(row['bytes'])})")
+        for row in kept:
+            print(f"kept {row['uri']}: {row['reason']}; --force removes it all the same")
+    raise typer.Exit(1 if kept and datasets else 0)
+
+
+@cache.command()
+def pin(
+    datasets: Annotated[list[str], typer.Argument(metavar="DATASET…", help="URIs or IDs as ls shows them.")],
+    off: Annotated[bool, typer.Option("--off", help="Unpin instead.")] = False,
+    directory: DirectoryOption = None,
+) -> None:
+    """Keep datasets when room is made for others."""
+    for folder in _chosen(_tier(directory), datasets):
+        folder.pin(not off)
+
+
+@cache.command()
+def manifest(
+    uri: Uri,
+    samples: Annotated[bool, typer.Option("--samples", help="Count samples of tar shards (reads them all).")] = False,
+) -> None:
+    """Print a manifest of a dataset: put it there as manifest.jsonl, and opening it needs no listing."""
+    from topkube.data.manifest import written
+
+    for line in written(uri, samples):
+        sys.stdout.write(line)
+
+
+def _tier(directory: Path | None) -> DiskTier:
+    from topkube.data.disk_tier import DiskTier
+    from topkube.data.opening import cache_folder
+
+    path = cache_folder(directory, Settings.from_environment())
+    if not path.is_dir():
+        raise DatasetError(f"there is no cache in {path}", next_step="give --directory, or warm a dataset first")
+    return DiskTier(path)
+
+
+def _chosen(tier: DiskTier, names: list[str] | None, *, all_by_default: bool = False) -> list[DatasetFolder]:
+    folders = tier.datasets()
+    if not names and all_by_default:
+        return folders
+    from topkube.data.opening import address
+
+    found, settings = [], Settings.from_environment()
+    for name in names or []:
+        called = (name, address(name, settings))
+        matching = [folder for folder in folders if folder.name == name or folder.uri in called]
+        if not matching:
+            raise DatasetError(f"{name} is not in the cache", next_step="`topkube cache ls` lists what is")
+        found += matching
+    return found
+
+
+@contextmanager
+def _bar(what: str, total: int, output: Output) -> Iterator[Callable[[int], None]]:
+    """A progress bar in bytes on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if output is Output.json or not console.is_terminal:
+        yield lambda size: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda size: progress.advance(task, size)
+
+
+def _print(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

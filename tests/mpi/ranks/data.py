@@ -1,0 +1,141 @@
+"""The data cache on real ranks: every remote byte once per job, right samples on all ranks, nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "data"))
+from remotes import write_files, write_tars
+
+from topkube.data import ArrayOf, DistributedSampler, collate
+from topkube.data.dataset import CachedDataset
+from topkube.errors import DatasetError
+from topkube.world import World
+
+SIZE = 3072
+
+
+@contextmanager
+def scene(world: World, shards: list[int] | None = None) -> Iterator[tuple[Path, npt.NDArray[np.uint8]]]:
+    """A folder for all ranks with a dataset in `source`, and its samples."""
+    home = tempfile.mkdtemp(prefix="topkube-data-") if world.rank == 0 else ""
+    folder = Path(world.comm.bcast(home))
+    count = sum(shards) if shards else 120
+    if world.rank == 0:
+        if shards:
+            write_tars(folder / "source", shards, SIZE)
+        else:
+            write_files(folder / "source", count, SIZE)
+    world.comm.Barrier()
+    data = np.random.default_rng(0).integers(0, 256, (count, SIZE), np.uint8)
+    try:
+        yield folder, data
+    finally:
+        world.comm.Barrier()
+        if world.rank == 0:
+            import shutil
+
+            shutil.rmtree(folder)
+
+
+def opened(world: World, folder: Path, **more: Any) -> CachedDataset:
+    """The dataset, with a cache per node."""
+    given: dict[str, Any] = {
+        "cache_directory": folder / f"cache-{world.node}",
+        "memory_directory": folder / f"memory-{world.node}",
+        "free_bytes": 0,
+        "decode": ArrayOf("uint8", (SIZE,), field="bin"),
+        "wait_seconds": 20.0,
+        **more,
+    }
+    return CachedDataset(folder / "source", **given)
+
+
+def totals(world: World, dataset: CachedDataset, name: str) -> float:
+    return float(world.comm.allreduce(dataset.statistics()[name]))
+
+
+def case_every_remote_byte_crosses_once_per_job(world: World) -> None:
+    with scene(world, [20, 3, 31, 8, 16, 12]) as (folder, data):
+        dataset = opened(world, folder)
+        dataset.warm()
+        world.comm.Barrier()
+        size = sum(path.stat().st_size for path in (folder / "source").iterdir())
+        assert all(dataset.cache.has(number) for number in range(6))
+        np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(90)))), data)
+        assert totals(world, dataset, "remote_bytes") == size
+        assert totals(world, dataset, "peer_bytes") == size * (world.nodes - 1)
+        world.comm.Barrier()
+        dataset.close()
+
+
+def case_the_first_epoch_overlaps_with_filling_and_ranks_share_every_sample(world: World) -> None:
+    with scene(world) as (folder, data):
+        dataset = opened(world, folder, decode=ArrayOf("uint8", (SIZE,)), group_bytes=30_000, memory_limit=1 << 22)
+        sampler = DistributedSampler(dataset, window=3)
+        loader: Any = DataLoader(
+            dataset, 16, sampler=sampler, num_workers=1, persistent_workers=True, collate_fn=collate
+        )
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            wanted = sampler.indices()
+            mine = torch.cat(list(loader)).numpy()
+            np.testing.assert_array_equal(mine, data[wanted])
+            dealt = np.concatenate(world.comm.allgather(wanted))
+            assert sorted(dealt.tolist()) == list(range(120))
+        loader = None
+        assert totals(world, dataset, "remote_bytes") == data.nbytes
+        world.comm.Barrier()
+        dataset.close()
+
+
+def case_a_warm_node_gives_to_a_cold_one(world: World) -> None:
+    """Node 0 has everything: nothing comes from the remote."""
+    with scene(world, [10, 10, 10]) as (folder, data):
+        if world.rank == 0:
+            from topkube.data.opening import open_cache
+            from topkube.data.place import Place
+            from topkube.data.warm import warm
+            from topkube.settings import Settings
+
+            cache = open_cache((folder / "source").as_uri(), Settings(), Place(), cache_directory=folder / "cache-0",
+                               memory=folder / "memory-warm", free_bytes=0)  # fmt: skip
+            assert warm(cache).complete
+            cache.close()
+        world.comm.Barrier()
+        dataset = opened(world, folder)
+        np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(30)))), data)
+        size = sum(path.stat().st_size for path in (folder / "source").iterdir())
+        assert totals(world, dataset, "remote_bytes") < size
+        world.comm.Barrier()
+        dataset.close()
+
+
+def case_a_rank_that_closes_early_does_not_hold_up_the_others(world: World) -> None:
+    with scene(world) as (folder, data):
+        dataset = opened(world, folder, decode=ArrayOf("uint8", (SIZE,)), group_bytes=10_000)
+        if world.rank == world.size - 1:
+            dataset.close()
+        else:
+            np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(120)))), data)
+            dataset.close()
+
+
+def case_a_dataset_that_cannot_be_opened_fails_on_all_ranks(world: World) -> None:
+    with scene(world) as (folder, _):
+        try:
+            opened(world, folder, format="tar")
+        except DatasetError:
+            return
+        raise AssertionError(os.listdir(folder))

@@ -1,0 +1,48 @@
+"""Child processes that may be killed, and volumes that may fill up, turn read-only or vanish."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def fork(run: Callable[[], object]) -> int:
+    """Runs `run` in a fork of this process; returns its number. Exit code 0, or 1 after an exception."""
+    process = os.fork()
+    if process:
+        return process
+    try:
+        run()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def ending(process: int) -> int:
+    """How the fork ended: its exit code, or minus the signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def on_volume(script: str, *arguments: object) -> str:
+    """Runs a function of volumes.py in a mount namespace of its own; returns its output. Skips where the kernel gives
+    none."""
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare: util-linux is not installed")
+    spaces = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+    tried = subprocess.run([*spaces, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"the kernel allows no mounts here: {tried.stderr.strip()}")
+    command = [*spaces, sys.executable, str(HERE / "volumes.py"), script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr

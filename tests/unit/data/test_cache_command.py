@@ -1,0 +1,83 @@
+"""`topkube cache` on real caches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from remotes import write_files, write_tars
+
+from topkube.cli.app import run_app
+
+
+class Command:
+    def __init__(self, directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        self._directory, self._capfd = directory, capfd
+
+    def __call__(self, *words: object, code: int = 0) -> str:
+        self._capfd.readouterr()
+        own = [] if words[0] == "manifest" else ["--directory", str(self._directory)]
+        ended = run_app(["cache", *map(str, words), *own])
+        said = self._capfd.readouterr()
+        assert ended == code, said
+        return said.out if ended != 2 else said.err
+
+    def json(self, *words: object, code: int = 0) -> Any:
+        return json.loads(self(*words, "-o", "json", code=code))
+
+
+@pytest.fixture
+def command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    monkeypatch.setenv("TOPKUBE_CACHE_MEMORY_DIRECTORY", str(tmp_path / "memory"))
+    return Command(tmp_path / "cache", capfd)
+
+
+def test_a_dataset_is_warmed_listed_checked_pinned_and_evicted(command: Command, tmp_path: Path) -> None:
+    write_tars(tmp_path / "source", [5, 6])
+    size = sum(path.stat().st_size for path in (tmp_path / "source").iterdir())
+    assert command.json("warm", tmp_path / "source", "--share", "0/2")["cached"] == 1
+    assert command.json("warm", tmp_path / "source")["cached"] == 2
+    assert command.json("warm", tmp_path / "source") == {"shards": 2, "cached": 2, "remoteBytes": 0}
+    (row,) = command.json("ls")
+    assert (row["uri"], row["shards"], row["bytes"]) == ((tmp_path / "source").as_uri(), 2, size)
+    assert not row["inUse"]
+    assert command.json("check")["damaged"] == {}
+    victim = next(path for path in (tmp_path / "cache").glob("datasets/*/shards/*/*") if path.suffix != ".index")
+    victim.chmod(0o644)
+    victim.write_bytes(victim.read_bytes()[:-1] + b"!")
+    assert command.json("check", code=1)["damaged"] == {row["uri"]: [victim.name]}
+    command("pin", row["id"])
+    assert command.json("evict", "--all")["kept"][0]["reason"] == "pinned"
+    command("pin", row["id"], "--off")
+    assert command.json("evict", tmp_path / "source")["evicted"][0]["uri"] == row["uri"]
+    assert command.json("ls") == []
+
+
+def test_a_view_shows_the_datasets_own_files_read_only(command: Command, tmp_path: Path) -> None:
+    write_files(tmp_path / "files", 6)
+    write_tars(tmp_path / "tars", [3])
+    for name in ("files", "tars"):
+        command("warm", tmp_path / name, "--view", tmp_path / "view" / name)
+        shown = {path.relative_to(tmp_path / "view" / name): path for path in (tmp_path / "view" / name).rglob("*.*")}
+        assert len(shown) == {"files": 6, "tars": 1}[name]
+        for path, file in shown.items():
+            assert file.read_bytes() == (tmp_path / name / path).read_bytes()
+            assert file.stat().st_mode & 0o777 == 0o444
+    assert (tmp_path / "view" / "tars" / "000.tar").stat().st_nlink == 2  # costs no second copy
+
+
+def test_a_manifest_counts_samples(command: Command, tmp_path: Path) -> None:
+    write_tars(tmp_path / "source", [5, 6])
+    lines = [json.loads(line) for line in command("manifest", tmp_path / "source", "--samples").splitlines()]
+    assert [(line["path"], line["samples"]) for line in lines] == [("000.tar", 5), ("001.tar", 6)]
+
+
+def test_mistakes_are_explained(command: Command, tmp_path: Path) -> None:
+    assert "there is no cache" in command("ls", code=2)
+    write_files(tmp_path / "source", 2)
+    command("warm", tmp_path / "source")
+    assert "is not in the cache" in command("evict", "file:///other", code=2)
+    assert "nothing to evict" in command("evict", code=2)
+    assert "is not I/N" in command("warm", tmp_path / "source", "--share", "2/2", code=2)

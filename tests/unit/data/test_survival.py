@@ -1,0 +1,364 @@
+"""No crash, full disk or corrupt byte reaches a batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from conftest import Opener
+from processes import ending, fork, on_volume
+from remotes import Remote, write_files, write_tars
+
+from topkube.data import ArrayOf, disk_tier
+from topkube.data.dataset import CachedDataset
+from topkube.data.disk_tier import DiskTier, Limits
+from topkube.data.session import FROZEN
+from topkube.errors import CacheError, DatasetError, StoreError
+
+RECORD = ArrayOf("uint8", (3072,))
+STEPS = ("reserved", "created", "filled", "hashed", "synced", "recorded", "renamed", "published")
+
+
+def right(dataset: CachedDataset, data: npt.NDArray[np.uint8]) -> None:
+    np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(len(dataset))))), data)
+
+
+def shard_files(cache: Path) -> list[Path]:
+    return [path for path in cache.glob("datasets/*/shards/*/*") if path.suffix != ".index"]
+
+
+@pytest.mark.parametrize("at", STEPS)
+def test_a_kill_at_any_step_of_a_publication_loses_at_most_that_shard(
+    tmp_path: Path, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    data = write_files(tmp_path / "source", 20)
+
+    def die(step: str) -> None:
+        if step == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def train() -> None:
+        monkeypatch.setattr(disk_tier, "step", die)
+        open_dataset(tmp_path / "source", decode=RECORD, group_bytes=20_000, prefetch=False)[0]
+
+    assert ending(fork(train)) == -signal.SIGKILL
+    dataset = open_dataset(tmp_path / "source", decode=RECORD, group_bytes=20_000)
+    right(dataset, data)
+    dataset.warm()
+    files = shard_files(open_dataset.cache)
+    assert len(files) == len(dataset.cache.shards)
+    assert not any(path.suffix == ".part" for path in files)
+    assert not list((open_dataset.cache / "reservations").iterdir())
+    assert DiskTier(open_dataset.cache).used() == data.nbytes
+    assert dataset.statistics()["corruptions"] == 0
+
+
+def test_temporaries_of_living_writers_are_left_alone(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "cache", Limits(free=0))
+    folder = tier.dataset("file:///x")
+    part = folder.shard_path("0" * 32).with_name("part")
+    part.parent.mkdir()
+    reservation = tier.reserve(1000, part, folder)
+    part.write_bytes(b"being written")
+    assert DiskTier(tmp_path / "cache").reserved() == 1000
+    assert part.exists()
+    reservation.lock.release()  # as the kernel does when the writer dies
+    assert DiskTier(tmp_path / "cache").reserved() == 0
+    assert not part.exists()
+
+
+def test_8_processes_that_race_for_a_shard_fetch_it_once(remote: Remote, open_dataset: Opener, tmp_path: Path) -> None:
+    data = write_tars(remote.folder, [50])
+    decode = ArrayOf("uint8", (3072,), field="bin")
+    go = tmp_path / "go"
+
+    def train() -> None:
+        while not go.exists():
+            time.sleep(0.001)
+        right(open_dataset(remote.uri, decode=decode, prefetch=False, wait_seconds=20), data)
+
+    racing = [fork(train) for _ in range(8)]
+    go.touch()
+    assert [ending(process) for process in racing] == [0] * 8
+    assert remote.requests["000.tar"] == 1
+
+
+def test_a_waiter_takes_over_from_a_process_that_stands_still(
+    remote: Remote, open_dataset: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_tars(remote.folder, [5])
+    decode = ArrayOf("uint8", (3072,), field="bin")
+
+    def stop(step: str) -> None:
+        if step == "created":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def train() -> None:
+        monkeypatch.setattr(disk_tier, "step", stop)
+        open_dataset(remote.uri, decode=decode, prefetch=False)
+
+    stopped = fork(train)
+    assert os.WIFSTOPPED(os.waitpid(stopped, os.WUNTRACED)[1])
+    try:
+        dataset = open_dataset(remote.uri, decode=decode, prefetch=False, wait_seconds=0.3)
+        right(dataset, data)
+        assert dataset.statistics()["takeovers"] == 1
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    ending(stopped)
+    right(open_dataset(remote.uri, decode=decode), data)
+
+
+@pytest.mark.parametrize("fault", ["truncate", "stall", "503"])
+def test_a_remote_that_fails_for_a_while_is_asked_again(remote: Remote, open_dataset: Opener, fault: str) -> None:
+    data = write_tars(remote.folder, [50])
+    remote.faults["000.tar"] = [fault, fault]
+    dataset = open_dataset(remote.uri, decode=ArrayOf("uint8", (3072,), field="bin"), wait_seconds=20)
+    right(dataset, data)
+    assert dataset.statistics()["remote_bytes"] == (remote.folder / "000.tar").stat().st_size
+
+
+def test_a_remote_that_stays_away_is_an_error_that_says_so(remote: Remote, open_dataset: Opener) -> None:
+    write_files(remote.folder, 4)
+    dataset = open_dataset(remote.uri, decode=RECORD, prefetch=False)
+    remote.faults["a/00000.bin"] = ["503"] * 100
+    with pytest.raises(StoreError, match=r"could not be read, 4 tries"):
+        dataset[0]
+    remote.faults.clear()
+    dataset[0]
+
+
+def test_a_changed_object_has_a_new_key_and_old_bytes_are_not_used(remote: Remote, open_dataset: Opener) -> None:
+    data = write_tars(remote.folder, [10])
+    decode = ArrayOf("uint8", (3072,), field="bin")
+    first = open_dataset(remote.uri, decode=decode)
+    right(first, data)
+    changed = write_tars(remote.folder, [10], seed=1)
+    second = open_dataset(remote.uri, decode=decode)
+    assert second.cache.shards.key(0) != first.cache.shards.key(0)
+    right(second, changed)
+    right(first, data)  # the job that runs goes on with what it listed
+
+
+def test_an_object_that_changes_between_listing_and_reading_is_refused(remote: Remote, open_dataset: Opener) -> None:
+    write_files(remote.folder, 2)
+    dataset = open_dataset(remote.uri, decode=RECORD, prefetch=False)
+    (remote.folder / "a" / "00000.bin").write_bytes(bytes(3072))
+    with pytest.raises(StoreError, match="no longer the object that was listed"):
+        dataset[0]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "extend"])
+def test_damage_on_disk_is_found_quarantined_and_fetched_again(
+    remote: Remote, open_dataset: Opener, damage: str
+) -> None:
+    data = write_files(remote.folder, 40)
+    right(open_dataset(remote.uri, decode=RECORD, group_bytes=30_000), data)
+    open_dataset.close()
+    victim = sorted(shard_files(open_dataset.cache))[0]
+    bad = bytearray(victim.read_bytes())
+    if damage == "flip":
+        bad[len(bad) // 3] ^= 4
+    victim.chmod(0o644)
+    victim.write_bytes({"flip": bad, "truncate": bad[:-1], "extend": bad + b"x"}[damage])
+    dataset = open_dataset(remote.uri, decode=RECORD, group_bytes=30_000)
+    right(dataset, data)
+    assert dataset.statistics()["corruptions"] == 1
+    assert dataset.statistics()["remote_bytes"] == victim.stat().st_size
+    assert len(list(open_dataset.cache.glob("datasets/*/quarantine/*"))) == 1
+
+
+def test_a_damaged_record_or_index_costs_a_fetch_and_nothing_else(remote: Remote, open_dataset: Opener) -> None:
+    data = write_tars(remote.folder, [20, 20])
+    decode = ArrayOf("uint8", (3072,), field="bin")
+    right(open_dataset(remote.uri, decode=decode), data)
+    open_dataset.close()
+    (records,) = open_dataset.cache.glob("datasets/*/records")
+    index = sorted(open_dataset.cache.glob("datasets/*/shards/*/*.index"))[0]
+    for path, at in ((records, 20), (index, 200)):
+        bad = bytearray(path.read_bytes())
+        bad[at] ^= 1
+        path.write_bytes(bad)
+    right(open_dataset(remote.uri, decode=decode), data)
+
+
+def test_a_shard_that_shrinks_under_an_open_dataset_is_fetched_again(remote: Remote, open_dataset: Opener) -> None:
+    data = write_files(remote.folder, 10)
+    dataset = open_dataset(remote.uri, decode=RECORD)
+    right(dataset, data)
+    (path,) = shard_files(open_dataset.cache)
+    path.chmod(0o644)
+    os.truncate(path, 100)
+    right(dataset, data)
+    assert dataset.statistics()["corruptions"] == 1
+
+
+@pytest.mark.parametrize(
+    ("volume", "says"),
+    [
+        ("full", "takes no more shards"),
+        ("full_memory", "memory cache takes no more samples"),
+        ("read_only", "takes no more shards"),
+        ("read_only_and_empty", "no disk cache"),
+        ("vanished", "is no longer used"),
+    ],
+)
+def test_a_volume_that_fails_costs_one_warning_and_training_goes_on(tmp_path: Path, volume: str, says: str) -> None:
+    write_files(tmp_path / "source", 200)
+    (tmp_path / "volume").mkdir()
+    said = on_volume(volume, tmp_path / "source", tmp_path / "volume")
+    assert [line for line in said.splitlines() if line.startswith("topkube:")] == said.splitlines()
+    assert len(said.splitlines()) == 1, said
+    assert says in said
+
+
+@pytest.mark.parametrize("mark", ['{"kind": "topkube-cache", "format": 99}', '{"kind": "else"}', "not JSON", None])
+def test_a_cache_of_another_format_is_refused_and_untouched(
+    tmp_path: Path, open_dataset: Opener, mark: str | None
+) -> None:
+    write_files(tmp_path / "source", 2)
+    open_dataset.cache.mkdir()
+    (open_dataset.cache / "theirs").write_text("precious")
+    if mark is not None:
+        (open_dataset.cache / "topkube-cache.json").write_text(mark)
+    before = sorted((path.name, path.read_bytes()) for path in open_dataset.cache.iterdir())
+    with pytest.raises(CacheError, match="nothing here was touched"):
+        open_dataset(tmp_path / "source")
+    assert sorted((path.name, path.read_bytes()) for path in open_dataset.cache.iterdir()) == before
+
+
+def test_two_jobs_share_a_dataset_while_a_third_evicts_it(remote: Remote, open_dataset: Opener, tmp_path: Path) -> None:
+    data = write_files(remote.folder, 60)
+    stop = tmp_path / "stop"
+
+    def train() -> None:
+        for _ in range(15):
+            opened = open_dataset(remote.uri, decode=RECORD, group_bytes=30_000)
+            for _ in range(3):
+                right(opened, data)
+            opened.close()
+
+    def evict() -> None:
+        while not stop.exists():
+            for folder in DiskTier(open_dataset.cache).datasets():
+                folder.remove(force=True)
+                time.sleep(0.005)
+
+    DiskTier(open_dataset.cache)
+    evicting, jobs = fork(evict), [fork(train), fork(train)]
+    try:
+        assert [ending(job) for job in jobs] == [0, 0]
+    finally:
+        stop.touch()
+    assert ending(evicting) == 0
+
+
+def test_room_is_made_by_removing_what_was_used_longest_ago_but_never_pinned_or_used_datasets(
+    tmp_path: Path, open_dataset: Opener
+) -> None:
+    for name in ("old", "pinned", "new", "next", "last"):
+        write_files(tmp_path / name, 10)
+    limit = 4 * 10 * 3072
+    for name in ("pinned", "old", "new"):
+        right(open_dataset(tmp_path / name, decode=RECORD, size_limit=limit), write_files(tmp_path / name, 10))
+        open_dataset.close()
+    tier = DiskTier(open_dataset.cache)
+    folders = {folder.uri.rpartition("/")[2]: folder for folder in tier.datasets()}
+    folders["pinned"].pin()
+    for age, name in enumerate(("new", "old", "pinned")):
+        os.utime(folders[name].path / "dataset.json", (1000 - age, 1000 - age))
+    using = open_dataset(tmp_path / "next", decode=RECORD, size_limit=limit)
+    right(using, write_files(tmp_path / "next", 10))
+    last = open_dataset(tmp_path / "last", decode=RECORD, size_limit=limit)
+    right(last, write_files(tmp_path / "last", 10))
+    assert {folder.uri.rpartition("/")[2] for folder in tier.datasets()} == {"pinned", "new", "next", "last"}
+    assert last.statistics()["evictions"] == 1
+
+
+def test_within_a_job_the_tier_takes_shards_until_it_is_full_and_then_freezes(
+    tmp_path: Path, open_dataset: Opener, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = write_files(tmp_path / "source", 100)
+    dataset = open_dataset(tmp_path / "source", decode=RECORD, group_bytes=30_000, size_limit=100_000)
+    for _ in range(2):
+        right(dataset, data)
+    assert dataset.session.state == FROZEN
+    assert DiskTier(open_dataset.cache).used() <= 100_000
+    assert sum(dataset.cache.has(number) for number in range(len(dataset.cache.shards))) == 3
+    assert capfd.readouterr().err.count("takes no more shards") == 1
+
+
+def test_shards_of_versions_that_nobody_lists_make_room_first(remote: Remote, open_dataset: Opener) -> None:
+    limit = 30 * 3072
+    data = write_files(remote.folder, 20)
+    right(open_dataset(remote.uri, decode=RECORD, size_limit=limit), data)
+    open_dataset.close()
+    data = write_files(remote.folder, 20, seed=1)
+    dataset = open_dataset(remote.uri, decode=RECORD, size_limit=limit)
+    right(dataset, data)
+    dataset.warm()
+    assert dataset.cache.has(0)
+    assert len(shard_files(open_dataset.cache)) == 1
+
+
+def test_flips_in_memory_are_found_by_check(tmp_path: Path, open_dataset: Opener) -> None:
+    data = write_files(tmp_path / "source", 30)
+    dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
+    right(dataset, data)
+    (column,) = open_dataset.memory.glob("*/memory-*/column-0")
+    with column.open("r+b") as file:
+        file.seek(7 * 3072 + 5)
+        file.write(bytes([data[7, 5] ^ 1]))
+    memory: Any = dataset._memory
+    assert memory.check() == [7]
+    right(dataset, data)
+    assert memory.check() == []
+
+
+def test_memory_is_one_copy_for_all_processes_and_goes_with_the_last(tmp_path: Path, open_dataset: Opener) -> None:
+    data = write_files(tmp_path / "source", 30)
+    first = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
+    right(first, data)
+    second = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
+    right(second, data)
+    assert second.statistics()["memory_misses"] == 0
+    assert second.statistics()["memory_used_bytes"] == data.nbytes
+    open_dataset.close()
+    assert not [path for path in open_dataset.memory.rglob("*") if path.is_file()]
+
+
+def test_memory_of_killed_processes_is_not_believed(tmp_path: Path, open_dataset: Opener) -> None:
+    data = write_files(tmp_path / "source", 30)
+
+    def train() -> None:
+        right(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
+        (column,) = open_dataset.memory.glob("*/memory-*/column-0")
+        column.write_bytes(bytes(data.nbytes))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert ending(fork(train)) == -signal.SIGKILL
+    right(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
+
+
+def test_the_memory_limit_holds(tmp_path: Path, open_dataset: Opener, capfd: pytest.CaptureFixture[str]) -> None:
+    data = write_files(tmp_path / "source", 100)
+    dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=50 * 3072, group_bytes=30_000)
+    for _ in range(2):
+        right(dataset, data)
+    assert dataset.statistics()["memory_used_bytes"] == 50 * 3072
+    assert capfd.readouterr().err.count("memory cache takes no more samples") == 1
+
+
+@pytest.mark.parametrize("tier", ["size_limit", "memory_limit"])
+def test_limits_below_the_largest_shard_are_refused_with_the_numbers(
+    tmp_path: Path, open_dataset: Opener, tier: str
+) -> None:
+    write_files(tmp_path / "source", 20)
+    with pytest.raises(DatasetError, match=r"1,000 bytes; the largest shard has 30,720 bytes"):
+        open_dataset(tmp_path / "source", group_bytes=33_000, **{tier: 1000})

@@ -1,0 +1,93 @@
+"""Run in a mount namespace: training data over volumes that fail. Usage: volumes.py SCRIPT SOURCE MOUNT"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from topkube.data import ArrayOf
+from topkube.data.dataset import CachedDataset
+from topkube.data.session import DROPPED, FROZEN, OPEN
+
+RECORD = ArrayOf("uint8", (3072,))
+
+
+def mount(where: Path, size: str) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)], check=True)
+
+
+def dataset(source: Path, where: Path, **more: Any) -> CachedDataset:
+    given: dict[str, Any] = {"memory_directory": where.parent / "memory", "free_bytes": 0, "group_bytes": 30_000}
+    return CachedDataset(source, cache_directory=where, decode=RECORD, **{**given, **more})
+
+
+def right(opened: CachedDataset, source: Path) -> None:
+    """Two epochs of right bytes."""
+    paths = [opened.cache.shards.listing.paths[at] for at in range(len(opened))]
+    for _ in range(2):
+        got = np.stack(list(opened.__getitems__(range(len(opened)))))
+        for path, sample in zip(paths, got, strict=True):
+            assert (source / path).read_bytes() == sample.tobytes(), path
+
+
+def full(source: Path, where: Path) -> None:
+    """A volume that takes some shards, not all."""
+    mount(where, "320k")
+    opened = dataset(source, where)
+    right(opened, source)
+    held = sum(opened.cache.has(number) for number in range(len(opened.cache.shards)))
+    assert 0 < held < len(opened.cache.shards), held
+    assert opened.session.state == FROZEN
+    assert not list(where.rglob("*.part"))
+
+
+def full_memory(source: Path, where: Path) -> None:
+    """The memory tier's volume fills up before its limit."""
+    memory = where.parent / "memory"
+    memory.mkdir()
+    mount(memory, "240k")
+    opened = dataset(source, where, memory_limit=1 << 22)
+    right(opened, source)
+    assert opened.session.memory_state == FROZEN
+    assert 0 < opened.statistics()["memory_misses"] < opened.statistics()["memory_requests"]
+
+
+def read_only(source: Path, where: Path) -> None:
+    """What is there is used; nothing is written."""
+    mount(where, "4m")
+    first = dataset(source, where, prefetch=False)
+    first[0]
+    first.close()
+    subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
+    opened = dataset(source, where)
+    right(opened, source)
+    assert opened.session.state == FROZEN
+    assert opened.statistics()["remote_bytes"] > 0
+
+
+def read_only_and_empty(source: Path, where: Path) -> None:
+    mount(where, "4m")
+    subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
+    opened = dataset(source, where)
+    right(opened, source)
+    assert opened.session.state == DROPPED
+
+
+def vanished(source: Path, where: Path) -> None:
+    """The volume goes away under an open dataset."""
+    mount(where, "4m")
+    opened = dataset(source, where, prefetch=False)
+    opened[0]
+    assert opened.session.state == OPEN
+    opened.cache._files.clear()
+    subprocess.run(["umount", "--lazy", str(where)], check=True)
+    right(opened, source)
+    assert opened.session.state == DROPPED
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
