@@ -94,6 +94,26 @@ JOBS = (
         "communication-slow",
     ),
 )
+CACHE = (
+    Alert(
+        "TopKubeCacheCorruption",
+        f"sum {_BY_JOB} (increase(topkube_cache_corruptions_total[1h])) > 0",
+        "0m",
+        "warning",
+        f"{_JOB} has met shards with a wrong checksum; they were fetched again",
+        "cache-corruption",
+    ),
+    Alert(
+        "TopKubeCacheHitRatioLow",
+        f'(sum {_BY_JOB} (rate(topkube_cache_hits_total{{tier="disk"}}[30m])) '
+        f'/ sum {_BY_JOB} (rate(topkube_cache_requests_total{{tier="disk"}}[30m])) < 0.5) '
+        f'and {_ON_JOB} sum {_BY_JOB} (increase(topkube_cache_requests_total{{tier="disk"}}[30m])) > 1000',
+        "1h",
+        "info",
+        f"{_JOB} finds {{{{ $value | humanizePercentage }}}} of its samples in the nodes' disk tier",
+        "cache-hit-ratio-low",
+    ),
+)
 OPERATOR = (
     Alert(
         "TopKubeOperatorDown",
@@ -120,7 +140,7 @@ OPERATOR = (
         "reconcile-errors",
     ),
 )
-GROUPS = {"topkube-jobs": JOBS, "topkube-operator": OPERATOR}
+GROUPS = {"topkube-jobs": JOBS, "topkube-cache": CACHE, "topkube-operator": OPERATOR}
 ALERTS = tuple(alert for group in GROUPS.values() for alert in group)
 
 

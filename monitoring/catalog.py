@@ -26,6 +26,12 @@ SOURCES = (
         runtime.METRICS,
     ),
     Source(
+        "Data cache",
+        "In the same scrape: one set per worker pod, summed over its ranks and their data loaders, where the job uses "
+        "`topkube.data.CachedDataset`.",
+        runtime.CACHE,
+    ),
+    Source(
         "Operator",
         "Each operator pod. Per-job series carry the job's own `namespace` (scrape with `honor_labels`) and end with "
         "the job; finished jobs are counted only.",

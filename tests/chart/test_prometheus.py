@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 from prometheus_client import start_http_server
 from prometheus_server import BINARY, INTERVAL, prometheus, target, wait_until
 
 from monitoring.alerts import ALERTS
 from monitoring.dashboards import DASHBOARDS
-from monitoring.generated import ROOT
 from monitoring.grafana import Dashboard, Panel
 from monitoring.pictures import draw
 from monitoring.prometheus import Prometheus, QueryError, chosen
@@ -28,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(BINARY is None, reason="needs prometheus: apt-get install prometheus"),
     pytest.mark.timeout(180),
 ]
-JOB = "digits-cnn"
+JOB = "cached"
 STORED: list[dict[str, Any]] = [
     {
         "metadata": {"name": JOB, "namespace": "ml", "creationTimestamp": "2026-01-01T00:00:00Z"},
@@ -58,12 +59,36 @@ def operator() -> OperatorMetrics:
     return metrics
 
 
+def write_job(directory: Path) -> str:
+    """A job of two nodes that reads 256 small files through the data cache, until it is told to end."""
+    samples = np.random.default_rng(0).standard_normal((256, 64), np.float32)
+    (directory / "data").mkdir()
+    for number, sample in enumerate(samples):
+        (directory / "data" / f"{number}.bin").write_bytes(sample.tobytes())
+    script = Path(__file__).with_name("train_cached.py")
+    command = ["python", str(script), str(directory / "data"), str(directory / "cache")]
+    container = {"name": "worker", "image": "none", "command": command}
+    job = {
+        "apiVersion": "topkube.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": JOB},
+        "spec": {
+            "workers": 2,
+            "slotsPerWorker": 1,
+            "template": {"spec": {"containers": [container]}},
+            "aggregation": {"algorithm": "hitopk", "density": 0.01},
+        },
+    }
+    path = directory / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return str(path)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that has seen some seconds of a real run of two ranks on two nodes."""
     directory = tmp_path_factory.mktemp("prometheus")
-    job = str(ROOT / "manifests/samples/digits-cnn.yaml")
-    command = [sys.executable, "-m", "topkube.cli", "run", job, "--no-plot", "--metrics-port", "0"]
+    command = [sys.executable, "-m", "topkube.cli", "run", write_job(directory), "--no-plot", "--metrics-port", "0"]
     training = subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     http, thread = start_http_server(0, "127.0.0.1", operator().registry)
     try:
@@ -82,9 +107,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             ),
         ]
         with prometheus(directory, targets) as found:
-            # Norms are the last to come; a rate needs two scrapes.
+            # Norms and the cache are the last to come; a rate needs two scrapes.
             wait_until(lambda: found.query("topkube_residual_norm"), "training", 90)
-            wait_until(lambda: found.query(f"rate(topkube_samples_total[{INTERVAL}]) > 0"), "a rate")
+            wait_until(lambda: found.query(f"rate(topkube_cache_requests_total[{INTERVAL}]) > 0"), "a rate")
             yield found
     finally:
         training.terminate()

@@ -53,6 +53,13 @@ def skipped(skips: str) -> dict[str, str]:
     }
 
 
+def disk(hits: str, requests: str = "0+100x200") -> dict[str, str]:
+    return {
+        job("topkube_cache_hits_total", tier="disk"): hits,
+        job("topkube_cache_requests_total", tier="disk"): requests,
+    }
+
+
 def phase(name: str) -> dict[str, str]:
     return {job("topkube_job_phase", phase=name): "1x60"}
 
@@ -106,6 +113,18 @@ CASES: dict[str, list[Case]] = {
         (inter("0+20x60", "0+40x60"), 40, False),
         (inter("0+1x60", "0+5x60"), 40, False),
         (inter("_x60", "0+40x60"), 40, False),
+    ],
+    "TopKubeCacheCorruption": [
+        ({job("topkube_cache_corruptions_total"): "0x10 1x50"}, 40, True),
+        ({job("topkube_cache_corruptions_total"): "3x60"}, 40, False),
+        ({}, 40, False),
+    ],
+    "TopKubeCacheHitRatioLow": [
+        (disk("0+10x200"), 120, True),
+        (disk("0+10x200"), 50, False),
+        (disk("0+90x200"), 120, False),
+        (disk("0+1x200", "0+10x200"), 120, False),
+        ({job("topkube_cache_hits_total", tier="disk"): "0+10x200"}, 120, False),
     ],
     "TopKubeOperatorDown": [
         ({'topkube_build_info{component="runtime",version="1"}': "1x60"}, 10, True),

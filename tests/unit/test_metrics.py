@@ -16,7 +16,7 @@ from topkube.errors import LaunchError
 from topkube.telemetry import metrics
 from topkube.telemetry.endpoint import MetricsEndpoint
 from topkube.telemetry.phases import PHASES, Snapshot
-from topkube.telemetry.rank_file import ABSENT, RankMetrics, metrics_path, read_ranks
+from topkube.telemetry.rank_file import ABSENT, CACHE, RankMetrics, metrics_path, read_ranks
 from topkube.training.norms import Norms
 
 GAUGES = {"step": 1, "total_steps": 4, "density": 0.01, "skipped_steps": 0, "last_step": 1e9}
@@ -97,12 +97,29 @@ def test_every_metric_is_served_with_its_labels_and_a_help_that_lists_label_valu
     tmp_path: Path, endpoint: MetricsEndpoint
 ) -> None:
     everything = {**GAUGES, "loss": 1, "gradient_norm": 1, "residual_norm": 1, "link_rate": 1}
-    RankMetrics(tmp_path, 0).step(0.1, snapshot(), 8, everything)
+    rank = RankMetrics(tmp_path, 0)
+    rank.cache(dict.fromkeys(CACHE, 0.0))
+    rank.step(0.1, snapshot(), 8, everything)
     found = {(name, tuple(sorted(key for key, _ in pairs if key != "le"))) for name, pairs in scrape(endpoint)}
-    told = {(name, tuple(sorted(one.labels))) for one in metrics.METRICS for name in one.series}
+    told = {(name, tuple(sorted(one.labels))) for one in (*metrics.METRICS, *metrics.CACHE) for name in one.series}
     assert found == told
     assert all(level in metrics.SENT_BYTES.help for level in metrics.LEVELS)
     assert all(phase in metrics.PHASE_SECONDS.help for phase in PHASES)
+
+
+def test_the_cache_of_all_ranks_is_one(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
+    counted = dict.fromkeys(CACHE, 0.0)
+    for rank, state in ((0, 0), (1, 1)):
+        one = RankMetrics(tmp_path, rank)
+        one.cache({**counted, "disk_requests": 10, "disk_misses": 4, "remote_bytes": 7, "disk_state": state})
+        one.step(0.1, snapshot(), 8, GAUGES)
+    found = scrape(endpoint)
+    assert found["topkube_cache_requests_total", labels(tier="disk")] == 20
+    assert found["topkube_cache_hits_total", labels(tier="disk")] == 12
+    assert found["topkube_cache_read_bytes_total", labels(source="remote")] == 14
+    assert found["topkube_cache_tier_state", labels(tier="disk", state="frozen")] == 1
+    assert found["topkube_cache_tier_state", labels(tier="disk", state="open")] == 0
+    assert found["topkube_cache_tier_state", labels(tier="memory", state="open")] == 1
 
 
 def test_restarts_leave_nothing_behind(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
@@ -124,7 +141,9 @@ def test_restarts_leave_nothing_behind(tmp_path: Path, endpoint: MetricsEndpoint
 def test_eight_ranks_are_one_cheap_scrape(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
     everything = {**GAUGES, "loss": 1, "gradient_norm": 1, "residual_norm": 1, "link_rate": 1}
     for rank in range(8):
-        RankMetrics(tmp_path, rank).step(0.1, snapshot(), 8, everything)
+        one = RankMetrics(tmp_path, rank)
+        one.cache(dict.fromkeys(CACHE, 0.0))
+        one.step(0.1, snapshot(), 8, everything)
     assert len(scrape(endpoint)) <= 500
     seconds = []
     for _ in range(5):

@@ -25,6 +25,7 @@ from topkube.data.sampler import DistributedSampler
 from topkube.data.session import STATES
 from topkube.data.shards import GROUP_BYTES, Format
 from topkube.data.store import Patience
+from topkube.data.watch import watch
 from topkube.errors import TopKubeError
 from topkube.settings import Settings
 
@@ -111,6 +112,7 @@ class CachedDataset:
         except BaseException:
             self._end()
             raise
+        watch(self)
 
     # ---- opening
 

@@ -43,6 +43,16 @@ _BY_JOB = {
 }
 
 
+_CACHE = {
+    metrics.CACHE_FETCHES: "fetches",
+    metrics.CACHE_FETCH_SECONDS: "fetch_seconds",
+    metrics.CACHE_WAIT_SECONDS: "waits_seconds",
+    metrics.CACHE_TAKEOVERS: "takeovers",
+    metrics.CACHE_EVICTIONS: "evictions",
+    metrics.CACHE_CORRUPTIONS: "corruptions",
+}
+
+
 class RunCollector(Collector):
     """The series of all ranks that write into `directory`, which may change from one attempt to the next. It keeps
     nothing from one scrape to the next."""
@@ -67,6 +77,8 @@ class RunCollector(Collector):
             yield self._family(metric, [((self._job, str(one.rank)), one[name]) for one in ranks])
         if ranks[0].rank == 0:
             yield from self._job_wide(ranks[0])
+        if any(one["cache disk_state"] != ABSENT for one in ranks):
+            yield from self._cache(ranks)
 
     def _job_wide(self, first: RankValues) -> Iterator[Family]:
         for metric, name in _BY_JOB.items():
@@ -74,6 +86,33 @@ class RunCollector(Collector):
         yield self._family(metrics.ATTEMPT, [((self._job,), float(first.attempt))])
         if first["total_steps"] > 0 and first["step"] != ABSENT:
             yield self._family(metrics.PROGRESS, [((self._job,), min(1.0, first["step"] / first["total_steps"]))])
+
+    def _cache(self, ranks: list[RankValues]) -> Iterator[Family]:
+        """The data cache of this pod: what its ranks counted, and the worst state that one of them saw."""
+
+        def values(name: str) -> list[float]:
+            return [value for one in ranks if (value := one[f"cache {name}"]) != ABSENT]
+
+        def total(name: str) -> float:
+            return sum(values(name))
+
+        asked = {tier: total(f"{tier}_requests") for tier in metrics.TIERS}
+        missed = {tier: total(f"{tier}_misses") for tier in metrics.TIERS}
+        yield self._family(metrics.CACHE_REQUESTS, [((self._job, tier), asked[tier]) for tier in metrics.TIERS])
+        hits = [((self._job, tier), asked[tier] - missed[tier]) for tier in metrics.TIERS]
+        yield self._family(metrics.CACHE_HITS, hits)
+        read = [((self._job, source), total(f"{source}_bytes")) for source in metrics.SOURCES]
+        yield self._family(metrics.CACHE_READ_BYTES, read)
+        for metric, name in _CACHE.items():
+            yield self._family(metric, [((self._job,), total(name))])
+        yield self._family(metrics.CACHE_MEMORY_USED, [((self._job,), max(values("memory_used_bytes")))])
+        states = {tier: metrics.TIER_STATES[int(max(values(f"{tier}_state")))] for tier in metrics.TIERS}
+        rows = [
+            ((self._job, tier, state), float(state == states[tier]))
+            for tier in metrics.TIERS
+            for state in metrics.TIER_STATES
+        ]
+        yield self._family(metrics.CACHE_TIER_STATE, rows)
 
     def _steps(self, ranks: list[RankValues]) -> Family:
         family = HistogramMetricFamily(metrics.STEP_SECONDS.name, metrics.STEP_SECONDS.help, labels=metrics.RANK)

@@ -118,6 +118,49 @@ BUILD = Metric(
     ("component", "version"),
 )
 
+TIERS = ("memory", "disk")
+SOURCES = ("memory", "disk", "peer", "remote")
+"""Where bytes come from: the node's memory and disk tiers, other nodes of the job, the remote store."""
+TIER_STATES = ("open", "frozen", "dropped")
+TIER = ("training_job", "tier")
+CACHE_REQUESTS = Metric(
+    "topkube_cache_requests_total", "counter", "Samples asked of a tier of the data cache: memory, disk.", TIER
+)
+CACHE_HITS = Metric("topkube_cache_hits_total", "counter", "Samples that a tier had: memory, disk.", TIER)
+CACHE_READ_BYTES = Metric(
+    "topkube_cache_read_bytes_total",
+    "counter",
+    "Bytes of the dataset by where they came from: memory, disk (this node), peer (other nodes), remote (the store).",
+    ("training_job", "source"),
+)
+CACHE_FETCHES = Metric("topkube_cache_fetches_total", "counter", "Shards fetched from the remote store.", JOB)
+CACHE_FETCH_SECONDS = Metric(
+    "topkube_cache_fetch_seconds_total", "counter", "Seconds of fetching shards, summed over all that fetch.", JOB
+)
+CACHE_WAIT_SECONDS = Metric(
+    "topkube_cache_wait_seconds_total", "counter", "Seconds of waiting for a shard that somebody else fetches.", JOB
+)
+CACHE_TAKEOVERS = Metric(
+    "topkube_cache_takeovers_total", "counter", "Shards fetched because their first fetcher stood still.", JOB
+)
+CACHE_EVICTIONS = Metric("topkube_cache_evictions_total", "counter", "Datasets removed to make room.", JOB)
+CACHE_CORRUPTIONS = Metric(
+    "topkube_cache_corruptions_total", "counter", "Shards whose checksum was wrong: quarantined, fetched again.", JOB
+)
+CACHE_MEMORY_USED = Metric("topkube_cache_memory_used_bytes", "gauge", "Bytes in this node's memory tier.", JOB)
+CACHE_TIER_STATE = Metric(
+    "topkube_cache_tier_state",
+    "gauge",
+    "1 for the state of a tier (memory, disk): open (takes shards), frozen (takes no more), dropped (not used any "
+    "more).",
+    (*TIER, "state"),
+)
+CACHE = (
+    *(CACHE_REQUESTS, CACHE_HITS, CACHE_READ_BYTES, CACHE_FETCHES, CACHE_FETCH_SECONDS, CACHE_WAIT_SECONDS),
+    *(CACHE_TAKEOVERS, CACHE_EVICTIONS, CACHE_CORRUPTIONS, CACHE_MEMORY_USED, CACHE_TIER_STATE),
+)
+"""Summed over the pod's ranks; absent where a job uses no CachedDataset."""
+
 METRICS = (
     *(STEP_SECONDS, PHASE_SECONDS, SAMPLES, LAST_STEP, STEP, PROGRESS, ATTEMPT, LOSS, GRADIENT_NORM, RESIDUAL_NORM),
     *(SKIPPED, DENSITY, SENT_BYTES, DENSE_BYTES, BOUND_SECONDS, LINK_RATE, BUILD),

@@ -26,11 +26,19 @@ _MAGIC = b"tkmetric"
 _VERSION = 1
 _COUNTERS = ("steps", "step_seconds", "samples", "intra_bytes", "inter_bytes", "dense_bytes", "bound_seconds")
 _GAUGES = ("loss", "gradient_norm", "residual_norm", "density", "last_step", "step", "total_steps", "link_rate")
+CACHE = (
+    *("memory_requests", "memory_misses", "disk_requests", "disk_misses"),
+    *("memory_bytes", "disk_bytes", "remote_bytes", "peer_bytes"),
+    *("fetches", "fetch_seconds", "waits_seconds", "evictions", "corruptions", "takeovers"),
+    *("disk_state", "memory_state", "memory_used_bytes"),
+)
+"""What the data cache of this rank has counted, under the names of `topkube.data`."""
 FIELDS = (
     *_COUNTERS,
     "skipped_steps",
     *_GAUGES,
     *(f"phase {phase}" for phase in PHASES),
+    *(f"cache {name}" for name in CACHE),
     *(f"bucket {index}" for index in range(len(STEP_BUCKETS) + 1)),
 )
 """The values, in the file's order. Buckets count steps of their own range, not cumulated."""
@@ -53,7 +61,7 @@ class RankMetrics:
         self._rank, self._attempt, self._sequence = rank, attempt, 0
         self._file: int | None = None
         self._lock = threading.Lock()
-        for name in _GAUGES:
+        for name in (*_GAUGES, *(f"cache {name}" for name in CACHE)):
             self[name] = ABSENT
         path = metrics_path(directory, rank)
         part = path.with_suffix(f".{os.getpid()}.part")
@@ -82,6 +90,12 @@ class RankMetrics:
         for name, value in gauges.items():
             values[_AT[name]] = value
         self.flush()
+
+    def cache(self, counted: Mapping[str, float]) -> None:
+        """Takes what the data cache has counted; the next `step` puts it on disk."""
+        for name in CACHE:
+            if name in counted:
+                self[f"cache {name}"] = counted[name]
 
     def flush(self) -> None:
         """Writes all values. The sequence number stands at both ends: a reader knows whether it met a write."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 _INTERVAL_SECONDS = 5.0
-_MOST = 1 / 300
+MOST_OF_TIME = 1 / 300
 """Share of the time that measuring may take at most."""
 
 
@@ -32,7 +32,7 @@ class Norms:
         start = time.perf_counter()
         self.gradient, self.residual = _norm(gradients), _norm(list(residuals))
         spent = time.perf_counter() - start
-        self._next = start + max(_INTERVAL_SECONDS, spent / _MOST)
+        self._next = start + max(_INTERVAL_SECONDS, spent / MOST_OF_TIME)
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float | None:

@@ -17,6 +17,7 @@ import torch
 
 from topkube.collectives.link import link_rate
 from topkube.data import DistributedSampler
+from topkube.data.watch import statistics
 from topkube.ending import all_end
 from topkube.errors import CheckpointError, StorageError, TrainingError
 from topkube.settings import Settings
@@ -31,6 +32,9 @@ from topkube.training.schedule import schedule
 from topkube.training.terminal import TerminalBar
 from topkube.training.uneven import Sums
 from topkube.world import current
+
+_CACHE_LOOK_SECONDS = 1.0
+"""Between two looks at what the data cache has counted."""
 
 
 def checkpointing(
@@ -92,7 +96,7 @@ class Run:
         self._report = (0.0,) * 5
         self._writer: ProgressWriter | TerminalBar | None = None
         self._metrics: RankMetrics | None = None
-        self._last_time = 0.0
+        self._last_time = self._cache_looked = 0.0
         self._hook: Any = None
         self._previous_handler: Any = None
 
@@ -216,6 +220,9 @@ class Run:
             time=time.time(),
         )
         if self._metrics is not None:
+            if now >= self._cache_looked + _CACHE_LOOK_SECONDS:
+                self._cache_looked = now
+                self._metrics.cache(statistics())
             self._metrics.step(now - self._last_time, own, self._optimizer.turns.samples, self._gauges(self._record))
         self._last_time = now
         self._checkpoint(stop)

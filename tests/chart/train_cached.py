@@ -1,0 +1,31 @@
+"""What the ranks of these tests run: a small network on a folder of files, through the data cache. FOLDER CACHE"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import topkube
+
+
+def decode(raw: bytes) -> np.ndarray:
+    return np.frombuffer(raw, np.float32).copy()
+
+
+topkube.init()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 64))
+topkube.broadcast_parameters(model)
+optimizer = topkube.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+dataset = topkube.data.CachedDataset(sys.argv[1], decode=decode, cache_directory=sys.argv[2], memory_limit=1 << 20)
+sampler = topkube.data.DistributedSampler(dataset)
+loader = DataLoader(dataset, batch_size=16, sampler=sampler)
+with topkube.checkpointing(model, optimizer, sampler) as run:
+    for x in run.progress(loader, total=1_000_000):
+        run.loss(nn.functional.mse_loss(model(x), x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
