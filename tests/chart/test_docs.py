@@ -1,4 +1,4 @@
-"""The docs: they build, links hold, and what stands in them is true: commands exist, files are valid, errors are said."""
+"""The docs: they build, links hold, and what stands in them is true: commands exist, files are valid."""
 
 from __future__ import annotations
 
