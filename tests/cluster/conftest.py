@@ -22,6 +22,7 @@ from kubernetes.client.exceptions import ApiException
 from localkube import images
 from localkube.cluster import Cluster
 from localkube.layout import Layout
+from play import apply
 from target import OPERATOR, OPERATOR_NAMESPACE, Namespace, Target, wait_for
 
 from topkube.cli.cluster.api import Api, Where, connect, path_of
@@ -145,13 +146,6 @@ def admin(kubeconfig: Path) -> Api:
     api = connect(Where(kubeconfig=kubeconfig))
     apply(api, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", custom_resource_definition(rules=False))
     return api
-
-
-def apply(api: Api, path: str, thing: dict[str, object]) -> None:
-    metadata = thing["metadata"]
-    assert isinstance(metadata, dict)
-    query = {"fieldManager": "test", "force": True}
-    api.request("PATCH", f"{path}/{metadata['name']}", query, thing, "application/apply-patch+yaml")
 
 
 @pytest.fixture(scope="session")

@@ -73,3 +73,10 @@ def run_pod(api: Api, job: dict[str, Any], index: int, attempt: int, script: str
     }
     api.request("POST", path_of(api.namespace, "pods"), body=pod)
     return name
+
+
+def apply(api: Api, path: str, thing: dict[str, Any]) -> None:
+    """Server-side apply of an object of the collection at `path`."""
+    metadata = thing["metadata"]
+    query = {"fieldManager": "test", "force": True}
+    api.request("PATCH", f"{path}/{metadata['name']}", query, thing, "application/apply-patch+yaml")

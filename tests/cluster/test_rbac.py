@@ -19,13 +19,13 @@ import aiohttp
 import pytest
 import yaml
 from aiohttp import web
-from conftest import MANIFESTS, apply
-from play import create, minimal
+from play import apply, create, minimal
 
 from topkube.cli.cluster.api import Api, missing_is_fine, path_of
 from topkube.cli.cluster.jobs import job_path, phase, pods_of
 from topkube.errors import ClusterError
 
+MANIFESTS = Path(__file__).parents[2] / "manifests"
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
 Call = tuple[str, str, str]
 """API group, resource with its subresource, verb."""

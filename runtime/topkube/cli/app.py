@@ -157,6 +157,31 @@ def settings(
 
 
 @app.command()
+def plan(
+    job: Annotated[
+        Path | None, typer.Argument(metavar="JOB.yaml", help="Take workers, slots, aggregation from it.")
+    ] = None,
+    parameters: Annotated[str, typer.Option(metavar="COUNT", help="Of the model, such as 25.6M or 7B.")] = "25.6M",
+    link: Annotated[str, typer.Option(metavar="RATE", help="A node's link, such as 10Gbit/s.")] = "10Gbit/s",
+    memory: Annotated[
+        str, typer.Option(metavar="RATE", help="A node's memory (GPUs: NVLink), all its ranks together.")
+    ] = "20GB/s",
+    compute: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0.0, help="Forward and backward of one step.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Nodes [default: the job's, or 2].")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Ranks per node [default: the job's, or 1].")] = None,
+    density: Annotated[float | None, typer.Option(help="Share that is sent [default: the job's, or 0.01].")] = None,
+    wire: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 [default: the job's, or bf16].")] = None,
+    output: OutputOption = Output.text,
+) -> None:
+    """Say what a cluster will do with a model: bytes and seconds of each all-reduce, by the cost model."""
+    from topkube.cli.plan import Options, show_plan
+
+    show_plan(Options(job, parameters, link, memory, compute, workers, slots, density, wire, output is Output.json))
+
+
+@app.command()
 def crd(
     kubernetes: Annotated[
         str, typer.Option(metavar="VERSION", help="The cluster's version; before 1.25 there are no CEL rules.")

@@ -9,15 +9,13 @@ import numpy as np
 from topkube.arrays import Array, flat_view
 from topkube.collectives import dense as _dense  # noqa: F401  registers its algorithms
 from topkube.collectives import sparse as _sparse  # noqa: F401
+from topkube.collectives.cost import resolved
 from topkube.collectives.registry import ALGORITHMS, Algorithm, Request, find, register
 from topkube.compression.error_feedback import Residual
 from topkube.errors import ArgumentError
 from topkube.world import World, current
 
 __all__ = ["ALGORITHMS", "Algorithm", "Request", "allreduce_", "find", "new_residual", "register", "resolve"]
-
-_SMALL = 1 << 16
-"""Below this many elements latency counts, not bytes."""
 
 
 def allreduce_(
@@ -64,20 +62,8 @@ def new_residual(algorithm: str, length: int) -> Residual:
 
 
 def resolve(algorithm: str, world: World, length: int, density: float = 0.01) -> str:
-    """The algorithm behind a name, for arrays of `length` elements.
-
-    "dense" is `hierarchical`: it sends the least between nodes on any topology, and on one node it is the
-    shared-memory all-reduce. "auto" is `hitopk` where there are several nodes, the array is not small, and the
-    entries (8 bytes each, from every other node) are less than half of what the dense exchange sends (4 bytes an
-    element); else "dense".
-    """
-    if algorithm == "dense":
-        return "hierarchical"
-    if algorithm != "auto":
-        return algorithm
-    sparse = (world.nodes - 1) * density * 8
-    dense = 2 * (world.nodes - 1) / world.nodes * 4
-    return "hitopk" if world.nodes > 1 and length >= _SMALL and sparse < dense / 2 else "hierarchical"
+    """The algorithm behind a name, for arrays of `length` elements in this world: `cost.resolved`."""
+    return resolved(algorithm, world.nodes, length, density)
 
 
 def _as_residual(residual: Any, algorithm: Algorithm, world: World, length: int) -> Residual | None:

@@ -23,6 +23,7 @@ from topkube.cli.cluster.jobs import (
     phase,
     pods_of,
 )
+from topkube.cli.columns import columns
 from topkube.errors import ClusterError
 from topkube.telemetry.bar import duration, rate, size
 
@@ -154,14 +155,6 @@ def _table(api: Api, options: Options) -> int:
         )
     print("\n".join(columns(rows, "")))
     return 0
-
-
-def columns(rows: list[list[str]], indent: str = "  ") -> list[str]:
-    """Rows as aligned lines."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
 
 
 def report(view: View, now: datetime, bar: bool = False) -> Iterator[str]:
