@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-import yaml
-
 from topkube.errors import ClusterError, JobError, TopKubeError
 
 CONNECT_SECONDS, READ_SECONDS = 10.0, 60.0
@@ -130,6 +128,8 @@ class Api:
 
 def connect(where: Where) -> Api:
     """Raises ClusterError where there is no client, no kubeconfig, or no such context in it."""
+    import yaml
+
     try:
         from kubernetes import client, config
         from kubernetes.config import kube_config
