@@ -297,16 +297,49 @@ def overhead_section(stored: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def gpu_section(stored: dict[str, Any]) -> dict[str, str]:
+    columns = ["topk", "compress_", "mstopk"]
+    cells = [
+        [
+            f"{row['size']}, {row['density']:g}",
+            number(row["read ms"]),
+            number(row["read GB/s"]),
+            *(number(row[f"{name} ms"]) for name in columns),
+            f"{row['topk % of a read']:.0f}%",
+            f"{row['compress_ % of 12 bytes']:.0f}%",
+            f"{row['topk × torch.topk']:.1f}×",
+            f"{row['mstopk × torch']:.1f}×",
+        ]
+        for row in stored["rows"]
+    ]
+    headings = ["elements, density", "read, ms", "GB/s", *(f"{name}, ms" for name in columns)]
+    headings += ["topk of a read", "compress_ of 12 bytes", "topk × torch.topk", "mstopk × torch"]
+    about = (
+        f"{stored['device']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`; medians of CUDA "
+        "events, float32, inputs rotating through more memory than the L2 cache."
+    )
+    text = f"{about}\n\n{table(headings, cells)}"
+    if step := stored.get("step"):
+        text += (
+            f"\n\nA char_gpt step on one GPU ({step['parameters']:,} parameters, batch {step['batch']}, context "
+            f"{step['context']}, bf16 autocast): {number(step['dense ms'])} ms without compression, "
+            f"{number(step['hitopk 1% ms'])} ms with `hitopk` forced on at 1%: {step['overhead %']:+.1f}%."
+        )
+    return {"GPU": text}
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
     "allreduce": allreduce_section,
     "select": select_section,
     "convergence": convergence_section,
     "overhead": overhead_section,
+    "gpu": gpu_section,
 }
 
 
 def render(results: Path = RESULTS) -> str:
-    """The document. A section of the template whose result is missing is left out as a whole."""
+    """The document. A section of the template whose result is missing is left out as a whole; what is marked
+    `without NAME` is left out where that result is there."""
     text = Path(__file__).with_name("report.template.md").read_text()
     for name, section in SECTIONS.items():
         stored = load(name, results)
@@ -320,6 +353,10 @@ def render(results: Path = RESULTS) -> str:
                 for key, value in section(stored).items():
                     inside = inside.replace("{{" + key + "}}", value)
             text = before + inside + after
+        without, end = f"<!-- without {name} -->\n", f"<!-- /without {name} -->\n"
+        before, _, rest = text.partition(without)
+        inside, _, after = rest.partition(end)
+        text = before + (inside if stored is None else "") + after
     return text
 
 

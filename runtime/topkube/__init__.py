@@ -25,6 +25,7 @@ _HOME = {
     "broadcast_optimizer_state": "topkube.training",
     "DistributedOptimizer": "topkube.training",
     "checkpointing": "topkube.training",
+    "device": "topkube.training",
 }
 _MODULES = ("kernels", "data", "errors", "job", "collectives", "training", "telemetry", "settings", "world")
 

@@ -39,6 +39,13 @@ class Settings:
         "TOPKUBE_EXPECTED_RANKS", 0, "ranks that were started; 0: not checked. Tells two MPIs apart"
     )
     deadline_seconds: float = _setting("TOPKUBE_DEADLINE_SECONDS", 300.0, "longest wait inside one collective, seconds")
+    node_exchange: str = _setting(
+        "TOPKUBE_NODE_EXCHANGE",
+        "auto",
+        "training inside a node: auto is shared memory for CPU tensors and NCCL for CUDA tensors; torch: gloo for CPU"
+        " tensors, through the path of CUDA tensors",
+        ("auto", "torch"),
+    )
     # aggregation: the job's spec.aggregation
     algorithm: str = _setting("TOPKUBE_ALGORITHM", "auto", "aggregation: auto, dense, or an algorithm's name")
     density: float = _setting("TOPKUBE_DENSITY", 0.01, "share of a gradient that is sent, in (0, 1]")

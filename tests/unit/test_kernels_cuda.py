@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -424,3 +427,23 @@ def test_a_selection_waits_for_its_own_stream_only() -> None:
     assert not side.query()  # the call came back before the work was done
     side.synchronize()
     assert same(indices, kernels.topk(doubled.cpu(), 100)[0])
+
+
+# ---- the build
+
+
+def test_the_build_has_cuda_kernels_where_nvcc_is() -> None:
+    """This is how CI compiles them: the package was installed on this machine."""
+    if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()):
+        pytest.skip("no nvcc here")
+    if os.environ.get("TOPKUBE_CUDA") == "off":
+        pytest.skip("CUDA was left out on purpose")
+    library = cuda_library.load()  # needs no driver
+    assert {"sm_80", "sm_90", "compute_90"} <= set(library.build.split())
+
+
+def test_a_call_without_a_driver_is_a_typed_error() -> None:
+    if cuda_library.path() is None or torch.cuda.is_available():
+        pytest.skip("needs the library and no GPU")
+    with pytest.raises(DeviceError, match=r"CUDA refused is_finite: .*\(error \d+\).*topkube doctor"):
+        cuda_library.load().call("is_finite", 0, 0, 0, 0, 0, 0)

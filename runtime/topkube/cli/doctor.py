@@ -239,6 +239,13 @@ def _cuda() -> Iterator[Check]:
         yield Check("cuda", "warn", f"{gpus}; but torch does not see it", "install a build of torch for CUDA")
         return
     yield ok("cuda", gpus)
+    aware = importlib.import_module("topkube.collectives.cuda_aware").mpi_takes_device_pointers()
+    how = (
+        "directly: MPI says it takes device pointers"
+        if aware
+        else "through pinned host memory: MPI takes no device pointers"
+    )
+    yield ok("cuda to network", how)
 
 
 def _cluster() -> Iterator[Check]:

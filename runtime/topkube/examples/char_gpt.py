@@ -87,7 +87,8 @@ def held_out_loss(model: GPT, context: int, windows: int = 256) -> float:
     source = Source(context, held_out=True)
     chosen = torch.linspace(0, len(source) - 1, min(windows, len(source))).long().tolist()
     model.eval()
-    losses = [model(*(part[None] for part in source[i])).item() for i in chosen]
+    device = next(model.parameters()).device
+    losses = [model(*(part[None].to(device) for part in source[i])).item() for i in chosen]
     model.train()
     return float(sum(losses) / len(losses))
 
@@ -112,7 +113,8 @@ def main(arguments: list[str] | None = None) -> None:
     set_threads()
     torch.manual_seed(args.seed)
 
-    model = GPT(args.layers, args.width, args.heads, args.context)
+    device = topkube.device()
+    model = GPT(args.layers, args.width, args.heads, args.context).to(device)
     topkube.broadcast_parameters(model)
     if args.optimizer == "sgd":
         plain: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate or 0.1, momentum=0.9)
@@ -126,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     with topkube.checkpointing(model, optimizer, sampler) as run:
         for codes, targets in run.progress(loader, total=args.steps):
-            loss = model(codes, targets)
+            loss = model(codes.to(device), targets.to(device))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -119,7 +119,7 @@ class DeviceKernels:
         k = count_of(k, x.numel())
         indices, values = self._entries(x, k, x.dtype)
         self._select("topk", x, x.data_ptr(), self._codes[x.dtype], x.numel(), k, indices.data_ptr(), values.data_ptr())
-        self._last.passes = (1, 4) if 4 * k <= x.numel() or x.numel() <= 16384 else (3, 3)
+        self._last.passes = (3, 3) if _dense(k, x.numel()) else (1, 4)
         return indices, values
 
     def compress_(
@@ -147,7 +147,7 @@ class DeviceKernels:
             "compress", gradient, gradient.data_ptr(), self._codes[gradient.dtype], residual.data_ptr(),
             acc.data_ptr(), gradient.numel(), k, indices.data_ptr(), values.data_ptr(),
         )  # fmt: skip
-        self._last.passes = (1, 4)
+        self._last.passes = (4, 4) if _dense(k, gradient.numel()) else (1, 4)
         return indices, values
 
     def mstopk(self, x: torch.Tensor, k: int, iterations: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +159,7 @@ class DeviceKernels:
             "mstopk", x, x.data_ptr(), self._codes[x.dtype], x.numel(), k, iterations, seed % 2**64,
             indices.data_ptr(), values.data_ptr(),
         )  # fmt: skip
-        self._last.passes = (2, 6)
+        self._last.passes = (5, 5) if _dense(min(k + 1, x.numel()), x.numel()) else (2, 6)
         return indices, values
 
     def last(self) -> tuple[int, EffortRead]:
@@ -355,6 +355,11 @@ class DeviceKernels:
         state = self._new(like, STATE_BYTES, self.torch.uint8)
         self._with_workspace(name, like, *arguments, state.data_ptr())
         self._last.state = state
+
+
+def _dense(k: int, length: int) -> bool:
+    """Whether candidates are not tried (csrc/cuda/launch_select.hpp)."""
+    return length > 16384 and k > length // 4
 
 
 def wire_size(length: int, entries: int, wire: str) -> int:

@@ -126,18 +126,18 @@ def decode(buffer: Any, *, length: int | None = None) -> tuple[Any, Any]:
     return indices, values
 
 
-def decode_add_(dense: Any, buffer: Any, scale: float = 1.0, *, wait: bool = True) -> bool:
+def decode_add_(dense: Any, buffer: Any, scale: float = 1.0, *, wait: bool = True) -> Any:
     """dense[indices] += values * scale of an encoded shard, without arrays in between; returns whether all values
     were finite.
 
     dense: (length,) float32, bfloat16 or float16. Raises WireError as `decode` does, also where the shard's length is
-    not dense's; nothing is written then. On a GPU the call waits for the verdict; with wait=False it returns True at
-    once, and a buffer that cannot be decoded adds nothing in silence.
+    not dense's; nothing is written then. On a GPU the call waits for the verdict; with wait=False it returns at once,
+    a bool tensor of the device that is also False where the buffer cannot be decoded, which then adds nothing.
     """
     if gpu := device_kernels(dense=dense, buffer=buffer):
         verdict = gpu.decode_add_(dense, buffer, scale)
         if not wait:
-            return True
+            return (verdict[:2] == -1).all()
         fault, finite, _, declared = gpu.words(verdict)
         _tell(buffer.numel(), fault, declared, dense.numel())
         return finite != 0

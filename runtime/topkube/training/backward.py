@@ -18,6 +18,7 @@ from topkube.errors import TrainingError
 from topkube.telemetry import phases
 from topkube.training.aggregation import Aggregation
 from topkube.training.buckets import Parameter
+from topkube.training.devices import exchange_device
 from topkube.training.exchange import Exchange
 from topkube.training.layout import Layout
 from topkube.training.norms import Norms
@@ -42,7 +43,7 @@ class Backward:
         self.synchronize, self.unsynchronized = True, False
         self.norms: Norms | None = None
         self.turns = Turns(world)
-        self.exchange = Exchange(world, aggregation, momentum)
+        self.exchange = Exchange(world, aggregation, momentum, exchange_device(parameters))
         self.layout = Layout(world, parameters, aggregation, self.turns.sums)
         self._world, self._parameters, self._aggregation = world, parameters, aggregation
         self._seen: list[int] = []
@@ -161,6 +162,8 @@ class Backward:
         handed_over, self._futures = self._futures, []
         for future in handed_over:
             future.result()
+        if self.exchange.on_device is not None:
+            schedule().submit(self.exchange.flush).result()
         self.exchange.residuals.discard()
         if handed_over and self._world.size > 1:
             raise TrainingError(
@@ -183,7 +186,8 @@ class Backward:
             done.set_result(self.exchange.run(bucket, density, warming))
             self._futures.append(done)
             return
-        self._futures.append(schedule().submit(lambda: self.exchange.run(bucket, density, warming)))
+        mark = self.exchange.ready()
+        self._futures.append(schedule().submit(lambda: self.exchange.run(bucket, density, warming, mark)))
 
     def _finish(self) -> None:
         """End of backward, in the thread that called it: the remaining buckets, then the verdict on the step."""
@@ -195,6 +199,9 @@ class Backward:
                 self._hand_over()
             futures, self._futures = self._futures, []
             finite = [future.result() for future in futures]
+            if self.exchange.on_device is not None:
+                finite.append(schedule().submit(self.exchange.flush).result())
+                self.exchange.follow()
             self._conclude(all(finite))
         phases.current.add("backward", time.perf_counter() - self._first_gradient)
 

@@ -40,10 +40,10 @@ def broadcast_parameters(parameters: Any, root: int = 0) -> None:
             flat = tensor.detach().contiguous().view(-1)
             if flat.numel() == 0:
                 continue
-            raw = flat.view(torch.uint8).numpy()
-            _broadcast(world, raw, root)
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.view(tensor.shape))
+            host = flat.cpu()  # the same memory where it lies there already
+            _broadcast(world, host.view(torch.uint8).numpy(), root)
+            if host.data_ptr() != tensor.data_ptr():
+                tensor.copy_(host.view(tensor.shape))
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:

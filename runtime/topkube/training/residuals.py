@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from topkube.arrays import Array
 from topkube.collectives.call import own_shard
 from topkube.collectives.registry import Algorithm
 from topkube.compression.error_feedback import Residual
@@ -27,10 +26,17 @@ Pieces = dict[str, list[tuple[int, torch.Tensor]]]
 
 class Residuals:
     """This rank's residuals under one algorithm. `momentum` gives the momentum that is corrected for, 0 for none; the
-    velocity of a parameter is kept among the pieces as that of "NAME velocity"."""
+    velocity of a parameter is kept among the pieces as that of "NAME velocity". They lie on `device` where buckets are
+    reduced on one (collectives/device.py)."""
 
-    def __init__(self, world: World, algorithm: Algorithm, momentum: Callable[[], float] = lambda: 0.0) -> None:
-        self._world, self._algorithm, self._momentum = world, algorithm, momentum
+    def __init__(
+        self,
+        world: World,
+        algorithm: Algorithm,
+        momentum: Callable[[], float] = lambda: 0.0,
+        device: torch.device | None = None,
+    ) -> None:
+        self._world, self._algorithm, self._momentum, self._device = world, algorithm, momentum, device
         self._buckets: list[Bucket] = []
         self._loaded: Pieces = {}
 
@@ -38,14 +44,14 @@ class Residuals:
         """The bucket's residual: zeros, or what was loaded, the first time."""
         if bucket.residual is None:
             start, stop = self._range(bucket.length)
-            bucket.residual = Residual(stop - start, self._momentum())
+            bucket.residual = Residual(stop - start, self._momentum(), self._device)
             for name, begin, end, at in _overlaps(bucket, start, stop):
-                for key, array in _arrays(name, bucket.residual):
+                for key, array in _tensors(name, bucket.residual):
                     for first, values in self._loaded.pop(key, []):
                         low, high = max(begin, first), min(end, first + values.numel())
                         if low < high:
-                            target = torch.from_numpy(array[at + low - begin : at + high - begin])
-                            target += values[low - first : high - first]
+                            target = array[at + low - begin : at + high - begin]
+                            target += values[low - first : high - first].to(target.device)
             self._buckets.append(bucket)
         if bucket.residual.momentum:
             bucket.residual.momentum = self._momentum()  # schedules may change it
@@ -65,8 +71,8 @@ class Residuals:
 
     def arrays(self) -> list[torch.Tensor]:
         """The residuals themselves, one per bucket (float32, this rank's shard), not copied."""
-        residuals = [bucket.residual.current for bucket in self._buckets if bucket.residual is not None]
-        return [torch.from_numpy(values) for values in residuals if values.size]
+        residuals = [_tensor(bucket.residual.current) for bucket in self._buckets if bucket.residual is not None]
+        return [values for values in residuals if values.numel()]
 
     def save(self) -> Pieces:
         """Copies of all pieces that this rank owns."""
@@ -74,9 +80,9 @@ class Residuals:
         for bucket in self._buckets:
             assert bucket.residual is not None
             start = self._range(bucket.length)[0]
-            for name, begin, end, at in _overlaps(bucket, start, start + bucket.residual.current.size):
-                for key, array in _arrays(name, bucket.residual):
-                    values = torch.from_numpy(array[at : at + end - begin].copy())
+            for name, begin, end, at in _overlaps(bucket, start, start + len(bucket.residual)):
+                for key, array in _tensors(name, bucket.residual):
+                    values = array[at : at + end - begin].to("cpu", copy=True)
                     pieces.setdefault(key, []).append((begin, values))
         return pieces
 
@@ -106,11 +112,15 @@ class Residuals:
         return self._world.rank if self.copies == self._world.size else self._world.node
 
 
-def _arrays(name: str, residual: Residual) -> Iterator[tuple[str, Array]]:
-    """What is kept of a parameter: (key among the pieces, the shard's values)."""
-    yield name, residual.current
+def _tensors(name: str, residual: Residual) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is kept of a parameter: (key among the pieces, the shard's values wherever they lie)."""
+    yield name, _tensor(residual.current)
     if residual.momentum:
-        yield f"{name} velocity", residual.velocity
+        yield f"{name} velocity", _tensor(residual.velocity)
+
+
+def _tensor(values: Any) -> torch.Tensor:
+    return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
 
 
 def _overlaps(bucket: Bucket, start: int, stop: int) -> Iterable[tuple[str, int, int, int]]:

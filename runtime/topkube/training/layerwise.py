@@ -1,0 +1,44 @@
+"""What LARS and LAMB share: which tensors they adapt, and the trust ratio of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from topkube.errors import ArgumentError
+
+
+def adapted(parameter: torch.Tensor) -> bool:
+    """Biases and the weights of norms (at most one dimension) are neither adapted nor decayed, as both papers'
+    authors do."""
+    return parameter.ndim > 1
+
+
+def trust_ratio(weight: float, update: float) -> float:
+    """weight / update; 1 where one of the norms is 0 or not finite."""
+    return weight / update if weight > 0 and 0 < update < math.inf and weight < math.inf else 1.0
+
+
+def check(name: str, value: float, *, least: float = 0.0, below: float = math.inf) -> float:
+    if not least <= value < below:
+        limit = f"at least {least:g}" + ("" if below == math.inf else f" and below {below:g}")
+        raise ArgumentError(f"{name} = {value} must be {limit}", next_step=f"choose another {name}")
+    return value
+
+
+def with_gradients(group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The group's parameters that have a gradient, adapted ones first, and these gradients."""
+    found: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
+    found.sort(key=lambda p: not adapted(p))
+    return found, [p.grad for p in found if p.grad is not None]
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+    """One state tensor per parameter, float32 zeros at first."""
+    for parameter in parameters:
+        if name not in optimizer.state[parameter]:
+            optimizer.state[parameter][name] = torch.zeros_like(parameter, dtype=torch.float32)
+    return [optimizer.state[parameter][name] for parameter in parameters]

@@ -1,0 +1,173 @@
+"""The path of CUDA tensors (collectives/device.py) on CPU tensors: gloo inside the node, the same code otherwise."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+import topkube
+from ranks.training import gradients
+from ranks.training.scene import distributed, loss_of, mine, network, same_on_all_ranks, samples, sgd, weights
+from topkube.collectives import find
+from topkube.collectives.device import DeviceAllReduce
+from topkube.compression.error_feedback import Residual
+from topkube.errors import ArgumentError
+from topkube.settings import Settings
+from topkube.training.lars import LARS
+from topkube.training.parallel_tensor import norms
+from topkube.world import World
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def through_torch() -> Iterator[None]:
+    variable = Settings.__dataclass_fields__["node_exchange"].metadata["variable"]
+    os.environ[variable] = "torch"
+    try:
+        yield
+    finally:
+        del os.environ[variable]
+
+
+def case_training_equals_one_process(world: World) -> None:
+    with through_torch():
+        gradients.case_dense_equals_one_process(world)
+        gradients.case_hitopk_that_sends_all_equals_one_process(world)
+
+
+def case_steps_that_are_not_finite_are_skipped(world: World) -> None:
+    with through_torch():
+        gradients.case_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(world)
+
+
+def case_error_feedback_loses_nothing(world: World) -> None:
+    with through_torch():
+        gradients.case_error_feedback_loses_nothing(world)
+
+
+def case_gradients_accumulate(world: World) -> None:
+    with through_torch():
+        gradients.case_no_sync_accumulates(world)
+
+
+def case_training_takes_the_same_steps_as_through_shared_memory(world: World) -> None:
+    """Bit for bit where a node adds two numbers: their order does not matter then."""
+    found = []
+    for selection in ("topk", "mstopk"):
+        for path in (False, True):
+            model = network()
+            with through_torch() if path else gradients.contextlib.nullcontext():
+                optimizer = distributed(
+                    model, sgd, aggregation="hitopk", density=0.03, wire="bf16", selection=selection,
+                    bucket_bytes=4096,
+                )  # fmt: skip
+            assert (optimizer._backward.exchange.on_device is not None) == path
+            for step in range(8):
+                x, y = samples(8 * topkube.size(), step)
+                loss_of(model, mine(x), mine(y)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert same_on_all_ranks(weights(model))
+            found.append(weights(model))
+        pairs = zip(found[-2], found[-1], strict=True)
+        if max(len(ranks) for ranks in world.node_ranks) <= 2:
+            assert all(torch.equal(a, b) for a, b in pairs)
+        else:
+            for a, b in pairs:
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def case_tensors_under_way_keep_apart(world: World) -> None:
+    """Many tensors of all sizes, one after another, dense and sparse, against a sum on the host."""
+    engine = DeviceAllReduce(world, CPU)
+    sizes, dtypes = (1, 2, 3, 7, 1000, 70_001), (torch.float32, torch.bfloat16)
+    done: list[int] = []
+    tensors, wanted, whole = [], [], []
+    for number, (size, dtype) in enumerate(itertools.product(sizes, dtypes)):
+        rng = np.random.default_rng(number)
+        everyone = torch.from_numpy(rng.integers(-8, 9, (world.size, size)).astype(np.float32))
+        tensors.append(everyone[world.rank].to(dtype))
+        wanted.append(everyone.sum(0))
+        sparse = number % 3 == 0
+        whole.append(sparse)
+        engine.begin(
+            tensors[-1],
+            find("hitopk" if sparse else "hierarchical"),
+            "sum",
+            density=1.0,
+            finished=lambda number=number: done.append(number),
+        )
+        assert len(done) == number  # the one before, never more than two under way
+    assert engine.flush()
+    assert done == list(range(len(tensors)))
+    for tensor, expected in zip(tensors, wanted, strict=True):
+        assert torch.equal(tensor.float(), expected), tensor
+
+
+def case_a_sparse_sum_is_that_of_the_cpus_path(world: World) -> None:
+    for size, wire, residual in ((5000, "bf16", True), (70_003, "fp32", False)):
+        rng = np.random.default_rng(world.rank)
+        here = rng.standard_normal(size).astype(np.float32)
+        there = torch.from_numpy(here.copy())
+        first = topkube.collectives.new_residual("hitopk", size) if residual else None
+        length = len(first) if first is not None else 0
+        second = Residual(length, device=CPU) if residual else None
+        engine = DeviceAllReduce(world, CPU)
+        for _ in range(3):
+            topkube.allreduce_(here, "mean", "hitopk", 0.02, wire, residual=first)
+            engine.begin(there, find("hitopk"), "mean", 0.02, wire, residual=second)
+            assert engine.flush()
+            if second is not None:
+                second.commit()
+        if max(len(ranks) for ranks in world.node_ranks) <= 2:
+            assert torch.equal(torch.from_numpy(here), there)
+            if first is not None and second is not None:
+                assert torch.equal(torch.from_numpy(first.current), second.current)
+
+
+def case_what_is_not_finite_is_told(world: World) -> None:
+    engine = DeviceAllReduce(world, CPU)
+    for name in ("hierarchical", "hitopk"):
+        for poison in (torch.nan, torch.inf):
+            x = torch.ones(3000)
+            if world.rank == 0:
+                x[::7] = poison
+            engine.begin(torch.ones(50), find("hierarchical"))
+            engine.begin(x, find(name), density=0.5)
+            finite = engine.flush()
+            assert not topkube.world.current().agree(finite)
+            engine.begin(torch.ones(50), find(name))
+            assert engine.flush()
+
+
+def case_algorithms_of_host_memory_are_refused(world: World) -> None:
+    with pytest.raises(ArgumentError, match=r'naive works on CPU tensors.*"hitopk"'):
+        DeviceAllReduce(world, CPU).begin(torch.ones(3), find("naive"))
+
+
+def case_norms_computed_in_shares_are_those_computed_alone(world: World) -> None:
+    weights = [torch.randn(n, 5, generator=torch.Generator().manual_seed(n)) for n in (3, 400, 1, 77, 20)]
+    gradients_ = [weight * 0.1 for weight in weights]
+    assert norms(weights, gradients_, parallel=True) == norms(weights, gradients_)
+
+
+def case_parallel_lars_takes_the_same_steps(world: World) -> None:
+    found = []
+    for parallel in (False, True):
+        model = network()
+        optimizer = distributed(model, lambda p, parallel=parallel: LARS(p, lr=0.5, trust=0.02, parallel=parallel))
+        for step in range(4):
+            x, y = samples(8 * topkube.size(), step)
+            loss_of(model, mine(x), mine(y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same_on_all_ranks(weights(model))
+        found.append(weights(model))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -1,0 +1,13 @@
+"""All-reduce where tensors lie, through torch.distributed inside the node. The cases are in ranks/device.py."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import parameters
+
+LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(1,), (2, 2), (2, 1)]}
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("device", LAYOUTS))
+def test_device(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome("device", mpi, layout, case)), problem
