@@ -8,13 +8,13 @@ from localkube.images import RUNTIME
 
 # Ranks that meet in an all-reduce, step after step, until told: argv is the number of steps and seconds per step.
 STEPS = """
-import sys, time, numpy as np, topkube
+import os, sys, time, numpy as np, topkube
 topkube.init()
 count, pause = int(sys.argv[1]), float(sys.argv[2])
 for step in range(count):
     topkube.allreduce_(np.ones(64, np.float32), algorithm="flat")
     if step == 0:
-        print(f"rank {topkube.rank()} of {topkube.size()} runs", flush=True)
+        print(f"rank {topkube.rank()} of {topkube.size()} runs as {os.getpid()}", flush=True)
     time.sleep(pause)
 print(f"rank {topkube.rank()} is done", flush=True)
 """

@@ -39,6 +39,8 @@ class Target:
         self.apps = kubernetes.client.AppsV1Api(self.client)
         self.custom = kubernetes.client.CustomObjectsApi(self.client)
         self.policies = kubernetes.client.NetworkingV1Api(self.client)
+        self.leases = kubernetes.client.CoordinationV1Api(self.client)
+        self.admission = kubernetes.client.AdmissionregistrationV1Api(self.client)
         self.dynamic = kubernetes.dynamic.DynamicClient(self.client)
 
     def apply(self, manifests: str, namespace: str | None = None) -> None:

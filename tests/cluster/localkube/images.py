@@ -80,6 +80,14 @@ def _digest(*parts: bytes | str) -> str:
     return total.hexdigest()
 
 
+def _dependencies(pyproject: Path) -> str:
+    """Of pyproject.toml only what an image installs: that layer is made anew when it changes, no sooner."""
+    project = tomllib.loads(pyproject.read_text())["project"]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name != "dev"}
+    lines = [f"[project]\ndependencies = {json.dumps(project['dependencies'])}", "[project.optional-dependencies]"]
+    return "\n".join([*lines, *(f"{name} = {json.dumps(needed)}" for name, needed in extras.items())]) + "\n"
+
+
 def _torch(sources: Path) -> str:
     """The requirement that pins torch, from constraints.txt."""
     lines = (sources / "constraints.txt").read_text().splitlines()
@@ -122,7 +130,7 @@ class Store:
         shutil.rmtree(context, ignore_errors=True)
         (context / "dist").mkdir(parents=True)
         (context / "images").mkdir()
-        shutil.copy2(self.sources / "pyproject.toml", context)
+        (context / "pyproject.toml").write_text(_dependencies(self.sources / "pyproject.toml"))
         shutil.copy2(self.sources / "images/requirements.py", context / "images")
         shutil.copy2(wheel, context / "dist")
         for path in (context / "pyproject.toml", context / "images/requirements.py"):
@@ -206,7 +214,7 @@ class Store:
         )
 
     def _export(self, name: str, layout: Path, recipe: str) -> None:
-        """Write the image's manifest and layers, not compressed, to `layout`, and forget buildah's older images."""
+        """Write the image's manifest and layers, not compressed, to `layout`."""
         shutil.rmtree(layout, ignore_errors=True)
         layout.parent.mkdir(parents=True, exist_ok=True)
         self._buildah("push", "-q", "-D", "-f", "oci", name, f"dir:{layout}")

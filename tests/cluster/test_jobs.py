@@ -1,0 +1,195 @@
+"""A TrainingJob from apply to its end: it succeeds, fails, waits, is refused, and says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from jobs import endless, fails, job, steps
+from target import Namespace, wait_for
+
+
+def test_success(namespace: Namespace) -> None:
+    name = namespace.create(job("success", steps(3), workers=2, slots=2))
+    status = namespace.wait_phase(name, "Succeeded")
+    assert status["restarts"] == status["disruptions"] == 0
+    assert status["attempt"] == 1
+    assert status["observedGeneration"] == 1
+    assert status["completionTime"] >= status["startTime"]
+    assert "firstFailure" not in status
+    assert namespace.condition(name, "Succeeded")["status"] == "True"
+    assert namespace.condition(name, "Running")["status"] == "False"
+    reasons = [event.split(":")[0] for event in namespace.events()]
+    for reason in ("PodsCreated", "Running", "Succeeded"):
+        assert any(reason in found for found in reasons), reasons
+    # cleanPodPolicy Running leaves what has ended, so that logs can be read
+    logs = "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker"))
+    assert all(f"rank {rank} of 4 runs" in logs for rank in range(4)), logs
+
+
+def test_the_first_failure_is_told_with_its_words(namespace: Namespace) -> None:
+    name = namespace.create(job("failure", fails(), workers=2, runPolicy={"backoffLimit": 0}))
+    status = namespace.wait_phase(name, "Failed")
+    failure = status["firstFailure"]
+    assert failure["rank"] == 1
+    assert failure["exitCode"] == 7
+    assert failure["pod"] == "failure-worker-1-1"
+    assert "this is why" in failure["logTail"]
+    assert len(failure["logTail"].encode()) <= 4096
+    assert status["restarts"] == 0
+    assert "exit" in namespace.condition(name, "Failed")["message"]
+
+
+def test_backoff_limit_counts_restarts(namespace: Namespace) -> None:
+    name = namespace.create(job("again", fails(), workers=2, runPolicy={"backoffLimit": 1}))
+    status = namespace.wait_phase(name, "Failed", seconds=120)
+    assert status["restarts"] == 1
+    assert status["attempt"] == 2
+    assert namespace.condition(name, "Failed")["reason"] == "BackoffLimitExceeded"
+
+
+def test_a_command_that_does_not_exist(namespace: Namespace) -> None:
+    name = namespace.create(job("typo", ["pyhton", "train.py"], runPolicy={"backoffLimit": 0}))
+    failure = namespace.wait_phase(name, "Failed")["firstFailure"]
+    assert failure["exitCode"] == 127
+    assert "pyhton" in failure["message"] + failure.get("logTail", "")
+
+
+def test_an_image_that_cannot_be_pulled(namespace: Namespace) -> None:
+    bad = job("pull", steps(), workers=1, runPolicy={"activeDeadlineSeconds": 15})
+    bad["spec"]["template"]["spec"]["containers"][0]["image"] = "localhost:1/none/such:1"
+    name = namespace.create(bad)
+
+    def said() -> bool:
+        running = namespace.condition(name, "Running")
+        return running.get("reason") in ("ErrImagePull", "ImagePullBackOff") and "none/such" in running["message"]
+
+    wait_for(said, "the image's trouble in the job's status", 30)
+    assert namespace.phase(name) == "Pending"
+    status = namespace.wait_phase(name, "Failed")
+    assert "none/such" in json.dumps(status["firstFailure"])
+    assert namespace.condition(name, "Failed")["reason"] == "DeadlineExceeded"
+
+
+def test_nothing_fits(namespace: Namespace) -> None:
+    greedy = job("greedy", steps(), workers=1)
+    greedy["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 1000}}
+    name = namespace.create(greedy)
+    scheduled = wait_for(
+        lambda: namespace.condition(name, "Scheduled") if namespace.condition(name, "Scheduled") else None,
+        "the scheduler's words",
+        30,
+    )
+    assert scheduled["status"] == "False"
+    assert scheduled["reason"] == "Unschedulable"
+    assert "nvidia.com/gpu" in scheduled["message"]
+    assert namespace.phase(name) == "Pending"
+
+
+def test_one_worker_a_node(namespace: Namespace) -> None:
+    """spread: Node, the default: two workers never share a node, and GPUs are counted."""
+    spread = job("spread", steps(3), workers=2)
+    spread["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 1}}
+    name = namespace.create(spread)
+    namespace.wait_phase(name, "Succeeded")
+    nodes = [pod.spec.node_name for pod in namespace.pods("worker")]
+    assert len(set(nodes)) == 2, nodes
+
+
+def test_a_name_of_63_characters(namespace: Namespace) -> None:
+    long = "long-" + "x" * 58
+    assert len(long) == 63
+    namespace.create(job(long, steps(2)))
+    namespace.wait_phase(long, "Succeeded")
+    for pod in namespace.pods():
+        assert len(pod.metadata.name) <= 63
+
+
+def test_two_jobs_of_one_name_in_two_namespaces(namespace: Namespace, second_namespace: Namespace) -> None:
+    for place in (namespace, second_namespace):
+        place.create(job("twin", steps(3), workers=1, slots=2))
+    for place in (namespace, second_namespace):
+        status = place.wait_phase("twin", "Succeeded")
+        assert status["restarts"] == 0
+
+
+def test_managed_by_somebody_else(namespace: Namespace) -> None:
+    namespace.create(job("theirs", steps(1), runPolicy={"managedBy": "kueue.x-k8s.io/multikueue"}))
+    namespace.create(job("ours", steps(1), workers=1))
+    namespace.wait_phase("ours", "Succeeded")  # the operator was there all the time
+    assert namespace.job("theirs").get("status") in (None, {})
+    assert namespace.pods(job="theirs") == []
+
+
+def test_an_object_of_somebody_else_with_our_name(namespace: Namespace) -> None:
+    """It is not touched, and the job says what is in its way."""
+    core = namespace.target.core
+    foreign = {"metadata": {"name": "taken", "labels": {"mine": "yes"}}, "spec": {"ports": [{"port": 80}]}}
+    before = core.create_namespaced_service(namespace.name, foreign)
+    name = namespace.create(job("taken", steps(1), workers=1))
+    created = wait_for(
+        lambda: (found := namespace.condition(name, "Created")) and found["reason"] == "ForeignObject" and found,
+        "the job to name what is in its way",
+        30,
+    )
+    assert "taken" in created["message"]
+    after = core.read_namespaced_service("taken", namespace.name)
+    assert after.metadata.uid == before.metadata.uid
+    assert after.metadata.resource_version == before.metadata.resource_version
+    core.delete_namespaced_service("taken", namespace.name)
+    namespace.wait_phase(name, "Succeeded")
+
+
+def test_bad_values_are_refused_with_path_and_reason(namespace: Namespace) -> None:
+    for change, words in (
+        ({"workers": 0}, "spec.workers"),
+        ({"aggregation": {"algorithm": "magic"}}, "spec.aggregation.algorithm"),
+        ({"aggregation": {"density": 2}}, "spec.aggregation.density"),
+    ):
+        with pytest.raises(Exception, match=words.replace(".", r"\.")):
+            namespace.create(job("bad", steps(), **change))
+    assert namespace.children() == set()
+
+
+def test_pods_pass_the_restricted_level_and_any_user(namespace: Namespace) -> None:
+    """Arbitrary UID, read-only root file system, no capability, no privilege, and still they train."""
+    strict = job("strict", steps(2), workers=2)
+    strict["spec"]["template"]["spec"]["containers"][0]["securityContext"] = {
+        "runAsUser": 1234567,
+        "runAsNonRoot": True,
+        "readOnlyRootFilesystem": True,
+    }
+    name = namespace.create(strict)
+    namespace.wait_phase(name, "Succeeded")
+    for pod in namespace.pods():
+        assert not pod.spec.host_network
+        assert not pod.spec.host_pid
+        for container in pod.spec.containers:
+            security, above = container.security_context, pod.spec.security_context
+            assert security.allow_privilege_escalation is False
+            assert security.capabilities.drop == ["ALL"]
+            assert security.run_as_non_root or above.run_as_non_root
+            assert (security.seccomp_profile or above.seccomp_profile).type == "RuntimeDefault"
+        for volume in pod.spec.volumes:
+            kinds = (
+                volume.empty_dir,
+                volume.secret,
+                volume.config_map,
+                volume.projected,
+                volume.persistent_volume_claim,
+            )
+            assert any(kinds), volume
+
+
+def test_time_to_live(namespace: Namespace) -> None:
+    name = namespace.create(job("brief", steps(1), workers=1, runPolicy={"ttlSecondsAfterFinished": 2}))
+    namespace.wait_phase(name, "Succeeded")
+    wait_for(lambda: namespace.children() == set(), "the job and all of its children to be gone", 30)
+
+
+def test_deadline(namespace: Namespace) -> None:
+    name = namespace.create(job("late", endless(), workers=1, runPolicy={"activeDeadlineSeconds": 8}))
+    status = namespace.wait_phase(name, "Failed", seconds=60)
+    assert namespace.condition(name, "Failed")["reason"] == "DeadlineExceeded"
+    assert status["restarts"] == 0
+    wait_for(lambda: all(pod.status.phase != "Running" for pod in namespace.pods()), "its pods to end", 20)

@@ -1,0 +1,120 @@
+"""The machine's own cluster: what tests of survival lean on is what it says it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from localkube.cgroups import Group
+from localkube.cluster import Cluster, down
+from localkube.daemons import Daemon, run, wait_until
+from localkube.images import RUNTIME
+from localkube.layout import Layout
+from target import Namespace, wait_for
+
+SCRATCH = Layout(9)
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="cgroups and network namespaces need root")
+
+
+@needs_root
+def test_what_an_interrupted_run_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    """A daemon with children that ignore SIGTERM, a bridge and a state folder go; a stranger of the same name stays."""
+    down(SCRATCH)
+    script = "trap '' TERM; sleep 1000 & sleep 1000"
+    ours = Daemon("left", Group(SCRATCH.name) / "node1/system/left", SCRATCH.state / "left.log", ["sh", "-c", script])
+    stranger = subprocess.Popen(["sh", "-c", script])
+    try:
+        ours.start()
+        wait_until(lambda: len(ours.group.processes()) == 3, "the daemon and its children", 10)
+        run("ip", "link", "add", SCRATCH.name, "type", "bridge")
+        down(SCRATCH)
+        assert ours.group.processes() == set()
+        assert not ours.group.directory.exists()
+        assert not SCRATCH.state.exists()
+        assert SCRATCH.name not in run("ip", "link")
+        assert stranger.poll() is None
+    finally:
+        subprocess.run(["pkill", "-P", str(stranger.pid)], check=False)
+        stranger.kill()
+        stranger.wait()
+
+
+@needs_root
+def test_killing_a_group_leaves_no_child_behind() -> None:
+    """Processes that multiply are killed all the same: they are frozen first."""
+    multiply = "while :; do sleep 1000 & sleep 0.01; done"
+    daemon = Daemon("many", Group(SCRATCH.name) / "many", SCRATCH.state / "many.log", ["sh", "-c", multiply])
+    try:
+        daemon.start()
+        wait_until(lambda: len(daemon.group.processes()) > 10, "many processes", 10)
+        daemon.kill()
+        assert daemon.group.processes() == set()
+    finally:
+        down(SCRATCH)
+
+
+def two_pods(namespace: Namespace) -> list[str]:
+    """The addresses of two pods that serve HTTP, on node1 and node2."""
+    core, command = namespace.target.core, ["python", "-m", "http.server", "8000"]
+    for node in ("node1", "node2"):
+        container = {"name": "web", "image": RUNTIME.name, "command": command}
+        spec = {"nodeName": node, "terminationGracePeriodSeconds": 0, "containers": [container]}
+        core.create_namespaced_pod(namespace.name, {"metadata": {"name": node}, "spec": spec})
+
+    def addresses() -> list[str]:
+        pods = core.list_namespaced_pod(namespace.name).items
+        ready = [
+            pod.status.pod_ip
+            for pod in sorted(pods, key=lambda one: one.metadata.name)
+            if pod.status.phase == "Running"
+        ]
+        return ready if len(ready) == 2 else []
+
+    return wait_for(addresses, "two pods", 60)
+
+
+def fetch(namespace: Namespace, address: str, seconds: float) -> bool:
+    """Whether the pod on node1 gets an answer from `address`."""
+    target = namespace.target
+    assert target.local is not None
+    code = f"import urllib.request as u; u.urlopen('http://{address}:8000', timeout={seconds}).read()"
+    words = ("-n", namespace.name, "exec", "node1", "--", "python", "-c", code)
+    line = [str(target.local.kubectl_program), f"--kubeconfig={target.kubeconfig}", *words]
+    return subprocess.run(line, capture_output=True).returncode == 0
+
+
+def test_links_can_be_cut_and_mended(namespace: Namespace, breakable: Cluster) -> None:
+    _, other = two_pods(namespace)
+    wait_for(lambda: fetch(namespace, other, 5), "the pods to reach each other", 30)
+    breakable.cut("node1", "node2")
+    try:
+        assert not fetch(namespace, other, 2)
+    finally:
+        breakable.mend("node1", "node2")
+    wait_for(lambda: fetch(namespace, other, 5), "the pods to reach each other again", 30)
+
+
+def test_shaped_links_are_as_slow_as_told(namespace: Namespace, breakable: Cluster) -> None:
+    """2.5 MB over 20 Mbit/s take a second."""
+    one, other = two_pods(namespace)
+    del one
+    target = namespace.target
+    serve = "head -c 2500000 /dev/zero >/tmp/zeros"
+    line = [str(breakable.kubectl_program), f"--kubeconfig={target.kubeconfig}", "-n", namespace.name, "exec"]
+    subprocess.run([*line, "node2", "--", "sh", "-c", serve], check=True)
+    wait_for(lambda: fetch(namespace, f"{other}", 5), "the pods to reach each other", 30)
+    code = (
+        "import time,urllib.request as u; began=time.monotonic();"
+        f"u.urlopen('http://{other}:8000/zeros', timeout=30).read(); print(time.monotonic()-began)"
+    )
+    breakable.shape("20mbit")
+    try:
+        began = time.monotonic()
+        done = subprocess.run([*line, "node1", "--", "python", "-c", code], check=True, capture_output=True, text=True)
+        assert 0.8 < float(done.stdout) < 5, (done.stdout, time.monotonic() - began)
+    finally:
+        breakable.shape("off")

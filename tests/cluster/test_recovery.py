@@ -1,0 +1,282 @@
+"""What a job survives: dead ranks, pods, operators, API servers, nodes and links. Nothing lost, nothing orphaned."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from conftest import MANIFESTS
+from jobs import endless, job, steps
+from localkube.cluster import Cluster
+from target import Namespace, Target, wait_for
+
+RESTART_SECONDS = 15.0
+"""From the death of a worker to ranks that run again."""
+
+
+def running(namespace: Namespace, name: str, **spec: object) -> None:
+    """An endless job whose ranks run."""
+    namespace.create(job(name, endless(), **spec))
+    namespace.wait_phase(name, "Running")
+    namespace.wait_log("runs")
+
+
+def again(namespace: Namespace, name: str, attempt: int, seconds: float = 90.0) -> dict[str, object]:
+    """The status once ranks run in `attempt`."""
+
+    def there() -> dict[str, object] | None:
+        status = namespace.status(name)
+        assert status.get("phase") not in ("Failed", "Succeeded"), status
+        return status if status.get("attempt") == attempt and status.get("phase") == "Running" else None
+
+    return wait_for(there, f"{name} to run in attempt {attempt}", seconds)
+
+
+def test_a_killed_rank_restarts_in_place(namespace: Namespace) -> None:
+    """Every pod of the workers lives on: the one whose rank died as well as the others."""
+    running(namespace, "rank")
+    before = namespace.uids("worker")
+    launcher = namespace.uids("launcher")
+    victim = "rank-worker-1-1"
+    said = re.search(r"rank 1 of 2 runs as (\d+)", namespace.logs(victim))
+    assert said is not None
+    exec_in(namespace, victim, ["python", "-c", f"import os; os.kill({said[1]}, 9)"])
+    began = time.monotonic()
+    status = again(namespace, "rank", 2)
+    assert time.monotonic() - began < RESTART_SECONDS
+    assert status["restarts"] == 1
+    failure = status["firstFailure"]
+    assert failure["rank"] == 1
+    assert failure["exitCode"] == 137
+    after = namespace.uids("worker")
+    assert after["rank-worker-0-1"] == before["rank-worker-0-1"]
+    assert set(namespace.uids("launcher")) != set(launcher)
+
+
+def test_a_killed_worker_is_replaced_and_the_living_stay(namespace: Namespace, breakable: Cluster) -> None:
+    running(namespace, "worker")
+    before = namespace.uids("worker")
+    victim = next(pod for pod in namespace.pods("worker") if pod.metadata.name == "worker-worker-1-1")
+    namespace.target.kill_container(victim, "worker")
+    began = time.monotonic()
+    status = again(namespace, "worker", 2)
+    assert time.monotonic() - began < RESTART_SECONDS
+    assert status["restarts"] == 1
+    after = namespace.uids("worker")
+    assert after["worker-worker-0-1"] == before["worker-worker-0-1"]
+    assert "worker-worker-1-2" in after
+    assert len(namespace.pods("launcher")) == 1
+
+
+@pytest.mark.parametrize("role", ["worker", "launcher"])
+def test_a_deleted_pod_costs_one_attempt_and_no_backoff(namespace: Namespace, role: str) -> None:
+    running(namespace, "gone", runPolicy={"backoffLimit": 0})
+    before = namespace.uids("worker")
+    victim = namespace.pods(role)[0].metadata.name
+    namespace.target.core.delete_namespaced_pod(victim, namespace.name)
+    status = again(namespace, "gone", 2)
+    assert (status["restarts"], status["disruptions"]) == (0, 1)
+    after = namespace.uids("worker")
+    assert {name: uid for name, uid in before.items() if name != victim}.items() <= after.items()
+    assert len(after) == 2
+
+
+@pytest.mark.parametrize("kind", ["service", "secret", "network_policy"])
+def test_a_deleted_child_is_put_back(namespace: Namespace, kind: str) -> None:
+    """And when the Service comes back under another address, the workers of the next attempt find it."""
+    running(namespace, "child")
+    names = {"service": "child", "secret": "child-credentials", "network_policy": "child"}
+    api = namespace.target.policies if kind == "network_policy" else namespace.target.core
+    before = getattr(api, f"read_namespaced_{kind}")(names[kind], namespace.name)
+    getattr(api, f"delete_namespaced_{kind}")(names[kind], namespace.name)
+
+    def back() -> bool:
+        listed = getattr(api, f"list_namespaced_{kind}")(namespace.name).items
+        return any(one.metadata.name == names[kind] and one.metadata.uid != before.metadata.uid for one in listed)
+
+    wait_for(back, f"the {kind} to be put back", 30)
+    if kind == "secret":  # derived, not drawn: the same bytes
+        assert namespace.target.core.read_namespaced_secret(names[kind], namespace.name).data == before.data
+    attempt = namespace.status("child")["attempt"]
+    pod = namespace.pods("worker")[1].metadata.name
+    namespace.target.core.delete_namespaced_pod(pod, namespace.name, grace_period_seconds=0)
+
+    def later() -> bool:
+        status = namespace.status("child")
+        return status["attempt"] > attempt and status["phase"] == "Running"
+
+    wait_for(later, "the next attempt to run", 90)
+
+
+def test_the_operator_dies_again_and_again(namespace: Namespace) -> None:
+    """SIGKILL at random moments all through a job's life; the job has two failures on the way, and still it ends as if
+    nothing had happened: attempts counted once, never two launchers, nothing left over."""
+    target = namespace.target
+    target.scale_operator(0)
+    chance = random.Random(20)
+    try:
+        name = namespace.create(job("immortal", steps(120, 0.05), workers=2, runPolicy={"cleanPodPolicy": "All"}))
+        launchers, killed, deleted = 0, 0, False
+        deadline = time.monotonic() + 150
+        while namespace.phase(name) not in ("Succeeded", "Failed"):
+            assert time.monotonic() < deadline, namespace.status(name)
+            with operator(target, namespace.name) as process:
+                until = time.monotonic() + 0.9 + chance.random() * 3
+                while time.monotonic() < until and namespace.phase(name) not in ("Succeeded", "Failed"):
+                    active = [pod for pod in namespace.pods("launcher") if pod.status.phase in ("Pending", "Running")]
+                    launchers = max(launchers, len(active))
+                    if namespace.phase(name) == "Running" and not deleted:
+                        pod = namespace.pods("worker")[0].metadata.name
+                        target.core.delete_namespaced_pod(pod, namespace.name, grace_period_seconds=0)
+                        deleted = True
+                process.send_signal(signal.SIGKILL)
+                killed += 1
+        status = namespace.status(name)
+        assert status["phase"] == "Succeeded", status
+        assert killed >= 3
+        assert launchers == 1
+        assert (status["restarts"], status["disruptions"], status["attempt"]) == (0, 1, 2)
+    finally:
+        target.scale_operator(2)
+    wait_for(lambda: not any("pod/" in child for child in namespace.children()), "cleanPodPolicy All to be done", 30)
+
+
+def test_one_of_two_operators_acts_and_the_other_takes_over(namespace: Namespace, breakable: Cluster) -> None:
+    """The leader is killed: its Lease is taken over within 20 s, and a new job runs."""
+    target = namespace.target
+
+    def holder() -> str:
+        lease = target.leases.read_namespaced_lease("topkube-operator", "topkube-system")
+        return str(lease.spec.holder_identity or "")
+
+    first = wait_for(holder, "an operator to lead", 30)
+    pod = next(one for one in target.operator_pods() if first.startswith(one.metadata.name))
+    # its node stays, the process is gone before it can hand over
+    target.kill_container(pod, "operator")
+    began = time.monotonic()
+    wait_for(lambda: holder() not in ("", first), "another operator to lead", 40)
+    assert time.monotonic() - began < 20
+    name = namespace.create(job("heir", steps(1), workers=1))
+    namespace.wait_phase(name, "Succeeded")
+
+
+def test_the_api_server_restarts(namespace: Namespace, breakable: Cluster) -> None:
+    running(namespace, "outage")
+    uids = namespace.uids("worker")
+    breakable.restart_api_server()
+    assert namespace.uids("worker") == uids
+    assert namespace.status("outage")["restarts"] == 0
+    victim = namespace.pods("worker")[1].metadata.name  # the operator listens again
+    namespace.target.core.delete_namespaced_pod(victim, namespace.name, grace_period_seconds=0)
+    assert again(namespace, "outage", 2)["disruptions"] == 1
+
+
+def test_a_node_vanishes(namespace: Namespace, breakable: Cluster) -> None:
+    """Its worker is replaced on another node; its pod, stuck on the lost node, is in nobody's way. The node comes back
+    and takes no part."""
+    running(namespace, "lost", runPolicy={"backoffLimit": 0})
+    before = {pod.metadata.name: pod for pod in namespace.pods()}
+    victims = [pod for name, pod in before.items() if "worker" in name]
+    launcher = next(pod for name, pod in before.items() if "launcher" in name)
+    victim = next((pod for pod in victims if pod.spec.node_name != launcher.spec.node_name), victims[0])
+    node = victim.spec.node_name
+    breakable.vanish(node)
+    try:
+        status = again(namespace, "lost", 2, seconds=120)
+        assert status["restarts"] == 0
+        assert status["disruptions"] == 1
+        living = next(pod for pod in victims if pod is not victim).metadata.name
+        assert namespace.uids("worker")[living] == before[living].metadata.uid
+        replaced = [pod for pod in namespace.pods("worker") if pod.metadata.name.endswith("-2")]
+        assert [pod.spec.node_name == node for pod in replaced] == [False]
+    finally:
+        breakable.come_back(node)
+    wait_for(lambda: len(namespace.pods("worker")) == 2, "the lost pod to be cleared away", 60)
+    assert namespace.status("lost")["attempt"] == 2
+
+
+def test_a_link_is_cut_for_ten_seconds(namespace: Namespace, breakable: Cluster) -> None:
+    running(namespace, "blip")
+    nodes = sorted({pod.spec.node_name for pod in namespace.pods("worker")})
+    uids = namespace.uids("worker")
+    breakable.cut(*nodes)
+    began = time.monotonic()
+    try:
+        wait_for(lambda: time.monotonic() - began > 10, "ten seconds to pass", 12)
+    finally:
+        breakable.mend(*nodes)
+    attempt = namespace.status("blip")["attempt"]
+
+    def goes_on() -> bool:
+        status = namespace.status("blip")
+        return status["phase"] == "Running" and status["workersReady"] == "2/2"
+
+    wait_for(goes_on, "the job to go on", 60)
+    assert namespace.uids("worker") == uids
+    assert namespace.status("blip")["attempt"] == attempt == 1
+
+
+def test_a_link_is_cut_for_good(namespace: Namespace, breakable: Cluster) -> None:
+    """The attempt ends; what follows is an attempt that waits and says for whom, until the link is mended."""
+    running(namespace, "cut")
+    nodes = sorted({pod.spec.node_name for pod in namespace.pods("worker")})
+    breakable.cut(*nodes)
+    try:
+        wait_for(lambda: namespace.status("cut")["attempt"] >= 2, "the attempt to be given up", 90)
+    finally:
+        breakable.mend(*nodes)
+
+    def goes_on() -> bool:
+        return namespace.phase("cut") == "Running"
+
+    wait_for(goes_on, "the job to go on when the link is mended", 90)
+
+
+def test_the_stored_job_is_edited_to_nonsense(namespace: Namespace) -> None:
+    """Written past admission (no webhook): the Failed condition says what is wrong, no pod is made."""
+    hooks = namespace.target.admission
+    hooks.delete_validating_webhook_configuration("topkube")
+    try:
+        nonsense = job("nonsense", steps(1))
+        del nonsense["spec"]["template"]["spec"]["containers"][0]["command"]
+        name = namespace.create(nonsense)
+        namespace.wait_phase(name, "Failed")
+        failed = namespace.condition(name, "Failed")
+        assert failed["status"] == "True"
+        assert "command" in failed["message"]
+        assert namespace.children() == set()
+    finally:
+        namespace.target.apply((MANIFESTS / "webhook.yaml").read_text())
+        wait_for(
+            lambda: hooks.read_validating_webhook_configuration("topkube").webhooks[0].client_config.ca_bundle, "it", 30
+        )
+
+
+@contextmanager
+def operator(target: Target, namespace: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The operator outside the cluster, for one namespace, without a Lease."""
+    command = [
+        sys.executable, "-m", "topkube_operator", "--kubeconfig", str(target.kubeconfig), "--namespace", namespace,
+        "--operator-namespace", "topkube-system", "--no-leader-election", "--metrics-port", "0",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def exec_in(namespace: Namespace, pod: str, command: list[str]) -> None:
+    target = namespace.target
+    line = ["kubectl", f"--kubeconfig={target.kubeconfig}", "-n", namespace.name, "exec", pod, "--", *command]
+    if target.local is not None:
+        line[0] = str(target.local.kubectl_program)
+    subprocess.run(line, check=True, capture_output=True)

@@ -1,0 +1,143 @@
+"""The samples, as a person applies them: char_gpt to a checkpoint that holds trained weights, on both MPIs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import MANIFESTS
+from jobs import job, steps
+from localkube.cluster import Cluster
+from localkube.images import RUNTIME_OPENMPI
+from target import Namespace, wait_for
+
+
+@pytest.fixture
+def checkpoints(namespace: Namespace, breakable: Cluster) -> Iterator[Path]:
+    """A ReadWriteMany claim called `checkpoints`, on a folder that all nodes of this machine share; the folder."""
+    folder = breakable.layout.state / "volumes" / namespace.name
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    core = namespace.target.core
+    size, modes = {"storage": "1Gi"}, ["ReadWriteMany"]
+    core.create_persistent_volume(
+        {
+            "metadata": {"name": namespace.name},
+            "spec": {
+                "capacity": size,
+                "accessModes": modes,
+                "hostPath": {"path": str(folder)},
+                "storageClassName": "",
+                "persistentVolumeReclaimPolicy": "Retain",
+                "claimRef": {"namespace": namespace.name, "name": "checkpoints"},
+            },
+        }
+    )
+    core.create_namespaced_persistent_volume_claim(
+        namespace.name,
+        {
+            "metadata": {"name": "checkpoints"},
+            "spec": {"accessModes": modes, "resources": {"requests": size}, "storageClassName": ""},
+        },
+    )
+    yield folder
+    core.delete_persistent_volume(namespace.name)
+
+
+def sample(arguments: list[str], **spec: Any) -> dict[str, Any]:
+    """manifests/samples/char-gpt.yaml with other arguments."""
+    written: dict[str, Any] = yaml.safe_load((MANIFESTS / "samples/char-gpt.yaml").read_text())
+    written["spec"]["template"]["spec"]["containers"][0]["args"] = arguments
+    written["spec"] |= spec
+    return written
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    shared = torch.load(checkpoint / "shared.pt", map_location="cpu", weights_only=False)
+    found: dict[str, torch.Tensor] = shared["model"]
+    return found
+
+
+def published(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted(path.parent for path in folder.rglob("checkpoint.json"))
+
+
+def test_the_sample_trains_and_its_checkpoint_holds_the_weights(namespace: Namespace, checkpoints: Path) -> None:
+    """Phase after phase, progress that moves, a worker killed on the way: the run goes on from its checkpoint."""
+    small = ["--steps", "60", "--layers", "2", "--width", "64", "--batch-size", "4"]
+    checkpoint = {"claimName": "checkpoints", "path": "gpt", "everySteps": 10, "keep": 2}
+    name = namespace.create(sample(small, checkpoint=checkpoint))
+    seen: list[str] = []
+
+    def step() -> int:
+        status = namespace.status(name)
+        if status.get("phase") and status["phase"] not in seen[-1:]:
+            seen.append(status["phase"])
+        assert status.get("phase") != "Failed", json.dumps(status, indent=1)
+        return int((status.get("progress") or {}).get("step") or 0)
+
+    wait_for(lambda: step() and published(checkpoints), "a first checkpoint", 120)
+    at = int(published(checkpoints)[-1].name[5:13])
+    victim = namespace.pods("worker")[1]
+    namespace.target.kill_container(victim, "worker")
+    began = time.monotonic()
+
+    def resumed() -> int:
+        status = namespace.status(name)
+        step()
+        return (status["attempt"] == 2 and status["phase"] == "Running" and int(status["progress"]["step"])) or 0
+
+    wait_for(resumed, "a step of the second attempt", 60)
+    took = time.monotonic() - began
+    status = namespace.wait_phase(name, "Succeeded", seconds=120)
+    assert status["restarts"] == 1
+    assert status["progress"]["step"] == status["progress"]["totalSteps"] == 60
+    assert status["progress"]["percent"] == 100
+    assert seen[:3] == ["Pending", "Starting", "Running"], seen
+    assert "Restarting" in seen, seen
+    logs = "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods())
+    assert "held-out loss" in logs
+    final = weights(published(checkpoints)[-1])
+    assert published(checkpoints)[-1].name.startswith("step-00000060")
+    assert len(published(checkpoints)) == 2  # keep
+    torch.manual_seed(0)
+    assert sum(tensor.numel() for tensor in final.values()) > 100_000
+    assert all(torch.isfinite(tensor).all() for tensor in final.values())
+    assert at >= 10
+    print(f"the second attempt's first step was told {took:.1f} s after the kill")
+
+
+def test_open_mpi(namespace: Namespace) -> None:
+    name_of = job("open", steps(3), workers=2, slots=2, mpiImplementation="OpenMPI")
+    name_of["spec"]["template"]["spec"]["containers"][0]["image"] = RUNTIME_OPENMPI.name
+    name = namespace.create(name_of)
+    namespace.wait_phase(name, "Succeeded", seconds=120)
+    logs = "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker"))
+    assert all(f"rank {rank} of 4 runs" in logs for rank in range(4)), logs
+
+
+def test_a_checkpoint_is_taken_on_sigterm(namespace: Namespace, checkpoints: Path) -> None:
+    """Suspending a job sends SIGTERM: a checkpoint of the last step is there, and resuming goes on from it."""
+    small = ["--steps", "100000", "--layers", "1", "--width", "32", "--heads", "2", "--batch-size", "2"]
+    checkpoint = {"claimName": "checkpoints", "path": "gpt", "everySteps": 50_000}
+    patient = sample(small, workers=1, checkpoint=checkpoint)
+    name = namespace.create(patient)
+    wait_for(lambda: (namespace.status(name).get("progress") or {}).get("step", 0) > 0, "steps", 90)
+    namespace.patch(name, {"spec": {"runPolicy": {"suspend": True}}})
+    namespace.wait_phase(name, "Suspended")
+    wait_for(lambda: published(checkpoints), "a checkpoint", 40)
+    reached = int(published(checkpoints)[-1].name[5:13])
+    assert 0 < reached < 50_000
+    namespace.patch(name, {"spec": {"runPolicy": {"suspend": False}}})
+    wait_for(
+        lambda: namespace.phase(name) == "Running" and namespace.status(name)["progress"]["step"] > reached,
+        f"steps after {reached}",
+        90,
+    )
