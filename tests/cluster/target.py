@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import kubernetes
 import yaml
 from kubernetes.client.exceptions import ApiException
+from kubernetes.dynamic.exceptions import ConflictError
 from localkube.cluster import Cluster
 
 T = TypeVar("T")
@@ -43,18 +44,15 @@ class Target:
         self.admission = kubernetes.client.AdmissionregistrationV1Api(self.client)
         self.dynamic = kubernetes.dynamic.DynamicClient(self.client)
 
-    def apply(self, manifests: str, namespace: str | None = None) -> None:
-        """Server-side apply of YAML documents."""
+    def apply(self, manifests: str) -> None:
+        """Creates YAML documents, or changes what is there to them."""
         for manifest in yaml.safe_load_all(manifests):
-            if manifest:
-                kind = self.dynamic.resources.get(api_version=manifest["apiVersion"], kind=manifest["kind"])
-                where = manifest["metadata"].get("namespace") or namespace
-                kind.server_side_apply(
-                    body=manifest,
-                    namespace=where if kind.namespaced else None,
-                    field_manager="tests",
-                    force_conflicts=True,
-                )
+            kind = self.dynamic.resources.get(api_version=manifest["apiVersion"], kind=manifest["kind"])
+            where = {"namespace": manifest["metadata"]["namespace"]} if kind.namespaced else {}
+            try:
+                kind.create(body=manifest, **where)
+            except ConflictError:
+                kind.patch(body=manifest, content_type="application/merge-patch+json", **where)
 
     def nodes(self) -> list[str]:
         """Names of the nodes that are Ready."""

@@ -162,7 +162,7 @@ class Store:
         return True
 
     def _wheel(self) -> Path:
-        """TopKube's wheel of these sources. Objects are kept: a change of Python alone compiles nothing."""
+        """TopKube's wheel of these sources, without CUDA."""
         names = run(
             "git",
             "-C",
@@ -185,7 +185,9 @@ class Store:
             for old in sorted(self.wheels.glob("*"), key=lambda path: path.stat().st_mtime)[:-4]:
                 shutil.rmtree(old)
             print("building TopKube's wheel", flush=True)
-            run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, self.sources)
+            objects = self.sources / "build" / "images"  # kept: a change of Python alone compiles nothing
+            settings = ("-C", f"build-dir={objects}", "-C", "cmake.define.TOPKUBE_CUDA=off")
+            run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *settings, "-w", folder, self.sources)
             found = list(folder.glob("*.whl"))
         return found[0]
 

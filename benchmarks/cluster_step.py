@@ -1,0 +1,124 @@
+"""The whole way on a real Kubernetes: char_gpt as a TrainingJob, 2 nodes x 2 ranks, links shaped; hitopk against dense.
+
+    sudo make cluster && sudo .venv/bin/python benchmarks/cluster_step.py
+
+The operator must be installed (kubectl apply -f manifests/) and the cluster one of `make cluster`. Two jobs run one
+after the other, several times in turn, differing in spec.aggregation alone. Each runs topkube.examples.char_gpt
+unchanged; the time at which every step ends is written down beside it. Medians over the steps after the first ones.
+Both send 16-bit values (wire: bf16) where the algorithm sends compressed values; dense is what `algorithm: dense`
+chooses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+import uuid
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
+
+import kubernetes
+from jobs import job
+from localkube.cluster import Cluster
+from localkube.layout import Layout
+from target import Namespace, Target, wait_for
+
+RESULTS = Path(__file__).with_name("results") / "cluster_step.json"
+WORKERS, SLOTS = 2, 2
+# 4 blocks of width 256: 3.3 million parameters. Few characters a step: what is measured is the exchange, not this
+# machine's processors, which all ranks share.
+MODEL = ["--layers", "4", "--width", "256", "--heads", "4", "--context", "32", "--batch-size", "2"]
+ENDS = """
+import json, sys, time
+import topkube, topkube.examples.char_gpt as example
+
+ends = []
+class Timed(topkube.DistributedOptimizer):
+    def step(self, *arguments, **options):
+        result = super().step(*arguments, **options)
+        ends.append(time.perf_counter())
+        return result
+
+topkube.DistributedOptimizer = Timed
+example.main(sys.argv[1:])
+if topkube.rank() == 0:
+    print("step-ends", json.dumps([round(end - ends[0], 6) for end in ends]), flush=True)
+"""
+
+
+def step_seconds(namespace: Namespace, algorithm: str, steps: int, skip: int) -> tuple[list[float], int, str]:
+    """Runs one job to its end: seconds of each step after the first `skip`, parameters, the last line it printed."""
+    name = f"step-{algorithm}-{uuid.uuid4().hex[:4]}"
+    command = ["python", "-c", ENDS, "--steps", str(steps), *MODEL]
+    aggregation = {"algorithm": algorithm, "density": 0.01, "wire": "bf16"}
+    namespace.create(job(name, command, workers=WORKERS, slots=SLOTS, aggregation=aggregation))
+    status = namespace.wait_phase(name, "Succeeded", seconds=300)
+    assert status["restarts"] == 0, status
+    logs = "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker", name))
+    ends = json.loads(re.search(r"step-ends (\[.*\])", logs)[1])
+    last = re.search(r"([\d,]+) parameters after .*", logs)
+    namespace.delete(name)
+    wait_for(lambda: not namespace.pods(job=name), "the job's pods to be gone", 60)
+    seconds = [after - before for before, after in itertools.pairwise(ends)]
+    return seconds[skip:], int(last[1].replace(",", "")), last[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="200mbit", help="of every node's link, both directions (%(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each job (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="times that both are run (%(default)s)")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where the result is kept (%(default)s)")
+    args = parser.parse_args()
+    cluster = Cluster.running(Layout.from_environment())
+    if cluster is None:
+        sys.exit("no cluster is up. Next: sudo make cluster, kubectl apply -f manifests/")
+    target = Target(cluster.layout.kubeconfig, cluster)
+    place = f"bench-{uuid.uuid4().hex[:6]}"
+    target.core.create_namespace(kubernetes.client.V1Namespace(metadata=kubernetes.client.V1ObjectMeta(name=place)))
+    namespace = Namespace(target, place)
+    found: dict[str, list[list[float]]] = {"dense": [], "hitopk": []}
+    parameters, words = 0, {}
+    cluster.shape(args.rate)
+    try:
+        for _ in range(args.rounds):
+            for algorithm, rounds in found.items():
+                seconds, parameters, words[algorithm] = step_seconds(namespace, algorithm, args.steps, skip=5)
+                rounds.append(seconds)
+                print(
+                    f"{algorithm}: {statistics.median(seconds) * 1e3:.0f} ms per step; {words[algorithm]}", flush=True
+                )
+    finally:
+        cluster.shape("off")
+        target.core.delete_namespace(place)
+    medians = {name: statistics.median(list(itertools.chain(*rounds))) for name, rounds in found.items()}
+    result = {
+        "what": "char_gpt as a TrainingJob on a real Kubernetes, seconds per step",
+        "when": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
+        "kubernetes": kubernetes.client.VersionApi(target.client).get_code().git_version,
+        "nodes": WORKERS,
+        "ranks_per_node": SLOTS,
+        "rate": args.rate,
+        "parameters": parameters,
+        "arguments": MODEL,
+        "steps": args.steps,
+        "median_seconds": medians,
+        "rounds": {name: [statistics.median(seconds) for seconds in rounds] for name, rounds in found.items()},
+        "dense_over_hitopk": medians["dense"] / medians["hitopk"],
+        "last_words": words,
+    }
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"hitopk is {result['dense_over_hitopk']:.1f} times as fast per step as dense at {args.rate}")
+
+
+if __name__ == "__main__":
+    main()
