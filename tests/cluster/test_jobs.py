@@ -73,7 +73,7 @@ def test_an_image_that_cannot_be_pulled(namespace: Namespace) -> None:
 
 def test_nothing_fits(namespace: Namespace) -> None:
     greedy = job("greedy", steps(), workers=1)
-    greedy["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 1000}}
+    greedy["spec"]["template"]["spec"]["containers"][0]["resources"] = {"requests": {"memory": "1000Ti"}}
     name = namespace.create(greedy)
     scheduled = wait_for(
         lambda: namespace.condition(name, "Scheduled") if namespace.condition(name, "Scheduled") else None,
@@ -82,7 +82,7 @@ def test_nothing_fits(namespace: Namespace) -> None:
     )
     assert scheduled["status"] == "False"
     assert scheduled["reason"] == "Unschedulable"
-    assert "nvidia.com/gpu" in scheduled["message"]
+    assert "memory" in scheduled["message"]
     assert namespace.phase(name) == "Pending"
 
 
@@ -136,7 +136,7 @@ def test_an_object_of_somebody_else_with_our_name(namespace: Namespace) -> None:
     after = core.read_namespaced_service("taken", namespace.name)
     assert after.metadata.uid == before.metadata.uid
     assert after.metadata.resource_version == before.metadata.resource_version
-    core.delete_namespaced_service("taken", namespace.name)
+    core.delete_namespaced_service("taken", namespace.name, _preload_content=False)
     namespace.wait_phase(name, "Succeeded")
 
 
