@@ -43,7 +43,8 @@ class Tunnel:
             return
         self._writers[stream] = writer
         self._link.send(Open(stream=stream))
-        await self._pump(stream, reader)
+        with contextlib.suppress(asyncio.CancelledError):  # asyncio's own task: nobody waits for it
+            await self._pump(stream, reader)
 
     def opened(self, stream: int) -> None:
         """The launcher's end: the worker asks for a connection to the control port."""
