@@ -8,14 +8,12 @@ attempt; which one was first is decided when the dust has settled: on a dead wor
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import signal
 import sys
 import tempfile
 import time
 import uuid
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from aiohttp import web
@@ -25,7 +23,7 @@ from topkube.job import CacheStatus, FirstFailure
 from topkube.launch import mpi
 from topkube.launch.contract import Ending, LauncherStatus, LaunchPlan, State
 from topkube.launch.credentials import LauncherCredentials
-from topkube.launch.ending import TERMINATED, describe, leave, refused, tail_of
+from topkube.launch.ending import leave, refused
 from topkube.launch.link import Link
 from topkube.launch.messages import (
     Close,
@@ -44,26 +42,15 @@ from topkube.launch.messages import (
 )
 from topkube.launch.mpiexec import Mpiexec
 from topkube.launch.rendezvous import Rendezvous
-from topkube.launch.report import RankReport, first_failure
 from topkube.launch.steps import Steps
 from topkube.launch.tunnel import Tunnel
+from topkube.launch.verdict import ASKED, ENDED_SECONDS, Member, late, settled, unexplained, unfit, verdict
 from topkube.settings import Settings
 from topkube.telemetry.progress import StepRecord
 
 _TICK_SECONDS = 0.05
-CLOSED_SECONDS = 2.0
-"""A worker whose connection was closed, not cut, has so long to come back: a killed pod closes its connections."""
-_SILENT_SECONDS = 4.0
-"""A worker that has said nothing for so long is a suspect when something else fails."""
-_SETTLE_SECONDS = 0.7
-"""Between a failure and the verdict: reports of other workers are on their way."""
-_ENDED_SECONDS = 3.0
-"""For the workers to say that their ranks have ended."""
 _REPORTS_SECONDS = 5.0
 """Between mpiexec's end and the verdict, for the ranks' reports."""
-_ASKED = FirstFailure(
-    reason="Terminated", exit_code=TERMINATED, message="the launcher was asked to end: its pod was deleted or drained"
-)
 
 
 def run_launcher() -> int:
@@ -85,30 +72,6 @@ def run_launcher() -> int:
     if ending.first_failure is not None:
         print(f"topkube launch: {ending.first_failure.message}", file=sys.stderr, flush=True)
     return ending.exit_code
-
-
-@dataclass
-class Member:
-    """One worker, from its first call on."""
-
-    index: int
-    hello: Hello
-    link: Link
-    tunnel: Tunnel | None = None
-    clock: float = 0.0
-    """What to add to its clock to get ours, seconds."""
-    closed: float | None = None
-    """Since when its connection is closed (monotonic)."""
-    running: bool = False
-    ended: bool = False
-    terminating: float | None = None
-    proxy: ProxyEnded | None = None
-    oom_kills: int = 0
-    reports: dict[int, RankReport] = field(default_factory=dict)
-
-    def silent(self) -> float:
-        """Seconds since it last said anything."""
-        return time.monotonic() - self.link.heard
 
 
 class Failed(Exception):
@@ -247,10 +210,7 @@ class Launcher:
         elif isinstance(said, Running):
             member.running = True
         elif isinstance(said, Report):
-            report = _on_our_clock(said, member.clock)
-            member.reports[report.rank] = report
-            member.oom_kills = max(member.oom_kills, said.oom_kills)
-            if report.exit_code:
+            if member.take(said).exit_code:
                 self._trouble()
         elif isinstance(said, StepDone):
             if said.record:
@@ -294,13 +254,14 @@ class Launcher:
             one.link.connected for one in self._members.values()
         ):
             if self._stop_asked is not None:
-                raise Failed(_ASKED)
+                raise Failed(ASKED)
             if time.monotonic() > end:
-                raise Failed(self._late())
+                raise Failed(late(self.plan, self._members))
             await asyncio.sleep(0.02)
         self._state = "Starting"
-        for member in self._members.values():
-            self._check(member)
+        for member in self._in_order():
+            if problem := unfit(self.plan, member, self._in_order()[0], str(self._mpi)):
+                raise Failed(problem)
         addresses: dict[str, int] = {}
         for member in self._in_order():
             other = addresses.setdefault(member.hello.ip, member.index)
@@ -310,39 +271,6 @@ class Launcher:
                     cause="hostNetwork with two workers on one node",
                     next_step="leave hostNetwork away, or use spread: Node",
                 )
-
-    def _late(self) -> FirstFailure:
-        missing = [worker for worker in self.plan.workers if worker.index not in self._members]
-        names = ", ".join(worker.pod for worker in missing[:8]) + (", …" if len(missing) > 8 else "")
-        return FirstFailure(
-            pod=missing[0].pod if missing else None,
-            reason="RendezvousTimeout",
-            exit_code=1,
-            message=f"{len(missing)} of {len(self.plan.workers)} workers did not call within "
-            f"{self.plan.rendezvous_seconds:g} s: {names}. Likely cause: their pods do not run yet, or the network "
-            "policy keeps them from the launcher. Next: kubectl describe the pods",
-        )
-
-    def _check(self, member: Member) -> None:
-        hello, pod = member.hello, self.plan.workers[member.index].pod
-        wrong = ""
-        if hello.problem:
-            wrong = hello.problem
-        elif hello.slots != self.plan.slots:
-            wrong = f"it has {hello.slots} slots, not {self.plan.slots}"
-        elif _release(hello.mpi) != _release(str(self._mpi)):
-            wrong = f"its image has {hello.mpi}, the launcher's {self._mpi}: they must be of one release"
-        elif hello.python != self._in_order()[0].hello.python:
-            wrong = f"its Python is {hello.python}, worker 0's {self._in_order()[0].hello.python}: use one image"
-        if wrong:
-            raise Failed(
-                FirstFailure(
-                    pod=pod,
-                    reason="WorkerUnfit",
-                    exit_code=hello.problem_code if hello.problem else 1,
-                    message=f"worker {member.index} cannot take part: {wrong}"[:1024],
-                )
-            )
 
     def _in_order(self) -> list[Member]:
         return [self._members[index] for index in sorted(self._members)]
@@ -383,9 +311,7 @@ class Launcher:
                 self._state = "Running"
                 _say("all ranks run")
             for member in members:
-                if member.closed is not None and not member.link.connected and now - member.closed > CLOSED_SECONDS:
-                    self._trouble()
-                if member.silent() > self.plan.lost_seconds:
+                if member.gone(now) or member.silent() > self.plan.lost_seconds:
                     self._trouble()
             if self._mpiexec.code is not None and ended_at is None:
                 ended_at = now
@@ -397,81 +323,19 @@ class Launcher:
             self._look_for_stalls()
             if self._stop_asked is not None and (
                 all(member.ended for member in members)
-                or now - self._stop_asked > self.plan.grace_seconds + _ENDED_SECONDS
+                or now - self._stop_asked > self.plan.grace_seconds + ENDED_SECONDS
             ):
-                raise Failed(_ASKED)
-            if self._first_trouble is not None and self._settled(now):
-                raise Failed(self._verdict())
+                raise Failed(ASKED)
+            if self._first_trouble is not None and settled(self.plan, members, self._first_trouble, now):
+                if self._stop_asked is not None:
+                    raise Failed(ASKED)
+                code, said = self._mpiexec.code, self._mpiexec.tail
+                raise Failed(verdict(self.plan, members) or unexplained(code, members, said))
 
     def _look_for_stalls(self) -> None:
         stalled = self._steps.stalled(self.plan.stall_seconds, self.plan.startup_seconds)
         if stalled:
             raise Failed(FirstFailure(reason="Stalled", exit_code=1, message=stalled))
-
-    def _settled(self, now: float) -> bool:
-        """Whether it is clear what happened first."""
-        assert self._first_trouble is not None
-        if now - self._first_trouble < _SETTLE_SECONDS:
-            return False
-        if any(member.terminating is not None and not member.ended for member in self._members.values()):
-            return now - self._first_trouble > self.plan.grace_seconds + _ENDED_SECONDS
-        return not any(self._suspect(member, now) for member in self._members.values())
-
-    def _suspect(self, member: Member, now: float) -> bool:
-        """Whether this worker may be lost, but may also come back."""
-        if member.proxy is not None and member.proxy.problem:
-            return False
-        if not member.link.connected and member.closed is not None:
-            return now - member.closed <= CLOSED_SECONDS
-        return _SILENT_SECONDS < member.silent() <= self.plan.lost_seconds
-
-    def _verdict(self) -> FirstFailure:
-        """What happened first."""
-        if self._stop_asked is not None:
-            return _ASKED
-        now, clock = time.monotonic(), time.time()
-        candidates: list[tuple[float, FirstFailure]] = []
-        for member in self._members.values():
-            pod = self.plan.workers[member.index].pod
-            gone = not member.link.connected and member.closed is not None and now - member.closed > CLOSED_SECONDS
-            if member.terminating is not None:
-                message = f"worker {member.index} was asked to end: its pod was deleted, drained or preempted"
-                failure = FirstFailure(pod=pod, reason="Terminated", exit_code=TERMINATED, message=message)
-                candidates.append((member.terminating, failure))
-            elif gone or member.silent() > self.plan.lost_seconds:
-                how = (
-                    "its connection was closed and did not come back"
-                    if gone
-                    else f"nothing was heard of it for {member.silent():.0f} s"
-                )
-                message = f"worker {member.index} is lost: {how}"
-                failure = FirstFailure(pod=pod, reason="WorkerLost", message=message)
-                candidates.append((clock - member.silent(), failure))
-            if member.proxy is not None and member.proxy.problem:
-                message = f"worker {member.index} could not start its ranks: {member.proxy.problem}"[:1024]
-                reason, code = "LaunchFailed", member.proxy.exit_code or 1
-                candidates.append((0.0, FirstFailure(pod=pod, reason=reason, exit_code=code, message=message)))
-        report = first_failure(report for member in self._members.values() for report in member.reports.values())
-        if report is not None:
-            candidates.append((report.ended, describe(report, self._pod, report.rank // self.plan.slots)))
-        if candidates:
-            return min(candidates, key=lambda one: one[0])[1]
-        return self._unexplained()
-
-    def _unexplained(self) -> FirstFailure:
-        assert self._mpiexec is not None
-        code = self._mpiexec.code
-        codes = [member.proxy.exit_code for member in self._members.values() if member.proxy is not None]
-        return FirstFailure(
-            reason="LaunchFailed",
-            exit_code=code or max(codes, default=0) or 1,
-            message=f"mpiexec ended with exit code {code}, and no rank says why. Likely cause: the ranks could not be "
-            "started, or were killed together with their shims. Next: read the launcher's log",
-            log_tail=tail_of(self._mpiexec.tail),
-        )
-
-    def _pod(self, rank: int) -> str:
-        return self.plan.workers[min(rank // self.plan.slots, len(self.plan.workers) - 1)].pod
 
     async def _end_all(self) -> None:
         """Tells the workers, and waits a little for them to be done."""
@@ -481,7 +345,7 @@ class Launcher:
                 member.link.send(End(grace_seconds=0.0))
             else:
                 member.link.send(End(grace_seconds=0.0, over=over))
-        end = time.monotonic() + _ENDED_SECONDS
+        end = time.monotonic() + ENDED_SECONDS
         while time.monotonic() < end:
             if all(member.ended or not member.link.connected for member in self._members.values()):
                 break
@@ -507,24 +371,6 @@ def _find_mpi(plan: LaunchPlan) -> mpi.Mpi:
             next_step=f"set spec.mpiImplementation to {found.implementation}, or use an image with {plan.mpi}",
         )
     return found
-
-
-def _release(text: str) -> list[str]:
-    """'MPICH 5.0.2' → ['MPICH', '5', '0']: proxies of another minor release speak another protocol."""
-    name, _, version = text.partition(" ")
-    return [name, *version.split(".")[:2]]
-
-
-def _on_our_clock(said: Report, clock: float) -> RankReport:
-    """The report with our times. A rank that was killed where the kernel kills for memory was killed for it."""
-    report = RankReport.of(said.report)
-    killed = report.signal == "SIGKILL" and said.oom_kills > 0 and not report.told_to_end
-    return dataclasses.replace(
-        report,
-        started=report.started + clock,
-        ended=report.ended + clock,
-        out_of_memory=report.out_of_memory or killed,
-    )
 
 
 def _say(text: str) -> None:
