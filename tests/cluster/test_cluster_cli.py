@@ -88,7 +88,8 @@ def test_a_bad_file_is_refused_in_the_words_of_run(api: Api, topkube: Topkube, t
     ended = topkube("submit", file)
     assert ended.returncode == 2
     assert "has 2 mistakes" in ended.stderr
-    assert "spec.workers (line 18): 0 is not a whole number of at least 1" in ended.stderr
+    line = Path(file).read_text().splitlines().index("  workers: 0") + 1
+    assert f"spec.workers (line {line}): 0 is not a whole number of at least 1" in ended.stderr
     assert "did you mean bf16?" in ended.stderr
     assert jobs(api) == []
 
