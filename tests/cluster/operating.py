@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import os
-import signal
 import ssl
 import subprocess
 import sys
@@ -67,30 +65,12 @@ class Jobs:
     def status(self, name: str) -> dict[str, Any]:
         return self.get(name).get("status") or {}
 
-    def condition(self, name: str, kind: str) -> dict[str, Any]:
-        return next((one for one in self.status(name).get("conditions", []) if one["type"] == kind), {})
-
-    def edit(self, name: str, **spec: Any) -> None:
-        self.cluster.patch(KIND, self.namespace, name, {"spec": spec})
-
-    def delete(self, name: str) -> None:
-        self.cluster.delete(KIND, self.namespace, name, self.get(name)["metadata"]["uid"])
-
     def children(self, kind: str) -> dict[str, dict[str, Any]]:
         found, _ = self.cluster.list(kind, self.namespace, "topkube.dev/job-name")
         return {one["metadata"]["name"]: one for one in found}
 
     def pods(self) -> dict[str, dict[str, Any]]:
         return self.children("Pod")
-
-    def delete_child(self, kind: str, name: str) -> None:
-        found = self.cluster.get(kind, self.namespace, name)
-        self.cluster.delete(kind, self.namespace, name, found["metadata"]["uid"])
-
-    def events(self, name: str) -> list[str]:
-        found, _ = self.cluster.list("Event", self.namespace)
-        mine = [one for one in found if one["involvedObject"].get("name") == name]
-        return [one["reason"] for one in mine if one["involvedObject"].get("kind") == KIND]
 
     def wait_phase(self, name: str, *phases: str, seconds: float = 60.0) -> dict[str, Any]:
         """The status, once the job is in one of the phases. A job that ends otherwise fails the test at once."""
@@ -107,23 +87,6 @@ class Jobs:
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.status(name)}") from None
         return found
-
-    def wait_phase_again(self, name: str, phase: str, seconds: float = 60.0) -> dict[str, Any]:
-        """The status of a job that was called Failed for its spec, once it goes on."""
-        until(lambda: self.status(name).get("phase") == phase, f"{name} to be {phase} again", seconds)
-        return self.status(name)
-
-    def wait_attempt(self, name: str, attempt: int, phase: str = "Running", seconds: float = 90.0) -> dict[str, Any]:
-        def reached() -> dict[str, Any] | None:
-            status = self.status(name)
-            assert status.get("phase") not in TERMINAL, status
-            return status if status.get("attempt") == attempt and status.get("phase") == phase else None
-
-        found: dict[str, Any] = until(reached, f"attempt {attempt} of {name} to be {phase}", seconds)
-        return found
-
-    def empty(self) -> bool:
-        return not any(self.children(kind) for kind in ("Pod", "Service", "Secret", "NetworkPolicy"))
 
 
 class Operator:
@@ -147,12 +110,6 @@ class Operator:
         if self.process is not None and self.alive():
             self.process.kill()
             self.process.wait(10)
-
-    def terminate(self) -> None:
-        """SIGTERM: it hands over."""
-        if self.process is not None and self.alive():
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait(20)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Operator]:
@@ -233,7 +190,9 @@ class Guillotine:
             headers["Authorization"] = token
         url = self._target.host + request.path_qs
         timeout = aiohttp.ClientTimeout(total=None)
-        async with self._session.request(request.method, url, data=body, headers=headers, timeout=timeout) as answer:
+        async with self._session.request(
+            request.method, url, data=body or None, headers=headers, timeout=timeout
+        ) as answer:
             if turn == 2:
                 await answer.read()
                 self._kill(request, "after")
@@ -263,10 +222,6 @@ class Guillotine:
         assert self.victim is not None
         self.kills.append(f"{when} {request.method} {request.path}")
         self.victim.kill()
-
-
-def data_of(secret: dict[str, Any]) -> dict[str, bytes]:
-    return {name: base64.b64decode(text) for name, text in (secret.get("data") or {}).items()}
 
 
 def gone(cluster: Cluster, kind: str, namespace: str, name: str) -> bool:
