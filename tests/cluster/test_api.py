@@ -201,6 +201,7 @@ def test_the_webhooks_warnings_reach_people(hooked: Api) -> None:
     job = minimal("warned")
     job["spec"]["template"]["spec"]["containers"][0]["image"] = "trainer:latest"
     answer = hooked.request("POST", job_path(hooked), body=job)
-    assert answer.warnings == [
+    expected = (
         "spec.template.spec.containers[0].image: trainer:latest may be another image after a restart: name a version"
-    ]
+    )
+    assert set(answer.warnings) == {expected}, "an installed webhook may say it too"
