@@ -7,7 +7,7 @@ Every run trains the same model from the same weights on the same samples in the
 more (declared on one machine); only the exchange differs:
     dense                     hierarchical all-reduce, float32
     hitopk                    density 0.01, reached after 10% of the steps; bf16 values; error feedback
-    hitopk, corrected         SGD only: the same with momentum correction
+    hitopk, corrected         the same with momentum correction
     hitopk without feedback   as hitopk, but what is not sent is forgotten (negative control)
 The learning rate warms up for 5% of the steps and falls along a cosine to 0, so that the last weights are a fair
 summary. The final loss is the mean loss over held-out data, after the last step. Compared are pairs of equal seed:
@@ -274,7 +274,6 @@ def main() -> None:
         for seed in range(args.seeds)
         for optimizer in OPTIMIZERS
         for condition in conditions
-        if condition != CORRECTED or optimizer == "sgd"
     ]
     for key in wanted:
         if key in {run.key for run in runs}:

@@ -73,7 +73,7 @@ class Settings:
         "TOPKUBE_CACHE_PREFETCH", 1, "1: fill the cache ahead of the training loop; 0: do not"
     )
     momentum_correction: bool = _setting(
-        "TOPKUBE_MOMENTUM_CORRECTION", False, "SGD's momentum before selection, on every shard, not after the exchange"
+        "TOPKUBE_MOMENTUM_CORRECTION", False, "momentum before selection, on every shard, not after the exchange"
     )
     # the run
     job_name: str = _setting("TOPKUBE_JOB_NAME", "", "name of the TrainingJob, for messages and files")

@@ -135,6 +135,9 @@ def test_ranks_get_the_settings() -> None:
     assert settings.ranks_per_node == "2,2"
     assert (settings.algorithm, settings.density, settings.warmup_steps) == ("hitopk", 0.01, 20)
     assert (settings.wire, settings.selection) == ("fp16", "mstopk")
+    corrected = TrainingJob.parse(job(aggregation={"momentumCorrection": True}))
+    assert not settings.momentum_correction
+    assert corrected.settings().momentum_correction
     assert (settings.job_name, settings.checkpoint_every, settings.checkpoint_keep) == ("gpt-stdlib", 50, 2)
 
 

@@ -108,6 +108,7 @@ specs = st.fixed_dictionaries(
             warmupSteps=st.integers(0, 10**6),
             wire=st.sampled_from(["fp32", "bf16", "fp16"]),
             selection=st.sampled_from(["topk", "mstopk"]),
+            momentumCorrection=st.booleans(),
         ),
         "dataset": st.fixed_dictionaries(
             {"uri": paths.map("s3://{}".format)},

@@ -65,6 +65,33 @@ def test_it_is_what_the_paper_says(decay: float) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_takes_what_arrives_without_a_first_moment_of_its_own(kind: type[torch.optim.Optimizer]) -> None:
+    options = {"lr": 0.01, "weight_decay": 0.05, "eps": 1e-6}
+    model, reference = model_of(), model_of()
+    optimizer = wrapped(model, kind(model.parameters(), betas=(MOMENTUM, 0.99), **options))
+    large, *rest = reference.parameters()
+    plain = kind([{"params": [large], "betas": (0.0, 0.99)}, {"params": rest, "betas": (MOMENTUM, 0.99)}], **options)
+    velocity, residual = torch.zeros(1200), torch.zeros(1200)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        loss_of(reference, step).backward()
+        assert large.grad is not None
+        velocity = MOMENTUM * velocity + (1 - MOMENTUM) * large.grad.view(-1)
+        residual += velocity
+        sent = residual.abs().topk(math.ceil(1200 * DENSITY)).indices
+        update = torch.zeros(1200)
+        update[sent] = residual[sent]
+        residual[sent] = velocity[sent] = 0
+        large.grad = update.view_as(large)
+        plain.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 def test_dense_training_keeps_the_optimizers_own_momentum() -> None:
     model, reference = model_of(), model_of()
     optimizer = wrapped(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM), aggregation="dense")
@@ -102,7 +129,8 @@ def test_a_step_that_is_not_finite_leaves_the_velocity_as_it_was() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p: torch.optim.AdamW(p),
+        lambda p: torch.optim.Adagrad(p),
+        lambda p: torch.optim.AdamW(p, betas=(0.0, 0.99)),
         lambda p: torch.optim.SGD(p, RATE),
         lambda p: torch.optim.SGD(p, RATE, MOMENTUM, nesterov=True),
         lambda p: torch.optim.SGD(p, RATE, MOMENTUM, dampening=0.1),

@@ -22,8 +22,8 @@ class Residual:
     into `pending_velocity` and calls `accumulate`; what it sends it clears in both (`clear`).
     """
 
-    def __init__(self, length: int, momentum: float = 0.0, device: Any = None) -> None:
-        self.momentum = momentum
+    def __init__(self, length: int, momentum: float = 0.0, gain: float = 1.0, device: Any = None) -> None:
+        self.momentum, self.gain = momentum, gain
         self.current: Any = _zeros(length, device)
         self.pending: Any = _zeros(length, device)
         self.velocity: Any = _zeros(length if momentum else 0, device)
@@ -35,8 +35,10 @@ class Residual:
         return self.pending_velocity if self.momentum else self.pending
 
     def accumulate(self) -> None:
-        """velocity = momentum * velocity + gradient; residual = residual + velocity."""
+        """velocity = momentum * velocity + gain * gradient; residual = residual + velocity."""
         library = np if isinstance(self.current, np.ndarray) else _torch()
+        if self.gain != 1:
+            self.pending_velocity *= np.float32(self.gain).item()
         library.multiply(self.velocity, np.float32(self.momentum).item(), out=self.pending)
         self.pending_velocity += self.pending
         library.add(self.current, self.pending_velocity, out=self.pending)

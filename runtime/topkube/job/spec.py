@@ -90,6 +90,10 @@ class Aggregation(Part):
         default="topk",
         description="how entries are chosen: topk exactly, mstopk by the approximate threshold of the MSTopK paper",
     )
+    momentum_correction: bool = Field(
+        default=False,
+        description="momentum (SGD, Adam, AdamW) before the selection: closer to dense training at low densities",
+    )
 
 
 class Cache(Part):

@@ -129,6 +129,7 @@ class TrainingJob(Part):
             warmup_steps=aggregation.warmup_steps,
             wire=aggregation.wire,
             selection=aggregation.selection,
+            momentum_correction=aggregation.momentum_correction,
             dataset_uri=dataset.uri if dataset else "",
             dataset_mount=dataset.mount_path if dataset else "",
             cache_size_limit=in_bytes(cache.size_limit) if cache and cache.size_limit else 0,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -22,6 +21,7 @@ from topkube.training.devices import exchange_device
 from topkube.training.exchange import Exchange
 from topkube.training.layout import Layout
 from topkube.training.norms import Norms
+from topkube.training.residuals import Momentum
 from topkube.training.schedule import schedule
 from topkube.training.uneven import Turns
 from topkube.world import World
@@ -35,9 +35,7 @@ class Backward:
     `norms`, where somebody wants them, are taken of exchanged gradients.
     """
 
-    def __init__(
-        self, world: World, parameters: list[Parameter], aggregation: Aggregation, momentum: Callable[[], float]
-    ) -> None:
+    def __init__(self, world: World, parameters: list[Parameter], aggregation: Aggregation, momentum: Momentum) -> None:
         self.steps = self.skipped_steps = 0
         self.density_used = 1.0
         self.synchronize, self.unsynchronized = True, False

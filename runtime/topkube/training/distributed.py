@@ -27,9 +27,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     `named_parameters` names every parameter of `optimizer`, as `model.named_parameters()` does. `aggregation` is
     "auto", "dense" or the name of an algorithm; `density` the share of a large tensor that is sent; `warmup_steps`
     the steps over which the density falls from 1 to that; `wire` "fp32", "bf16" or "fp16"; `selection` "topk" or
-    "mstopk"; `momentum_correction` moves the momentum of a plain SGD before the selection (`momentum.py`), where the
-    exchange is sparse; `bucket_bytes` the size of a fused bucket. What is None comes from the job's spec.aggregation
-    (`Settings`).
+    "mstopk"; `momentum_correction` moves the momentum of SGD, Adam or AdamW before the selection (`momentum.py`),
+    where the exchange is sparse; `bucket_bytes` the size of a fused bucket. What is None comes from the job's
+    spec.aggregation (`Settings`).
 
     Aggregation comes before the optimizer: momentum and Adam's moments see mean gradients, the same on all ranks, so
     the optimizer's state is the same everywhere. Two shards of float32 (residual and twin) and a staging bucket are
@@ -74,7 +74,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             bucket_bytes=bucket_bytes,
         )
         self._correction = MomentumCorrection(optimizer) if self.aggregation.momentum_correction else None
-        momentum = self._correction.momentum if self._correction else lambda: 0.0
+        momentum = self._correction.momentum if self._correction else lambda: (0.0, 1.0)
         self._backward = Backward(world, named(optimizer, named_parameters), self.aggregation, momentum)
 
     # ---- what the script calls

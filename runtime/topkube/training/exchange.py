@@ -4,7 +4,7 @@ ranks."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from topkube.collectives.device import DeviceAllReduce
 from topkube.collectives.registry import Algorithm, Request, find
 from topkube.training.aggregation import Aggregation
 from topkube.training.buckets import Bucket, Parameter
-from topkube.training.residuals import Residuals
+from topkube.training.residuals import Momentum, Residuals
 from topkube.world import World
 
 
@@ -28,11 +28,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        world: World,
-        aggregation: Aggregation,
-        momentum: Callable[[], float],
-        device: torch.device | None = None,
+        self, world: World, aggregation: Aggregation, momentum: Momentum, device: torch.device | None = None
     ) -> None:
         self.world, self.aggregation = world, aggregation
         self.large = self._algorithm(sys.maxsize)
@@ -57,7 +53,8 @@ class Exchange:
         Returns whether everything that this rank saw was finite; residuals wait for `commit` or `discard`. `mark` is
         what `ready` gave when the gradients were handed over."""
         trainable = [parameter for parameter in bucket.parameters if parameter.tensor.requires_grad]
-        algorithm = self.dense if bucket.small or (warming and density == 1) else self._algorithm(bucket.length)
+        whole = warming and density == 1 and not self.aggregation.momentum_correction
+        algorithm = self.dense if bucket.small or whole else self._algorithm(bucket.length)
         if self.world.size == 1 and not algorithm.sparse:
             return _finite([p.tensor.grad for p in trainable if p.tensor.grad is not None]) and _settle(trainable)
         if self.on_device is not None:

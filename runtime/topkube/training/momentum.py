@@ -1,58 +1,80 @@
 """Momentum before selection: the momentum correction of Lin et al., "Deep Gradient Compression", 2018, section 3.2.
 
 With momentum after the exchange, an entry that waited for a hundred steps arrives as one gradient, and its momentum
-goes on in its direction for ten more. Here every shard accumulates velocity, so that what is sent is the way that SGD
-with momentum would have gone; the wrapped optimizer then takes it as it is, without momentum of its own.
+goes on in its direction for ten more. Here every shard accumulates velocity, so that what is sent is the way that
+momentum would have gone; the wrapped optimizer then takes it as it is, without momentum of its own. For Adam and AdamW
+the velocity is the first moment; the second moment is taken of what arrives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from topkube.errors import ArgumentError
 
+_KINDS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
 
 class MomentumCorrection:
     """Takes momentum out of `optimizer` for parameters whose exchange is sparse; the others keep theirs.
 
-    Raises ArgumentError for anything but plain SGD with one momentum above 0.
+    Raises ArgumentError for other optimizers than SGD (without dampening, nesterov or fused), Adam and AdamW, and where
+    groups differ in momentum or have none.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._sgd = optimizer, type(optimizer) is torch.optim.SGD
         groups = optimizer.param_groups
-        plain = isinstance(optimizer, torch.optim.SGD) and not any(
-            group["nesterov"] or group["dampening"] or group["fused"] for group in groups
+        plain = type(optimizer) in _KINDS and not any(
+            group.get("nesterov") or group.get("dampening") or (self._sgd and group["fused"]) for group in groups
         )
-        if not plain or len({group["momentum"] for group in groups}) != 1 or not groups[0]["momentum"]:
+        if not plain or len({self._of(group) for group in groups}) != 1 or not self._of(groups[0]):
             raise ArgumentError(
                 f"momentum correction does not fit this {type(optimizer).__name__}",
-                cause="it replaces the momentum of torch.optim.SGD: one momentum above 0 for all groups, without"
-                " dampening, nesterov or fused",
+                cause="it replaces the momentum of SGD (without dampening, nesterov or fused), Adam or AdamW, which"
+                " must be above 0 and the same in all groups",
                 next_step="use such an optimizer, or leave momentum correction off",
             )
 
-    def momentum(self) -> float:
-        """The momentum in force: a schedule may change it."""
-        return float(self._optimizer.param_groups[0]["momentum"])
+    def _of(self, group: dict[str, Any]) -> float:
+        return float(group["momentum"] if self._sgd else group["betas"][0])
+
+    def momentum(self) -> tuple[float, float]:
+        """The momentum in force, which a schedule may change, and what a gradient counts in its velocity."""
+        momentum = self._of(self._optimizer.param_groups[0])
+        return momentum, 1.0 if self._sgd else 1.0 - momentum
 
     @torch.no_grad()
     def step(self, sparse: Iterable[torch.nn.Parameter]) -> None:
-        """The optimizer's step. Weight decay, which the optimizer adds to the gradient, is given the size that momentum
-        would have given it."""
-        chosen, factor = {id(tensor): tensor for tensor in sparse}, self.momentum() / (1 - self.momentum())
+        """The optimizer's step."""
+        chosen = {id(tensor) for tensor in sparse}
         for group in self._optimizer.param_groups:
             for tensor in group["params"]:
-                if id(tensor) in chosen and tensor.grad is not None and group["weight_decay"]:
-                    sign = -1 if group["maximize"] else 1
-                    tensor.grad.add_(tensor, alpha=sign * group["weight_decay"] * factor)
-        self._forget(chosen.values())
+                if id(tensor) in chosen and tensor.grad is not None:
+                    (self._prepare_sgd if self._sgd else self._prepare_adam)(tensor, tensor.grad, group)
         self._optimizer.step()
-        self._forget(chosen.values())
 
-    def _forget(self, tensors: Iterable[torch.nn.Parameter]) -> None:
-        """Without its buffer SGD takes the gradient itself."""
-        for tensor in tensors:
-            self._optimizer.state.get(tensor, {}).pop("momentum_buffer", None)
+    def _prepare_sgd(self, tensor: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        """Without its buffer SGD takes the gradient itself. Weight decay, which it adds to the gradient, is given the
+        size that momentum would have given it."""
+        self._optimizer.state[tensor].pop("momentum_buffer", None)
+        if group["weight_decay"]:
+            factor = group["momentum"] / (1 - group["momentum"]) * (-1 if group["maximize"] else 1)
+            gradient.add_(tensor, alpha=group["weight_decay"] * factor)
+
+    def _prepare_adam(self, tensor: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        """Adam makes the first moment m = b m + (1 - b) g and divides it by 1 - b^t. From m = (1 - b^(t-1)) g it comes
+        to g itself."""
+        state = self._optimizer.state[tensor]
+        if not state:
+            return  # the first step: m = 0 is right
+        sign = -1.0 if group["maximize"] else 1.0
+        state["exp_avg"].copy_(gradient).mul_(sign)
+        if group["weight_decay"] and not group.get(
+            "decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW)
+        ):
+            state["exp_avg"].add_(tensor, alpha=group["weight_decay"])
+        state["exp_avg"].mul_(1 - self._of(group) ** float(state["step"]))

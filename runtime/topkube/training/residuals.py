@@ -24,16 +24,20 @@ Pieces = dict[str, list[tuple[int, torch.Tensor]]]
 """Parameter name -> (first element in the flattened parameter, float32 values), ...; overlapping pieces add up."""
 
 
+Momentum = Callable[[], tuple[float, float]]
+"""The momentum that is corrected for (0: none) and what a gradient counts in its velocity."""
+
+
 class Residuals:
-    """This rank's residuals under one algorithm. `momentum` gives the momentum that is corrected for, 0 for none; the
-    velocity of a parameter is kept among the pieces as that of "NAME velocity". They lie on `device` where buckets are
-    reduced on one (collectives/device.py)."""
+    """This rank's residuals under one algorithm. The velocity of a parameter, with momentum correction, is kept among
+    the pieces as that of "NAME velocity". They lie on `device` where buckets are reduced on one
+    (collectives/device.py)."""
 
     def __init__(
         self,
         world: World,
         algorithm: Algorithm,
-        momentum: Callable[[], float] = lambda: 0.0,
+        momentum: Momentum = lambda: (0.0, 1.0),
         device: torch.device | None = None,
     ) -> None:
         self._world, self._algorithm, self._momentum, self._device = world, algorithm, momentum, device
@@ -44,7 +48,7 @@ class Residuals:
         """The bucket's residual: zeros, or what was loaded, the first time."""
         if bucket.residual is None:
             start, stop = self._range(bucket.length)
-            bucket.residual = Residual(stop - start, self._momentum(), self._device)
+            bucket.residual = Residual(stop - start, *self._momentum(), self._device)
             for name, begin, end, at in _overlaps(bucket, start, stop):
                 for key, array in _tensors(name, bucket.residual):
                     for first, values in self._loaded.pop(key, []):
@@ -54,7 +58,7 @@ class Residuals:
                             target += values[low - first : high - first].to(target.device)
             self._buckets.append(bucket)
         if bucket.residual.momentum:
-            bucket.residual.momentum = self._momentum()  # schedules may change it
+            bucket.residual.momentum, bucket.residual.gain = self._momentum()  # schedules may change it
         return bucket.residual
 
     def commit(self) -> None:
