@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from topkube.errors import LaunchError
 from topkube.launch.contract import Message
-from topkube.launch.environment import defaults, home, single_copy_off
+from topkube.launch.environment import defaults, home, single_copy_off, without_peeking
 from topkube.launch.memory import memory_kills
 from topkube.launch.messages import ProxyEnded, Report, Running, Start, StepDone
 from topkube.launch.mpi import Mpi
@@ -68,6 +68,7 @@ class Attempt:
         environment.update(mpi.environment())
         defaults(environment, len(start.ranks))
         single_copy_off(environment)
+        without_peeking(environment)
         home(environment, temporary)
         words = proxy_command(start.proxy, mpi, control_port)
         try:

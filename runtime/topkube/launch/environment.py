@@ -16,6 +16,15 @@ def defaults(environment: dict[str, str], ranks: int) -> None:
     environment.setdefault("PYTHONFAULTHANDLER", "1")
 
 
+def without_peeking(environment: dict[str, str]) -> None:
+    """Ranks of one pod exchange through shared memory alone. MPI would rather read a neighbour's memory directly
+    (process_vm_readv), which a container's seccomp profile refuses: MPI_Init then fails, or the first large message."""
+    environment.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
+    for module in ("sm", "vader"):
+        environment.setdefault(f"OMPI_MCA_btl_{module}_single_copy_mechanism", "none")
+    environment.setdefault("OMPI_MCA_smsc", "^cma")
+
+
 def home(environment: dict[str, str], temporary: str) -> None:
     """An arbitrary UID has neither a home nor a name; libraries ask for both."""
     place = environment.get("HOME", "")
