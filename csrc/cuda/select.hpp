@@ -6,7 +6,7 @@
 //   narrow    twice: counts the bin of the k-th magnitude in finer bins, until it is one magnitude
 //   collect   of the candidates: all above the k-th magnitude, and the first of those equal to it
 // Where the candidates are too few or too many, or k is more than a quarter of the data, `narrow` counts the data itself (its
-// upper 15 bits, then its lower 16) and `collect` reads the data: four passes at most, as on the CPU.
+// upper 14 bits, then the rest) and `collect` reads the data: four passes at most, as on the CPU.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +16,8 @@
 
 namespace topkube {
 
-constexpr u32 coarse_bins = 1u << 12, upper_bins = 1u << 15, lower_bins = 1u << 16;
+// 2^14 counters of a block are 64 KiB of shared memory, which every device since sm_80 has.
+constexpr u32 coarse_bins = 1u << 12, upper_bits = 14, upper_bins = 1u << upper_bits, lower_bins = 1u << (31 - upper_bits);
 constexpr u32 filter_threads = 256, collect_threads = 256, narrow_threads = 1024, prepare_threads = 1024;
 constexpr u32 collect_steps = 16, collect_tile = collect_threads * collect_steps;
 constexpr u32 samples_per_thread = 32, most_samples = prepare_threads * samples_per_thread;
@@ -263,7 +264,7 @@ TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
       if (place >> bits == 0) gpu::add(bins + (place >> shift), 1u);
     }
   } else if (round == 0) {
-    shift = Source::width - 15;
+    shift = Source::width - upper_bits;
     size = upper_bins;
     for (u32 i = gpu::thread(); i < size; i += gpu::threads()) shared.bins[i] = 0;
     gpu::sync();
@@ -273,7 +274,7 @@ TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
       if (shared.bins[i]) gpu::add(bins + i, shared.bins[i]);
     }
   } else {
-    size = lower_bins;
+    size = u32{1} << bits;
     for (u64 first = start - gpu::lane(); first < s.length; first += stride) {  // whole warps, for `matching`
       const u64 i = first + gpu::lane();
       const u32 place = i < s.length ? (source.peek(i) & Source::mask) - base : ~u32{0};
