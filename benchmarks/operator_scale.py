@@ -327,7 +327,11 @@ def finished(cluster: Cluster, name: str, workers: int) -> None:
                 "annotations": {names.DEFAULT_CONTAINER: role},
                 "ownerReferences": [names.owner(name, uid)],
             },
-            "spec": {"restartPolicy": "Never", "containers": [{"name": role, "image": "image:1", "command": ["x"]}]},
+            "spec": {
+                "restartPolicy": "Never",
+                "automountServiceAccountToken": False,
+                "containers": [{"name": role, "image": "image:1", "command": ["x"]}],
+            },
         }
         found = cluster.create(manifest)
         set_pod(cluster, found, "Succeeded", {"terminated": {"exitCode": 0, "startedAt": now(), "finishedAt": now()}})
