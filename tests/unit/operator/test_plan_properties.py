@@ -40,6 +40,11 @@ def _suspend(world: Simulated, number: int) -> None:
         world.policy_edit(suspend=bool(number % 2))
 
 
+def _foreign(world: Simulated, number: int) -> None:
+    if (name := f"train-worker-0-{number}") not in world.pods:  # a name is taken once
+        world.foreign.add(("Pod", name))
+
+
 ACTIONS: dict[str, Callable[[Simulated, int], Any]] = {
     "reconcile": lambda world, _: world.reconcile(),
     "crash": lambda world, number: setattr(world, "crash_after", number),
@@ -61,7 +66,7 @@ ACTIONS: dict[str, Callable[[Simulated, int], Any]] = {
     "suspend": _suspend,
     "nonsense": lambda world, _: world.edit(workers=0),
     "sense": lambda world, number: world.edit(workers=1 + number % 3),
-    "foreign": lambda world, number: world.foreign.add(("Pod", f"train-worker-0-{number}")),
+    "foreign": _foreign,
     "no foreign": lambda world, _: world.foreign.clear(),
     "status lost": lambda world, _: world.job.update(status={}) if world.job else None,
 }
