@@ -7,7 +7,7 @@ import time
 import pytest
 from jobs import endless, job, steps
 from kubernetes.client.exceptions import ApiException
-from target import Namespace, wait_for
+from target import Namespace, allowed, wait_for
 
 GONE_SECONDS = 15.0
 """From deleting a job to nothing being left of it, on nodes that can be reached."""
@@ -57,7 +57,7 @@ def test_deleted_at_any_phase(namespace: Namespace, phase: str) -> None:
     began = time.monotonic()
     namespace.delete(name)
     wait_for(lambda: namespace.children() == set(), "everything to be gone", 60)
-    assert time.monotonic() - began < GONE_SECONDS
+    assert time.monotonic() - began < allowed(GONE_SECONDS)
 
 
 def test_created_while_no_operator_ran(namespace: Namespace) -> None:
