@@ -46,8 +46,7 @@ def target() -> Iterator[Target]:
     layout, wanted = Layout.from_environment(), [images.RUNTIME, images.RUNTIME_OPENMPI, images.OPERATOR]
     running = Cluster.running(layout)
     if running is not None:
-        if not os.environ.get("TOPKUBE_TEST_STALE"):
-            running.load_images(wanted)
+        running.load_images(wanted)
         yield Target(layout.kubeconfig, running)
         return
     cluster = Cluster.up(layout, NODES, wanted)
