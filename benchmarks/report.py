@@ -328,12 +328,17 @@ def gpu_section(stored: dict[str, Any]) -> dict[str, str]:
     return {"GPU": text}
 
 
+def cache_section(stored: dict[str, Any]) -> dict[str, str]:
+    return {"CACHE": generic(stored)}
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
     "allreduce": allreduce_section,
     "select": select_section,
     "convergence": convergence_section,
     "overhead": overhead_section,
     "gpu": gpu_section,
+    "cache": cache_section,
 }
 
 

@@ -17,7 +17,7 @@ from topkube.cli.cluster import commands
 from topkube.cli.options import Output, OutputOption
 from topkube.errors import TopKubeError
 
-BENCHES = {"select": "topkube.bench.select", "allreduce": "topkube.bench.allreduce"}
+BENCHES = {"select": "topkube.bench.select", "allreduce": "topkube.bench.allreduce", "cache": "topkube.bench.cache"}
 
 
 class _BenchGroup(TyperGroup):

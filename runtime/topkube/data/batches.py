@@ -58,7 +58,9 @@ class Batches(IterableDataset[Any]):
         return [indices[start : start + size] for start in range(0, end, size)]
 
     def _collated(self, indices: Longs) -> Any:
-        return collate(self.dataset.__getitems__(indices))
+        # The sampler's numbers are in range: only with a transform are samples taken apart.
+        known = self.dataset.transform is None
+        return collate(self.dataset.batch(indices) if known else self.dataset.__getitems__(indices))
 
     def _prepared(self, parts: list[Longs]) -> Iterator[Any]:
         waiting: deque[Future[Any]] = deque()

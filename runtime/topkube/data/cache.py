@@ -27,6 +27,8 @@ from topkube.errors import DatasetError
 Source = Callable[[Shard, int], None]
 """Puts a shard's bytes into a descriptor: from the store, or from another node."""
 _OPEN_FILES = 400
+_STREAM_BYTES = 1 << 30
+"""Of shards that no tier takes, per process: a shuffle window of 16 shards of 64 MB should fit."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 _POLL_SECONDS = 0.005
 
@@ -112,20 +114,20 @@ class Cache:
         shard = self.shards[number]
         found = self._cached(shard) or self._bring(shard, source)
         with self._guard():
-            kept, most = (self._files, _OPEN_FILES) if found.cached else (self._streams, 2)
-            kept[number] = found
-            while len(kept) > most:
-                kept.popitem(last=False)
+            if found.cached:
+                self._files[number] = found
+                while len(self._files) > _OPEN_FILES:
+                    self._files.popitem(last=False)
+            else:
+                self._streams[number] = found
+                while len(self._streams) > 1 and sum(one.shard.size for one in self._streams.values()) > _STREAM_BYTES:
+                    self._streams.popitem(last=False)
         return found
 
     def _guard(self) -> threading.Lock:
         if self._process != os.getpid():  # the fork of a thread that held it
             self._process, self._lock = os.getpid(), threading.Lock()
         return self._lock
-
-    def has_open(self, number: int) -> bool:
-        """Whether this process has the shard open."""
-        return number in self._files or number in self._streams
 
     def lost(self, number: int, error: int) -> None:
         """An open shard could not be read: `error` is the errno, 0 where its file is too short. The next `open` finds

@@ -31,6 +31,7 @@ NAMES = (
 count shards; seconds are summed over processes; corruptions count quarantined shards, evictions removed datasets,
 takeovers shards fetched because their first fetcher stood still."""
 _ROWS = 257
+_COLUMNS = {name: column for column, name in enumerate(NAMES)}
 
 
 class Counters:
@@ -42,7 +43,7 @@ class Counters:
         self._row: tuple[int, int] = (self._main, 0)
 
     def add(self, name: str, amount: float = 1.0) -> None:
-        self._table[self._own_row(), NAMES.index(name)] += amount
+        self._table[self._own_row(), _COLUMNS[name]] += amount
 
     def _own_row(self) -> int:
         process = os.getpid()

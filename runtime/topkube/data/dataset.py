@@ -216,7 +216,7 @@ class CachedDataset:
 
     def expect(self, order: Longs) -> None:
         """Tells in which order samples will be asked for; the filler goes ahead in it. DistributedSampler calls it."""
-        if self.filler is not None and os.getpid() == self._process:
+        if self.filler is not None and self.filler.running and os.getpid() == self._process:
             shards = self._reader.shards_of(order)
             _, first = np.unique(shards, return_index=True)
             self.filler.prefer(shards[np.sort(first)])

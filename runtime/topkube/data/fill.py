@@ -93,6 +93,11 @@ class Filler:
         return self._exchange.source(home)
 
     @property
+    def running(self) -> bool:
+        """Whether some of this rank's share is still to come."""
+        return self._running
+
+    @property
     def done(self) -> int:
         """Shards of this rank's share that need no more waiting for."""
         with self._change:

@@ -23,6 +23,7 @@ import xxhash
 
 from topkube import _kernels
 from topkube.data.batch import Array, Batch, Leaf, Schema, as_array, fits, parts, schema_of
+from topkube.data.buffers import Buffers
 from topkube.data.locks import FileLock
 from topkube.errors import DatasetError
 
@@ -82,10 +83,7 @@ class MemoryTier:
 
     def has(self, indices: Longs) -> npt.NDArray[np.bool_]:
         """Which of these samples are here."""
-        present: npt.NDArray[np.bool_] = self.present[indices] != 0
-        if present.any():
-            self._read_schema()
-        return present
+        return self.present.take(indices).view(np.bool_)
 
     def admit(self, indices: Longs, samples: Sequence[Any]) -> None:
         """Keeps these samples as far as there is room. Raises Frozen (an OSError) once where there is none any more,
@@ -175,6 +173,7 @@ class _Column:
     def __init__(self, path: Path, leaf: Leaf, samples: int, limit: int) -> None:
         self.leaf = leaf
         self._dtype = np.dtype(leaf.dtype)
+        self._buffers = Buffers()
         size = samples * leaf.record_bytes if leaf.fixed else limit
         self._bytes = _map(path, size, sparse=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -188,7 +187,10 @@ class _Column:
 
     def gather(self, indices: Longs) -> Array | list[Array]:
         if self.leaf.fixed:
-            return self._rows.take(indices, axis=0)
+            assert self.leaf.shape is not None
+            out = self._buffers.array(self._dtype, (indices.size, *self.leaf.shape))
+            # The caller has looked these samples up: none is out of range, and clip spares a copy.
+            return self._rows.take(indices, axis=0, out=out, mode="clip")
         places = self._places[indices]
         lengths = np.ascontiguousarray(places[:, 1])
         out = np.empty(int(lengths.sum()), np.uint8)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from topkube import _kernels
 from topkube.data.batch import ArrayOf, Batch
+from topkube.data.buffers import Buffers
 from topkube.data.cache import Cache, ShardFile
 from topkube.data.listing import Longs
 from topkube.data.row_groups import RowGroups
@@ -22,7 +23,17 @@ from topkube.errors import DatasetError, StoreError
 NAME = "__key__"
 """Under this a tar's sample has its name."""
 _INDEXES = 64
+_HELD = 300
+"""Shards held open."""
 _TRIES = 4
+
+
+class _Held:
+    """Open shards by number, and their descriptors: -1 where there is none."""
+
+    def __init__(self, shards: int) -> None:
+        self.files: dict[int, ShardFile] = {}
+        self.descriptors = np.full(shards, -1, np.int32)
 
 
 class Reader:
@@ -32,7 +43,9 @@ class Reader:
         self.cache = cache
         self.starts: Longs = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         self._field = field
+        self._buffers = Buffers()
         self._indexes: OrderedDict[int, SampleIndex] = OrderedDict()
+        self._held = _Held(counts.size)
         self._known = np.zeros(counts.size, bool)
         self._offsets = np.zeros(len(self), np.int64)
         self._lengths = np.zeros(len(self), np.int64)
@@ -97,45 +110,50 @@ class Reader:
     def _object(self, number: int) -> str:
         return self.cache.shards.listing.paths[self.cache.shards[number].start]
 
-    def read(self, indices: Longs, out: npt.NDArray[np.uint8] | None = None) -> tuple[npt.NDArray[np.uint8], Longs]:
+    def read(self, indices: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
         """The samples' bytes, one after the other, and the length of each. Raises StoreError."""
         counters = self.cache.counters
         numbers = self.shards_of(indices)
-        unique = np.unique(numbers)
         counters.add("disk_requests", indices.size)
         for turn in range(_TRIES):
-            files: dict[int, ShardFile] = {}
-            for number in unique.tolist():
-                if self.cache.has_open(number):
-                    files[number] = self.cache.open(number)
-                else:
-                    was_here = self.cache.has(number)
-                    files[number] = self.cache.open(number)
-                    if not was_here and turn == 0:
-                        counters.add("disk_misses", int((numbers == number).sum()))
-                self._places(number)
-            descriptors = np.empty(len(self.cache.shards), np.int32) if unique.size > 8 else None
-            if descriptors is not None:
-                descriptors[unique] = [files[number].file for number in unique.tolist()]
-                opened = descriptors[numbers]
-            else:
-                opened = np.empty(numbers.size, np.int32)
-                for number, file in files.items():
-                    opened[numbers == number] = file.file
-            lengths = self._lengths[indices]
+            held = self._held  # kept to the end of the read: its files stay open
+            opened = held.descriptors.take(numbers)
+            if opened.size and opened.min() < 0:
+                held = self._hold(held, numbers, count_misses=turn == 0)
+                opened = held.descriptors.take(numbers)
+            lengths = self._lengths.take(indices)
             total = int(lengths.sum())
-            if out is None or out.size != total:
-                out = np.empty(total, np.uint8)
-            done, error = _kernels.gather_files(opened, self._offsets[indices], lengths, out)
+            out = self._buffers.bytes(total)
+            done, error = _kernels.gather_files(opened, self._offsets.take(indices), lengths, out)
             if done == indices.size:
                 counters.add("disk_bytes", total)
                 return out, lengths
             self.cache.lost(int(numbers[done]), error)
+            self._held = _Held(len(self.cache.shards))
         raise StoreError(
             f"a shard of {self.cache.shards.uri} could not be read {_TRIES} times in a row",
             cause=os.strerror(error) if error else "its file is shorter than it was",
             next_step="look at the kernel's log for errors of the disk",
         )
+
+    def _hold(self, held: _Held, numbers: Longs, *, count_misses: bool) -> _Held:
+        """Opens what `held` lacks of these shards; what holds all of them."""
+        unique = np.unique(numbers)
+        if len(held.files) + unique.size > _HELD:  # others may be reading from the old one
+            held = self._held = _Held(len(self.cache.shards))
+        for number in unique.tolist():
+            if number in held.files:
+                continue
+            missed = count_misses and not self.cache.has(number)
+            file = self.cache.open(number)
+            if missed:
+                self.cache.counters.add("disk_misses", int((numbers == number).sum()))
+            self._places(number)
+            held.files[number] = file
+            held.descriptors[number] = file.file
+            if not file.cached:  # a shard in memory is not held for long
+                self._held = _Held(len(self.cache.shards))
+        return held
 
     def samples(self, indices: Longs) -> list[Any]:
         """Raw samples: bytes of a file; of a tar a dict of fields, with the sample's name under `__key__`; of a table a

@@ -186,3 +186,20 @@ def test_spawned_workers_read_the_same_samples(remote: Remote, open_dataset: Ope
     dataset = open_dataset(remote.uri, decode=RECORD)
     loader: Any = DataLoader(dataset, 10, num_workers=1, multiprocessing_context="spawn", collate_fn=collate)
     np.testing.assert_array_equal(torch.cat(list(loader)).numpy(), data)
+
+
+def test_a_batch_that_somebody_holds_is_never_written_again(remote: Remote, open_dataset: Opener) -> None:
+    data = write_files(remote.folder, 300)  # batches large enough for buffers that are used again
+    for memory_limit in (0, 1 << 22):
+        dataset = open_dataset(str(remote.folder), decode=RECORD, memory_limit=memory_limit)
+        sampler = DistributedSampler(dataset)
+        for _ in range(2):
+            held = [(batch, wanted) for batch, wanted in zip(
+                dataset.batches(100, sampler, ahead=2), np.split(sampler.indices(), 3), strict=True
+            )]  # fmt: skip
+            views = [batch[3] for batch, _ in held]
+            for batch in dataset.batches(100, sampler):  # buffers are free again after each turn
+                del batch
+            for (batch, wanted), view in zip(held, views, strict=True):
+                np.testing.assert_array_equal(batch.numpy(), data[wanted])
+                np.testing.assert_array_equal(view.numpy(), data[wanted[3]])

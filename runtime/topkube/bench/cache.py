@@ -1,0 +1,132 @@
+"""`topkube bench cache`: batches from a warm cache beside what memory and the page cache give, on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from topkube import _kernels
+from topkube.bench.report import Report
+from topkube.data import ArrayOf, DistributedSampler
+from topkube.data.dataset import CachedDataset
+
+BATCH = 256
+SAMPLES = (3 * 1024, 150 * 1000)
+"""Bytes of a sample: a small array, a JPEG."""
+COLUMNS = {
+    "sample": "sample, bytes",
+    "reader": "read by",
+    "mb_per_s": "MB/s (median)",
+    "min": "min",
+    "max": "max",
+    "of": "% of",
+    "percent": "%",
+}
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="topkube-bench-cache-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def measure(megabytes: int = 128, repeats: int = 5) -> Report:
+    """Second-epoch rates of the memory tier and of the disk tier alone. Contenders take turns, epoch by epoch."""
+    report = Report("Batches of 256 from a warm cache, one process", COLUMNS)
+    for size in SAMPLES:
+        with folder() as home:
+            _measure(report, home, size, max(BATCH * 4, megabytes * 1_000_000 // size), repeats)
+    return report
+
+
+def _measure(report: Report, home: Path, size: int, count: int, repeats: int) -> None:
+    source = home / "source"
+    source.mkdir()
+    data = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
+    for number in range(count):
+        (source / f"{number:07}").write_bytes(data[number].tobytes())
+    given: dict[str, Any] = {"decode": ArrayOf("uint8", (size,)), "cache_directory": home / "cache", "free_bytes": 0}
+    disk = CachedDataset(source, **given)
+    memory = CachedDataset(source, **given, memory_limit=2 * data.nbytes)
+    whole = home / "whole"
+    data.tofile(whole)
+    file = os.open(whole, os.O_RDONLY)
+    order = DistributedSampler(disk, seed=1)
+    parts = [order.indices()[at : at + BATCH] for at in range(0, count, BATCH)]
+    lengths = np.full(BATCH, size, np.int64)
+    buffer = np.empty(BATCH * size, np.uint8)
+
+    def array() -> None:
+        for part in parts:
+            data[part]
+
+    def page_cache() -> None:
+        """The same ranges, one pread each, into one buffer."""
+        for part in parts:
+            n = part.size
+            _kernels.gather_files(np.full(n, file, np.int32), part * size, lengths[:n], buffer[: n * size])
+
+    def in_order() -> None:
+        view, at = buffer[: 1 << 20].data, 0
+        while got := os.preadv(file, [view], at):
+            at += got
+
+    readers: dict[str, tuple[Callable[[], None], str]] = {
+        "NumPy array in memory": (array, ""),
+        "TopKube, memory tier": (lambda: _all(memory, order), "NumPy array in memory"),
+        "page cache, same ranges": (page_cache, ""),
+        "page cache, in order, 1 MiB": (in_order, ""),
+        "TopKube, disk tier": (lambda: _all(disk, order), "page cache, same ranges"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in readers}
+    for turn in range(repeats + 1):
+        for name, (read, _) in readers.items():
+            start = perf_counter()
+            read()
+            if turn:  # the first fills the tiers
+                seconds[name].append(perf_counter() - start)
+    rate = {name: data.nbytes / 1e6 / median(times) for name, times in seconds.items()}
+    for name, (_, of) in readers.items():
+        report.add(
+            sample=size,
+            reader=name,
+            mb_per_s=rate[name],
+            min=data.nbytes / 1e6 / max(seconds[name]),
+            max=data.nbytes / 1e6 / min(seconds[name]),
+            of=of or None,
+            percent=100 * rate[name] / rate[of] if of else None,
+        )
+    os.close(file)
+    disk.close()
+    memory.close()
+
+
+def _all(dataset: CachedDataset, sampler: DistributedSampler) -> None:
+    for _ in dataset.batches(BATCH, sampler):
+        pass
+
+
+def command(
+    megabytes: Annotated[int, typer.Option(min=1, help="Size of each dataset.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Epochs per reader.")] = 5,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures here.")] = None,
+) -> None:
+    """Measure batches from a warm cache beside NumPy and the page cache."""
+    report = measure(megabytes, repeats)
+    if json is not None:
+        json.write_text(report.to_json())
+    Console().print(report.table())
