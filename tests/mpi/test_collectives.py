@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import parameters
+from worlds import parameters
 
 
 @pytest.mark.parametrize(("mpi", "layout", "case"), parameters("allreduce"))

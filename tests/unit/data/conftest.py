@@ -2,15 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from openers import Opener
 from remotes import Remote
-
-from topkube.data.dataset import CachedDataset
-from topkube.data.store import Patience
-
-HASTY = Patience(retries=3, pause_seconds=0.01, stall_seconds=1.0)
 
 
 @pytest.fixture
@@ -19,31 +14,6 @@ def remote(tmp_path: Path) -> Iterator[Remote]:
     server = Remote(tmp_path / "remote")
     yield server
     server.close()
-
-
-class Opener:
-    """Opens datasets over a cache in the test's folder, with short deadlines; closes them afterwards."""
-
-    def __init__(self, folder: Path) -> None:
-        self.cache, self.memory = folder / "cache", folder / "memory"
-        self.opened: list[CachedDataset] = []
-
-    def __call__(self, uri: str | Path, **more: Any) -> CachedDataset:
-        given: dict[str, Any] = {
-            "cache_directory": self.cache,
-            "memory_directory": self.memory,
-            "patience": HASTY,
-            "wait_seconds": 2.0,
-            "free_bytes": 0,
-            **more,
-        }
-        self.opened.append(CachedDataset(str(uri), **given))
-        return self.opened[-1]
-
-    def close(self) -> None:
-        for dataset in self.opened:
-            dataset.close()
-        self.opened.clear()
 
 
 @pytest.fixture

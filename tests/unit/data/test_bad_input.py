@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Opener
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openers import Opener
 from remotes import Remote, add, write_files, write_tars
 
 from topkube.data.disk_tier import DiskTier

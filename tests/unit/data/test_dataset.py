@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Opener
+from openers import Opener
 from remotes import Remote, write_files, write_tars
 from torch.utils.data import DataLoader
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import Opener
+from openers import Opener
 from processes import ending, fork, on_volume
 from remotes import Remote, write_files, write_tars
 
