@@ -99,7 +99,7 @@ def test_the_webhook_is_called_by_the_name_in_its_certificate() -> None:
     ]
     assert names == [f"{service['name']}.{service['namespace']}.svc"]
     assert service["path"] == webhook.PATH
-    assert {"name": "webhook", "containerPort": webhook.PORT} in container["ports"]
+    assert {"name": "webhook", "containerPort": webhook.PORT, "protocol": "TCP"} in container["ports"]
     [port] = [port for port in one("Service")["spec"]["ports"] if port["port"] == service["port"]]
     assert port["targetPort"] == "webhook"
     assert "caBundle" not in hook["clientConfig"], "the operator writes it"
