@@ -130,9 +130,9 @@ PANELS = [(dashboard, panel) for dashboard in DASHBOARDS for panel in dashboard.
 @pytest.mark.parametrize(("dashboard", "panel"), PANELS, ids=[f"{one.uid}: {panel.title}" for one, panel in PANELS])
 def test_every_query_of_every_panel_has_an_answer(server: Prometheus, dashboard: Dashboard, panel: Panel) -> None:
     for query in panel.queries:
-        values = ask(server, query.expression)
+        # NaN is a ratio of nothing in the window (a tier that nobody asked): a gap in the plot.
+        values = [value for value in ask(server, query.expression) if not math.isnan(value)]
         assert values, query.expression
-        assert not all(math.isnan(value) for value in values), query.expression
         if panel.unit == "percentunit":
             assert all(0 <= value <= 50 for value in values), values
 
