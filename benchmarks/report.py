@@ -17,6 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import cluster_report
+from tables import number, table
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -34,25 +37,6 @@ def load(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
         return None
     stored: dict[str, Any] = json.loads(path.read_text())
     return stored
-
-
-def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; columns after the first are right-aligned."""
-    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def number(value: object) -> str:
-    """Three significant figures, as a reader wants them."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return str(value)
 
 
 def size(elements: int) -> str:
@@ -339,6 +323,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
     "overhead": overhead_section,
     "gpu": gpu_section,
     "cache": cache_section,
+    **cluster_report.SECTIONS,
 }
 
 

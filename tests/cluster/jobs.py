@@ -28,6 +28,15 @@ if topkube.rank() == 1:
     sys.exit(7)
 topkube.allreduce_(np.ones(64, np.float32), algorithm="flat")
 """
+# The same, in the first attempt alone.
+FAILS_ONCE = """
+import os, sys, numpy as np, topkube
+topkube.init()
+topkube.allreduce_(np.ones(64, np.float32), algorithm="flat")
+if topkube.rank() == 1 and os.environ["TOPKUBE_ATTEMPT"] == "1":
+    sys.exit(7)
+topkube.allreduce_(np.ones(64, np.float32), algorithm="flat")
+"""
 
 
 def job(name: str, command: list[str], *, workers: int = 2, slots: int = 1, **spec: Any) -> dict[str, Any]:
@@ -56,3 +65,7 @@ def endless() -> list[str]:
 
 def fails() -> list[str]:
     return ["python", "-c", FAILS]
+
+
+def fails_once() -> list[str]:
+    return ["python", "-c", FAILS_ONCE]

@@ -88,6 +88,17 @@ class Jobs:
             raise AssertionError(f"{error}: {self.status(name)}") from None
         return found
 
+    def wait_failure(self, name: str, seconds: float = 120.0) -> dict[str, Any]:
+        """Why the job failed."""
+
+        def failed() -> dict[str, Any] | None:
+            status = self.status(name)
+            assert status.get("phase") != "Succeeded", status
+            return status.get("firstFailure") if status.get("phase") == "Failed" else None
+
+        found: dict[str, Any] = until(failed, f"{name} to fail", seconds)
+        return found
+
 
 class Operator:
     """`python -m topkube_operator` for one namespace; its Lease and its secret are there too."""

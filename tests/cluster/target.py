@@ -14,6 +14,7 @@ import kubernetes
 import yaml
 from kubernetes.client.exceptions import ApiException
 from kubernetes.dynamic.exceptions import ConflictError
+from localkube.cgroups import Group
 from localkube.cluster import Cluster
 
 T = TypeVar("T")
@@ -68,6 +69,10 @@ class Target:
             if any(one.type == "Ready" and one.status == "True" for one in node.status.conditions or ())
         )
 
+    def label_node(self, node: str, label: str, value: str | None) -> None:
+        """Sets a label of a node; None takes it off."""
+        self.core.patch_node(node, {"metadata": {"labels": {label: value}}})
+
     def scale_operator(self, replicas: int) -> None:
         """Returns when as many operators run, and no more."""
         self.apps.patch_namespaced_deployment_scale(OPERATOR, OPERATOR_NAMESPACE, {"spec": {"replicas": replicas}})
@@ -86,9 +91,13 @@ class Target:
 
     def kill_container(self, pod: Any, container: str) -> None:
         """SIGKILL to the processes of a container, from outside: as the kernel does when memory runs out."""
+        self.container(pod, container).kill()
+
+    def container(self, pod: Any, container: str) -> Group:
+        """The cgroup of a running container."""
         assert self.local is not None
         identity = next(one.container_id for one in pod.status.container_statuses if one.name == container)
-        self.local.nodes[pod.spec.node_name].container(identity.rpartition("/")[2]).kill()
+        return self.local.nodes[pod.spec.node_name].container(identity.rpartition("/")[2])
 
 
 class Namespace:
@@ -207,5 +216,33 @@ class Namespace:
             yield f"--- operator {pod.metadata.name}: {pod.status.phase}"
             with suppress(ApiException):
                 yield str(
-                    self.target.core.read_namespaced_pod_log(pod.metadata.name, OPERATOR_NAMESPACE, tail_lines=40)
+                    self.target.core.read_namespaced_pod_log(pod.metadata.name, OPERATOR_NAMESPACE, tail_lines=150)
                 )
+
+
+def shared_claim(namespace: Namespace, folder: Path, name: str) -> None:
+    """A ReadWriteMany claim on `folder`, which all nodes of this machine share. Its volume has the namespace's name."""
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    core = namespace.target.core
+    size, modes = {"storage": "1Gi"}, ["ReadWriteMany"]
+    core.create_persistent_volume(
+        {
+            "metadata": {"name": namespace.name},
+            "spec": {
+                "capacity": size,
+                "accessModes": modes,
+                "hostPath": {"path": str(folder)},
+                "storageClassName": "",
+                "persistentVolumeReclaimPolicy": "Retain",
+                "claimRef": {"namespace": namespace.name, "name": name},
+            },
+        }
+    )
+    core.create_namespaced_persistent_volume_claim(
+        namespace.name,
+        {
+            "metadata": {"name": name},
+            "spec": {"accessModes": modes, "resources": {"requests": size}, "storageClassName": ""},
+        },
+    )

@@ -19,6 +19,12 @@ def test_success(namespace: Namespace) -> None:
     assert "firstFailure" not in status
     assert namespace.condition(name, "Succeeded")["status"] == "True"
     assert namespace.condition(name, "Running")["status"] == "False"
+    wait_for(
+        lambda: namespace.status(name)["replicaStatuses"]["workers"]["succeeded"] == 2,
+        "the workers to be counted as succeeded",
+        30,
+    )
+    assert namespace.status(name)["replicaStatuses"]["launcher"]["succeeded"] == 1
     reasons = [event.split(":")[0] for event in namespace.events()]
     for reason in ("PodsCreated", "Running", "Succeeded"):
         assert any(reason in found for found in reasons), reasons

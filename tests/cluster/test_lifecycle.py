@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from jobs import endless, job, steps
+from jobs import endless, fails, job, steps
 from kubernetes.client.exceptions import ApiException
 from target import Namespace, allowed, wait_for
 
-GONE_SECONDS = 15.0
-"""From deleting a job to nothing being left of it, on nodes that can be reached."""
+GONE_SECONDS = 30.0
+"""From deleting a job to nothing being left of it, on nodes that can be reached: twice what is allowed on a quiet
+machine, where benchmarks/cluster_recovery.py measures it."""
 
 
 def test_suspended_from_the_start_then_resumed(namespace: Namespace) -> None:
@@ -37,14 +38,15 @@ def test_suspending_frees_everything_and_resuming_goes_on(namespace: Namespace) 
     after = namespace.wait_phase(name, "Running")
     assert after["attempt"] == before["attempt"] + 1
     assert after["restarts"] == 0
-    assert after["startTime"] >= before["startTime"]  # activeDeadlineSeconds counts anew
+    assert after["startTime"] > before["startTime"]  # activeDeadlineSeconds counts anew
 
 
-@pytest.mark.parametrize("phase", ["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded"])
+@pytest.mark.parametrize("phase", ["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"])
 def test_deleted_at_any_phase(namespace: Namespace, phase: str) -> None:
     """On nodes that can be reached everything is gone within 15 s: PID 1 passes SIGTERM on."""
-    command = steps(1) if phase == "Succeeded" else endless()
-    name = namespace.create(job("doomed", command, runPolicy={"suspend": phase == "Suspended"}))
+    command = {"Succeeded": steps(1), "Failed": fails()}.get(phase, endless())
+    policy = {"suspend": phase == "Suspended", "backoffLimit": 0 if phase == "Failed" else 1, "cleanPodPolicy": "None"}
+    name = namespace.create(job("doomed", command, runPolicy=policy))
     if phase == "Starting":
         namespace.wait_phase(name, "Starting", "Running")
     elif phase == "Restarting":
@@ -81,17 +83,21 @@ def test_deleted_while_no_operator_ran(namespace: Namespace) -> None:
 
 
 def test_changes_of_the_spec(namespace: Namespace) -> None:
-    """What is immutable is refused; what is not takes effect with the next attempt."""
+    """What is immutable is refused; what is not takes effect: policies at once, placement after a suspension."""
     name = namespace.create(job("change", endless(), workers=1))
     namespace.wait_phase(name, "Running")
     with pytest.raises(ApiException, match=r"spec\.workers: cannot be changed"):
         namespace.patch(name, {"spec": {"workers": 2}})
-    changed = namespace.job(name)["spec"]["template"]
-    changed["spec"]["containers"][0]["env"] = [{"name": "MARK", "value": "new"}]
-    namespace.patch(name, {"spec": {"template": changed}})
+    template = namespace.job(name)["spec"]["template"]
+    template["spec"]["tolerations"] = [{"key": "spot", "operator": "Exists"}]
+    with pytest.raises(ApiException, match="only while the job is suspended"):
+        namespace.patch(name, {"spec": {"template": template}})
     namespace.patch(name, {"spec": {"runPolicy": {"suspend": True}}})
     namespace.wait_phase(name, "Suspended")
-    namespace.patch(name, {"spec": {"runPolicy": {"suspend": False}}})
-    namespace.wait_phase(name, "Running")
-    environment = namespace.pods("worker")[0].spec.containers[0].env
-    assert any(one.name == "MARK" and one.value == "new" for one in environment)
+    namespace.patch(name, {"spec": {"template": template, "runPolicy": {"suspend": False}}})
+    status = namespace.wait_phase(name, "Running")
+    assert status["observedGeneration"] == namespace.job(name)["metadata"]["generation"]
+    assert any(one.key == "spot" for one in namespace.pods("worker")[0].spec.tolerations)
+    namespace.patch(name, {"spec": {"runPolicy": {"activeDeadlineSeconds": 1}}})
+    namespace.wait_phase(name, "Failed")
+    assert namespace.condition(name, "Failed")["reason"] == "DeadlineExceeded"

@@ -1,4 +1,5 @@
-"""Operators in processes of the test's own: killed at every one of their writes, and beside a gang scheduler."""
+"""Operators in processes of the test's own: killed at every one of their writes, with short deadlines, and beside a
+gang scheduler."""
 
 from __future__ import annotations
 
@@ -7,53 +8,87 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kubernetes.client.exceptions import ApiException
+from localkube.cluster import Cluster as LocalCluster
 from operating import Guillotine, Jobs, Operator, gone, job, until
-from target import OPERATOR, OPERATOR_NAMESPACE, Target
+from target import Namespace, Target
 
-from topkube.cli.cluster.api import Api
 from topkube_operator.cluster import ApiError, Cluster
 
 
+@pytest.fixture(scope="module")
+def resting(installed: Target) -> Iterator[Target]:
+    """The installed operator stands by while these tests run."""
+    installed.scale_operator(0)
+    yield installed
+    installed.scale_operator(2)
+
+
 @pytest.fixture
-def jobs(target: Target, admin: Api) -> Iterator[Jobs]:
-    """A fresh namespace that no operator looks after; one that is installed stands by meanwhile."""
-    cluster, name = Cluster(str(target.kubeconfig)), f"process-{secrets.token_hex(3)}"
+def jobs(resting: Target, request: pytest.FixtureRequest) -> Iterator[Jobs]:
+    """A fresh namespace that no operator looks after."""
+    cluster, name = Cluster(str(resting.kubeconfig)), f"process-{secrets.token_hex(3)}"
     cluster.learn("ServiceAccount", "v1", "serviceaccounts")
     cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
     until(lambda: not gone(cluster, "ServiceAccount", name, "default"), "the service account")
-    try:
-        installed = target.apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE).spec.replicas
-    except ApiException:
-        installed = 0
-    if installed:
-        target.scale_operator(0)
     yield Jobs(cluster, name)
-    if installed:
-        target.scale_operator(installed)
+    if getattr(request.node, "failed", False):
+        print(*Namespace(resting, name).describe(), sep="\n")
     cluster.call("DELETE", f"/api/v1/namespaces/{name}")
 
 
 def test_killed_at_each_of_its_writes_the_operator_brings_the_job_to_its_end(
     jobs: Jobs, kubeconfig: Path, tmp_path: Path
 ) -> None:
+    """SIGKILL before and after each write of a whole life: a first attempt that fails, a second that succeeds. One
+    restart is counted, each pod is made once."""
     with Guillotine(jobs.cluster, tmp_path) as guillotine:
         operator = Operator(str(guillotine.kubeconfig), jobs.namespace, "--no-leader-election")
         guillotine.victim = operator
-        made = job("hydra", workers=1)
+        made = job("hydra", '[ "$TOPKUBE_ATTEMPT" = 2 ]', workers=1, runPolicy={"backoffLimit": 1})
         jobs.create(made)
         with operator.running():
 
             def over() -> bool:
                 if not operator.alive():
                     operator.start()
-                return jobs.status("hydra").get("phase") == "Succeeded" and not jobs.children("Secret")
+                phase = jobs.status("hydra").get("phase")
+                assert phase != "Failed", (jobs.status("hydra"), guillotine.kills)
+                return phase == "Succeeded" and not jobs.children("Secret")
 
-            until(over, "the job to end", 240)
-        assert len(guillotine.kills) > 20, guillotine.kills
+            until(over, "the job to end", 280)
+        assert len(guillotine.kills) > 26, guillotine.kills
     status = jobs.status("hydra")
-    assert (status["attempt"], status["restarts"], status["disruptions"]) == (1, 0, 0), guillotine.kills
-    assert sorted(jobs.pods()) == ["hydra-launcher-1", "hydra-worker-0-1"]
+    assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 1, 0), guillotine.kills
+    assert sorted(jobs.pods()) == ["hydra-launcher-2", "hydra-worker-0-1"]
+
+
+def test_ranks_that_make_no_step_end_the_attempt(jobs: Jobs, kubeconfig: Path) -> None:
+    with Operator(str(kubeconfig), jobs.namespace, "--startup-seconds", "4").running():
+        jobs.create(job("stalled", "sleep 100000", workers=1))
+        failure = jobs.wait_failure("stalled")
+    assert failure["reason"] == "Stalled"
+    assert "4 s" in failure["message"]
+
+
+def test_a_rendezvous_that_takes_too_long_names_who_is_missing(
+    jobs: Jobs, kubeconfig: Path, breakable: LocalCluster
+) -> None:
+    """Worker and launcher run on two nodes with no link between them."""
+    ours, other = list(breakable.nodes)[:2]
+    breakable.cut(ours, other)
+    try:
+        with Operator(str(kubeconfig), jobs.namespace, "--rendezvous-seconds", "3").running():
+            apart = job("apart", "true", workers=1)
+            apart["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": other}
+            where = {"nodeSelector": {"kubernetes.io/hostname": ours}}
+            apart["spec"]["launcher"] = {"template": {"spec": where}}
+            jobs.create(apart)
+            failure = jobs.wait_failure("apart")
+    finally:
+        breakable.mend(ours, other)
+    assert failure["reason"] == "RendezvousTimeout"
+    assert failure["pod"] == "apart-worker-0-1"
+    assert "apart-worker-0-1" in failure["message"]
 
 
 def test_a_gang_waits_for_its_scheduler(jobs: Jobs, kubeconfig: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,39 +16,16 @@ from conftest import MANIFESTS
 from jobs import job, steps
 from localkube.cluster import Cluster
 from localkube.images import RUNTIME_OPENMPI
-from target import Namespace, wait_for
+from target import Namespace, shared_claim, wait_for
 
 
 @pytest.fixture
 def checkpoints(namespace: Namespace, breakable: Cluster) -> Iterator[Path]:
     """A ReadWriteMany claim called `checkpoints`, on a folder that all nodes of this machine share; the folder."""
     folder = breakable.layout.state / "volumes" / namespace.name
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    core = namespace.target.core
-    size, modes = {"storage": "1Gi"}, ["ReadWriteMany"]
-    core.create_persistent_volume(
-        {
-            "metadata": {"name": namespace.name},
-            "spec": {
-                "capacity": size,
-                "accessModes": modes,
-                "hostPath": {"path": str(folder)},
-                "storageClassName": "",
-                "persistentVolumeReclaimPolicy": "Retain",
-                "claimRef": {"namespace": namespace.name, "name": "checkpoints"},
-            },
-        }
-    )
-    core.create_namespaced_persistent_volume_claim(
-        namespace.name,
-        {
-            "metadata": {"name": "checkpoints"},
-            "spec": {"accessModes": modes, "resources": {"requests": size}, "storageClassName": ""},
-        },
-    )
+    shared_claim(namespace, folder, "checkpoints")
     yield folder
-    core.delete_persistent_volume(namespace.name)
+    namespace.target.core.delete_persistent_volume(namespace.name)
 
 
 def sample(arguments: list[str], **spec: Any) -> dict[str, Any]:
@@ -104,6 +82,8 @@ def test_the_sample_trains_and_its_checkpoint_holds_the_weights(namespace: Names
     assert "Restarting" in seen, seen
     logs = "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods())
     assert "held-out loss" in logs
+    resumed_at = int(re.search(r"resumed at step (\d+) from step-", logs)[1])
+    assert resumed_at >= at, "what was saved before the kill was lost"
     final = weights(published(checkpoints)[-1])
     assert published(checkpoints)[-1].name.startswith("step-00000060")
     assert len(published(checkpoints)) == 2  # keep
@@ -136,8 +116,5 @@ def test_a_checkpoint_is_taken_on_sigterm(namespace: Namespace, checkpoints: Pat
     reached = int(published(checkpoints)[-1].name[5:13])
     assert 0 < reached < 50_000
     namespace.patch(name, {"spec": {"runPolicy": {"suspend": False}}})
-    wait_for(
-        lambda: namespace.phase(name) == "Running" and namespace.status(name)["progress"]["step"] > reached,
-        f"steps after {reached}",
-        90,
-    )
+    namespace.wait_log(f"resumed at step {reached} from step-", seconds=90)
+    wait_for(lambda: namespace.status(name)["progress"]["step"] > reached, f"steps after {reached}", 90)

@@ -350,6 +350,8 @@ class Run:
             if name in shared["more"]:
                 thing.load_state_dict(shared["more"][name])
         self._generators = own.get("generators")
+        if self._world.rank == 0:
+            print(f"topkube: resumed at step {self.step} from {loaded.place.name}", flush=True)
 
     def _restore_generators(self) -> None:
         """Once the loader's iterator stands: making it draws a random number, which the run before had drawn

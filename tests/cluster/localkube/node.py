@@ -197,6 +197,7 @@ class Node:
             "nodeStatusUpdateFrequency": "4s",
             "nodeLeaseDurationSeconds": 16,
             "imageGCHighThresholdPercent": 100,
+            "volumeStatsAggPeriod": "10s",  # how soon an emptyDir over its limit is noticed
             "evictionHard": {
                 "memory.available": "0%",
                 "nodefs.available": "0%",

@@ -17,7 +17,7 @@ from localkube.daemons import run
 PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet", "kubectl")
 TO_RUN = (
     "etcd-server", "containerd", "runc", "containernetworking-plugins", "iptables", "iproute2", "conntrack", "buildah",
-    "mmdebstrap", "gcc", "libc6-dev",
+    "mmdebstrap", "gcc", "libc6-dev", "procps", "git", "ca-certificates",
 )  # fmt: skip
 TO_BUILD = ("golang-go", "golang-github-modern-go-reflect2-dev", "rsync", "jq", "make", "dpkg-dev", "libc6-dev", "gcc")
 SOURCES = Path("/etc/apt/sources.list.d/debian.sources")

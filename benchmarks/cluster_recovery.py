@@ -1,0 +1,171 @@
+"""How fast a job is back, and how fast it is gone, on a real Kubernetes.
+
+    sudo make cluster NODES=3 && kubectl apply -f manifests/ && sudo .venv/bin/python benchmarks/cluster_recovery.py
+
+char_gpt as a TrainingJob, 2 workers x 2 ranks on two nodes, with a checkpoint every 20 steps on a claim that both nodes
+share. Several times each: SIGKILL to all processes of a worker's pod, to one rank, to the launcher; then the time to
+the end of the first step of the next attempt, by the clock of the machine that plays all nodes, and the steps that have
+to be done again. And `kubectl delete`: the time until no pod, Service, Secret or NetworkPolicy of the job is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import statistics
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
+
+import kubernetes
+from jobs import job
+from localkube.cluster import Cluster
+from localkube.layout import Layout
+from target import Namespace, Target, shared_claim, wait_for
+
+RESULTS = Path(__file__).with_name("results") / "cluster-recovery.json"
+EVERY_STEPS = 20
+TARGET_SECONDS = 15.0
+VICTIMS = ("worker", "rank", "launcher")
+MODEL = ["--steps", "1000000", "--layers", "2", "--width", "64", "--batch-size", "4"]
+# The example, unchanged; rank 0 writes down when each step ends.
+ENDS = """
+import os, sys, time
+import topkube, topkube.examples.char_gpt as example
+
+class Timed(topkube.DistributedOptimizer):
+    def step(self, *arguments, **options):
+        result = super().step(*arguments, **options)
+        if topkube.rank() == 0:
+            print("step-end", os.environ["TOPKUBE_ATTEMPT"], time.time(), flush=True)
+        return result
+
+topkube.DistributedOptimizer = Timed
+example.main(sys.argv[1:])
+"""
+
+
+class Run:
+    """One job that trains, in a namespace of its own."""
+
+    def __init__(self, target: Target, folder: Path) -> None:
+        self.target = target
+        self.namespace = Namespace(target, f"bench-{uuid.uuid4().hex[:6]}")
+        metadata = kubernetes.client.V1ObjectMeta(name=self.namespace.name)
+        target.core.create_namespace(kubernetes.client.V1Namespace(metadata=metadata))
+        self.folder = folder / self.namespace.name
+        shared_claim(self.namespace, self.folder, "checkpoints")
+        checkpoint = {"claimName": "checkpoints", "everySteps": EVERY_STEPS, "keep": 2}
+        command = ["python", "-c", ENDS, *MODEL]
+        wait_for(self._has_account, "the service account", 30)
+        self.name = self.namespace.create(job("again", command, workers=2, slots=2, checkpoint=checkpoint))
+        wait_for(lambda: len(self.steps(1)) > EVERY_STEPS + 5, "steps and a checkpoint", 180)
+
+    def _has_account(self) -> bool:
+        accounts = self.target.core.list_namespaced_service_account(self.namespace.name).items
+        return any(one.metadata.name == "default" for one in accounts)
+
+    def close(self) -> None:
+        self.target.core.delete_namespace(self.namespace.name)
+        self.target.core.delete_persistent_volume(self.namespace.name)
+
+    def logs(self) -> str:
+        pods = self.namespace.pods("worker")
+        return "\n".join(self.namespace.logs(pod.metadata.name) for pod in pods)
+
+    def steps(self, attempt: int) -> list[float]:
+        """When steps of that attempt ended, Unix time."""
+        return [float(text) for text in re.findall(rf"step-end {attempt} ([\d.]+)", self.logs())]
+
+    def kill(self, victim: str) -> float:
+        """SIGKILL; gives the time. Worker 1 and its ranks are the victims: worker 0, whose log tells, lives on."""
+        role = "launcher" if victim == "launcher" else "worker"
+        pod = self.namespace.pods(role)[-1]
+        at = time.time()
+        if victim == "rank":
+            os.kill(self._a_rank(pod), signal.SIGKILL)
+        else:
+            self.target.kill_container(pod, role)
+        return at
+
+    def _a_rank(self, pod: Any) -> int:
+        """The process id, on this machine, of a rank: what its shim has started."""
+        for process in self.target.container(pod, "worker").processes():
+            parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
+            if "topkube.launch.rank" in Path(f"/proc/{parent}/cmdline").read_text().replace("\0", " "):
+                return process
+        raise LookupError(f"no rank runs in {pod.metadata.name}")
+
+
+def recovery(target: Target, folder: Path, victim: str) -> dict[str, float]:
+    """Seconds from the kill to the first step after it, and the steps lost."""
+    run = Run(target, folder)
+    try:
+        at = run.kill(victim)
+        wait_for(lambda: run.steps(2), "a step of the second attempt", 120)
+        resumed = re.search(r"resumed at step (\d+)", run.logs())
+        status = run.namespace.status(run.name)
+        assert resumed is not None, run.logs()[-2000:]
+        assert status["restarts"] + status["disruptions"] == 1, status
+        return {"seconds": run.steps(2)[0] - at, "steps_lost": len(run.steps(1)) - int(resumed[1])}
+    finally:
+        run.close()
+
+
+def deletion(target: Target, folder: Path) -> float:
+    """Seconds from deleting a running job to nothing being left of it."""
+    run = Run(target, folder)
+    try:
+        before = time.monotonic()
+        run.namespace.delete(run.name)
+        wait_for(lambda: not run.namespace.children(), "everything to be gone", 120)
+        return time.monotonic() - before
+    finally:
+        run.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="times that each is killed (%(default)s)")
+    parser.add_argument("--only", choices=[*VICTIMS, "delete"], action="append", help="only these, results added")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where the result is kept (%(default)s)")
+    args = parser.parse_args()
+    cluster = Cluster.running(Layout.from_environment())
+    if cluster is None:
+        sys.exit("no cluster is up. Next: sudo make cluster NODES=3, kubectl apply -f manifests/")
+    target, folder = Target(cluster.layout.kubeconfig, cluster), cluster.layout.state / "volumes"
+    result: dict[str, Any] = json.loads(args.json.read_text()) if args.only and args.json.exists() else {}
+    result |= {
+        "what": "char_gpt as a TrainingJob: from SIGKILL to the end of the next attempt's first step, seconds",
+        "when": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
+        "kubernetes": kubernetes.client.VersionApi(target.client).get_code().git_version,
+        "every_steps": EVERY_STEPS,
+        "target_seconds": TARGET_SECONDS,
+        "arguments": MODEL,
+    }
+    for victim in args.only or [*VICTIMS, "delete"]:
+        rounds: list[dict[str, float]] = []
+        for _ in range(args.rounds):
+            if victim == "delete":
+                rounds.append({"seconds": deletion(target, folder)})
+            else:
+                rounds.append(recovery(target, folder, victim))
+            print(victim, rounds[-1], flush=True)
+        result[victim] = {
+            "median_seconds": statistics.median(one["seconds"] for one in rounds),
+            "rounds": rounds,
+        }
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

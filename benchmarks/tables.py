@@ -1,0 +1,22 @@
+"""Figures and tables as docs/benchmarks.md shows them."""
+
+from __future__ import annotations
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; columns after the first are right-aligned."""
+    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def number(value: object) -> str:
+    """Three significant figures, as a reader wants them."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)

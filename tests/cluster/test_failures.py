@@ -1,0 +1,92 @@
+"""Why a job failed, in its status: what the kernel, the kubelet, the scheduler and a hung rank have to do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from jobs import endless, job
+from localkube.cluster import Cluster
+from target import Namespace, wait_for
+
+# Rank 1 takes more memory than its container may have; the other waits for it.
+GREEDY = """
+import numpy as np, topkube
+topkube.init()
+topkube.allreduce_(np.ones(64, np.float32), algorithm="flat")
+if topkube.rank() == 1:
+    print("taking all there is", flush=True)
+    taken = [np.ones(1 << 24, np.float32) for _ in range(64)]
+topkube.allreduce_(np.ones(64, np.float32), algorithm="flat")
+"""
+# Rank 1 never enters the second all-reduce, and does not end either.
+HANGS = """
+import time, numpy as np, topkube
+topkube.init()
+topkube.allreduce_(np.ones(64, np.float32), algorithm="flat")
+if topkube.rank() == 1:
+    time.sleep(100_000)
+topkube.allreduce_(np.ones(64, np.float32), algorithm="flat")
+"""
+
+
+def test_a_rank_that_is_killed_for_memory(namespace: Namespace) -> None:
+    """The rank is killed, its pod lives on: only the cgroup's counter knows why."""
+    greedy = job("greedy", ["python", "-c", GREEDY], workers=1, slots=2, runPolicy={"backoffLimit": 0})
+    greedy["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {"memory": "768Mi"}}
+    failure = namespace.wait_phase(namespace.create(greedy), "Failed", seconds=120)["firstFailure"]
+    assert failure["reason"] == "OOMKilled"
+    assert failure["rank"] == 1
+    assert failure["exitCode"] == 137
+    assert failure["pod"] == "greedy-worker-0-1"
+    assert "taking all there is" in failure["logTail"]
+
+
+def test_a_pod_that_its_kubelet_evicts(namespace: Namespace) -> None:
+    """For what it used itself: a failure, not a disruption."""
+    fill = "head -c 40000000 /dev/zero >/scratch/full; exec sleep 100000"
+    filled = job("full", ["sh", "-c", fill], workers=1, runPolicy={"backoffLimit": 0})
+    spec = filled["spec"]["template"]["spec"]
+    spec["volumes"] = [{"name": "scratch", "emptyDir": {"sizeLimit": "10Mi"}}]
+    spec["containers"][0]["volumeMounts"] = [{"name": "scratch", "mountPath": "/scratch"}]
+    status = namespace.wait_phase(namespace.create(filled), "Failed", seconds=180)
+    assert status["firstFailure"]["reason"] == "Evicted"
+    assert "scratch" in status["firstFailure"]["message"]
+    assert status["disruptions"] == 0
+
+
+def test_a_collective_that_hangs_names_the_rank_that_is_missing(namespace: Namespace) -> None:
+    hung = job("hung", ["python", "-c", HANGS], slots=2, runPolicy={"backoffLimit": 0})
+    hung["spec"]["template"]["spec"]["containers"][0]["env"] = [{"name": "TOPKUBE_DEADLINE_SECONDS", "value": "4"}]
+    failure = namespace.wait_phase(namespace.create(hung), "Failed", seconds=120)["firstFailure"]
+    assert "rank 1 never arrived" in failure["message"] + failure.get("logTail", ""), failure
+
+
+@pytest.fixture
+def urgent(namespace: Namespace) -> Iterator[str]:
+    """A priority class above all others."""
+    kind = namespace.target.dynamic.resources.get(api_version="scheduling.k8s.io/v1", kind="PriorityClass")
+    kind.create(body={"metadata": {"name": namespace.name}, "value": 1000})
+    yield namespace.name
+    kind.delete(name=namespace.name)
+
+
+def test_preemption_is_no_failure(namespace: Namespace, urgent: str, breakable: Cluster) -> None:
+    """A more important pod takes a worker's GPUs: the job goes on elsewhere, or when they are free again."""
+    modest = job("modest", endless(), runPolicy={"backoffLimit": 0})
+    gpus = {"limits": {"nvidia.com/gpu": 4}}
+    modest["spec"]["template"]["spec"]["containers"][0]["resources"] = gpus
+    name = namespace.create(modest)
+    namespace.wait_phase(name, "Running")
+    victim = namespace.pods("worker")[1]
+    container = {**modest["spec"]["template"]["spec"]["containers"][0], "command": ["sleep", "100000"]}
+    where = {"kubernetes.io/hostname": victim.spec.node_name}
+    spec = {"containers": [container], "nodeSelector": where, "priorityClassName": urgent}
+    spec["terminationGracePeriodSeconds"] = 0
+    namespace.target.core.create_namespaced_pod(namespace.name, {"metadata": {"name": "urgent"}, "spec": spec})
+    wait_for(lambda: namespace.status(name)["attempt"] == 2, "the next attempt", 60)
+    namespace.target.core.delete_namespaced_pod("urgent", namespace.name)
+    status = namespace.wait_phase(name, "Running")
+    assert (status["restarts"], status["disruptions"]) == (0, 1)
+    assert status["firstFailure"]["pod"] == victim.metadata.name
+    assert status["firstFailure"]["reason"] in ("Preempted", "Deleted")  # Deleted before Kubernetes 1.26

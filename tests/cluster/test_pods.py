@@ -1,0 +1,154 @@
+"""The pods of a job: where they go, what they are made from, which are kept when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from jobs import fails, fails_once, job, steps
+from localkube.cluster import Cluster
+from target import Namespace, wait_for
+
+# Looks at what the template promises, then meets the other ranks.
+PROMISED = """
+import os, numpy as np, topkube
+assert open("/shared/word").read().strip() == "from init", "the init container's word"
+assert open("/config/colour").read() == "blue", "the volume"
+assert os.environ["COLOUR"] == "blue", "the environment"
+shared = os.statvfs("/dev/shm")
+assert shared.f_blocks * shared.f_frsize >= 256 << 20, "room in /dev/shm"
+for folder in ("/tmp", os.environ["HOME"]):
+    open(folder + "/writable", "w").close()
+topkube.init()
+topkube.allreduce_(np.ones(1 << 20, np.float32), algorithm="hierarchical")
+print(f"rank {topkube.rank()} found all it was promised", flush=True)
+"""
+
+
+@pytest.fixture
+def labelled(namespace: Namespace) -> Iterator[str]:
+    """A label of the test's own, taken off all nodes afterwards."""
+    label = f"topkube.test/{namespace.name}"
+    yield label
+    for node in namespace.target.nodes():
+        namespace.target.label_node(node, label, None)
+
+
+def two_nodes(namespace: Namespace) -> list[str]:
+    nodes = namespace.target.nodes()
+    if len(nodes) < 2:
+        pytest.skip("needs two nodes. Next: make cluster NODES=2")
+    return nodes[:2]
+
+
+def test_the_launcher_waits_for_every_worker(namespace: Namespace, labelled: str) -> None:
+    """One worker finds a node, the other none: the job says so and waits; when there is room it runs."""
+    first, second = two_nodes(namespace)
+    waits = job("waits", steps(2))
+    waits["spec"]["template"]["spec"]["nodeSelector"] = {labelled: "yes"}
+    namespace.target.label_node(first, labelled, "yes")
+    name = namespace.create(waits)
+    wait_for(lambda: namespace.status(name).get("workersReady") == "1/2", "one worker to have called", 60)
+    scheduled = namespace.condition(name, "Scheduled")
+    assert (scheduled["status"], scheduled["reason"]) == ("False", "Unschedulable")
+    assert namespace.phase(name) == "Pending"
+    namespace.target.label_node(second, labelled, "yes")
+    assert namespace.wait_phase(name, "Succeeded")["attempt"] == 1
+    assert {pod.spec.node_name for pod in namespace.pods("worker")} == {first, second}
+
+
+def test_spread_none_puts_workers_on_one_node(namespace: Namespace) -> None:
+    """Two pods of one node are two nodes to the ranks: they share no memory."""
+    packed = job("packed", steps(2), slots=2, spread="None")
+    node = namespace.target.nodes()[0]
+    packed["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
+    name = namespace.create(packed)
+    namespace.wait_phase(name, "Succeeded")
+    assert [pod.spec.node_name for pod in namespace.pods("worker")] == [node, node]
+
+
+def test_a_launcher_inside_worker_0(namespace: Namespace) -> None:
+    """launcher.colocate: as many pods as workers; the next attempt replaces worker 0 with its launcher, no other."""
+    name = namespace.create(job("inside", fails_once(), launcher={"colocate": True}))
+    wait_for(lambda: namespace.uids("worker").get("inside-worker-1-1"), "worker 1", 60)
+    other = namespace.uids("worker")["inside-worker-1-1"]
+    status = namespace.wait_phase(name, "Succeeded")
+    assert (status["attempt"], status["restarts"]) == (2, 1)
+    pods = {pod.metadata.name: pod for pod in namespace.pods()}
+    assert sorted(pods) == ["inside-worker-0-2", "inside-worker-1-1"]
+    assert pods["inside-worker-1-1"].metadata.uid == other
+    containers = [one.name for one in pods["inside-worker-0-2"].spec.containers]
+    assert containers == ["worker", "launcher"]
+
+
+def test_templates_are_passed_through_whole(namespace: Namespace, breakable: Cluster) -> None:
+    """Init container, sidecar, volumes, environment, affinity, tolerations, runtime class; a template of the
+    launcher's own. The sidecar, which never ends by itself, does not keep the job from ending."""
+    core, target = namespace.target.core, namespace.target
+    core.create_namespaced_config_map(namespace.name, {"metadata": {"name": "paint"}, "data": {"colour": "blue"}})
+    runtime_class = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "handler": "runc"}
+    target.dynamic.resources.get(api_version="node.k8s.io/v1", kind="RuntimeClass").create(
+        body={**runtime_class, "metadata": {"name": namespace.name}}
+    )
+    whole = job("whole", ["python", "-c", PROMISED], slots=2)
+    whole["spec"]["launcher"] = {
+        "template": {
+            "metadata": {"labels": {"team": "vision"}},
+            "spec": {
+                "nodeSelector": {"kubernetes.io/hostname": target.nodes()[0]},
+                "containers": [{"name": "launcher", "resources": {"limits": {"memory": "300Mi"}}}],
+            },
+        }
+    }
+    spec = whole["spec"]["template"]["spec"]
+    image = spec["containers"][0]["image"]
+    shared = {"name": "shared", "mountPath": "/shared"}
+    words = ["sh", "-c", "echo from init >/shared/word"]
+    spec["initContainers"] = [{"name": "first", "image": image, "command": words, "volumeMounts": [shared]}]
+    spec["containers"][0]["volumeMounts"] = [shared, {"name": "paint", "mountPath": "/config"}]
+    spec["containers"][0]["env"] = [
+        {"name": "COLOUR", "valueFrom": {"configMapKeyRef": {"name": "paint", "key": "colour"}}}
+    ]
+    spec["containers"].append({"name": "sidecar", "image": image, "command": ["sleep", "100000"]})
+    spec["volumes"] = [{"name": "shared", "emptyDir": {}}, {"name": "paint", "configMap": {"name": "paint"}}]
+    spec["tolerations"] = [{"key": "spot", "operator": "Exists"}]
+    spec["runtimeClassName"] = namespace.name
+    hosts = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "Exists"}]}]
+    spec["affinity"] = {
+        "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": hosts}}
+    }
+    name = namespace.create(whole)
+    try:
+        wait_for(lambda: len(namespace.pods("worker")) == 2, "the workers", 30)
+        workers, launcher = namespace.pods("worker"), namespace.pods("launcher")[0]
+        namespace.wait_phase(name, "Succeeded")
+    finally:
+        target.dynamic.resources.get(api_version="node.k8s.io/v1", kind="RuntimeClass").delete(name=namespace.name)
+    for pod in workers:
+        assert [one.name for one in pod.spec.containers] == ["worker", "sidecar"]
+        assert pod.spec.runtime_class_name == namespace.name
+        assert any(one.key == "spot" for one in pod.spec.tolerations)
+        assert pod.spec.affinity.node_affinity is not None
+        assert pod.spec.affinity.pod_anti_affinity is not None  # spread: Node is added to it
+    assert launcher.metadata.labels["team"] == "vision"
+    assert launcher.spec.containers[0].resources.limits == {"memory": "300Mi"}
+    wait_for(lambda: namespace.pods("worker") == [], "the pods with running sidecars to be cleaned up", 60)
+
+
+def test_clean_pod_policies(namespace: Namespace) -> None:
+    """A failed job's pods: none is kept with All, those that still ran go with Running, all are kept with None. The
+    words of the failure are kept in any case."""
+    policies = ("All", "Running", "None")
+    for policy in policies:
+        rules = {"backoffLimit": 0, "cleanPodPolicy": policy}
+        namespace.create(job(policy.lower(), fails(), spread="None", runPolicy=rules))
+    for policy in policies:
+        failure = namespace.wait_phase(policy.lower(), "Failed")["firstFailure"]
+        assert "this is why" in failure["logTail"]
+    wait_for(lambda: namespace.pods(job="all") == [], "all pods to go", 60)
+    wait_for(lambda: len(namespace.pods(job="running")) == 1, "the running pods to go", 60)
+    assert [pod.status.phase for pod in namespace.pods(job="running")] == ["Failed"]
+    assert namespace.pods("launcher", job="running")
+    assert [pod.status.phase for pod in namespace.pods("worker", job="none")] == ["Running", "Running"]
+    namespace.patch("none", {"spec": {"runPolicy": {"cleanPodPolicy": "All"}}})
+    wait_for(lambda: namespace.pods(job="none") == [], "a changed policy to take effect", 60)
