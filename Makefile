@@ -37,7 +37,7 @@ images: $(VENV)/.ready ## build TopKube's images from this checkout and put them
 	@$(CLUSTER) images
 
 test-cluster: $(VENV)/.ready ## tests on a real Kubernetes: that of make cluster, one of their own, or TOPKUBE_TEST_KUBECONFIG
-	$(RUN) pytest tests/cluster
+	@scripts/test-cluster.sh $(VENV)/bin/python
 
 lint: $(VENV)/.ready ## ruff, mypy --strict, the floors' import contracts
 	$(RUN) ruff format --check .

@@ -12,12 +12,14 @@ import secrets
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import kubernetes
 import pytest
 import yaml
+from filelock import FileLock
 from kubernetes.client.exceptions import ApiException
 from localkube import images
 from localkube.cluster import Cluster
@@ -32,10 +34,28 @@ from topkube.job.crd import custom_resource_definition
 REPOSITORY = Path(__file__).resolve().parents[2]
 MANIFESTS = REPOSITORY / "manifests"
 NODES = 3  # two for a job, one to replace a node that vanished
+Once = Callable[[str], AbstractContextManager[bool]]
 
 
 @pytest.fixture(scope="session")
-def target() -> Iterator[Target]:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """`with once(NAME) as first`: true in the first of the processes that share this run, the others wait for it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    @contextmanager
+    def block(name: str) -> Iterator[bool]:
+        done = folder / f"{name}.done"
+        with FileLock(folder / f"{name}.lock"):
+            yield not done.exists()
+            done.touch()
+
+    return block
+
+
+@pytest.fixture(scope="session")
+def target(once: Once) -> Iterator[Target]:
     """The cluster, with TopKube's images on every node."""
     other = os.environ.get("TOPKUBE_TEST_KUBECONFIG")
     if other:
@@ -46,9 +66,13 @@ def target() -> Iterator[Target]:
     layout, wanted = Layout.from_environment(), [images.RUNTIME, images.RUNTIME_OPENMPI, images.OPERATOR]
     running = Cluster.running(layout)
     if running is not None:
-        running.load_images(wanted)
+        with once("images") as first:
+            if first:
+                running.load_images(wanted)
         yield Target(layout.kubeconfig, running)
         return
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.fail("several processes share a cluster that is up. Next: make cluster NODES=3, or make test-cluster")
     cluster = Cluster.up(layout, NODES, wanted)
     try:
         yield Target(layout.kubeconfig, cluster)
@@ -70,8 +94,15 @@ def kubectl(target: Target) -> Path:
 
 
 @pytest.fixture(scope="session")
-def installed(target: Target) -> Target:
+def installed(target: Target, once: Once) -> Target:
     """The same, with the operator of manifests/ running."""
+    with once("operator") as first:
+        if first:
+            _install(target)
+    return target
+
+
+def _install(target: Target) -> None:
     for file in ("namespace", "crd", "rbac", "operator", "webhook"):
         target.apply((MANIFESTS / f"{file}.yaml").read_text())
     if target.local is not None:  # the image may be newer than the pods that run
@@ -88,7 +119,6 @@ def installed(target: Target) -> Target:
             print(pod.metadata.name, pod.status.phase, pod.status.container_statuses)
             print(target.core.read_namespaced_pod_log(pod.metadata.name, OPERATOR_NAMESPACE, tail_lines=40))
         raise AssertionError(str(error)) from None
-    return target
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ def test_deleted_at_any_phase(namespace: Namespace, phase: str) -> None:
     assert time.monotonic() - began < allowed(GONE_SECONDS)
 
 
+@pytest.mark.alone
 def test_created_while_no_operator_ran(namespace: Namespace) -> None:
     namespace.target.scale_operator(0)
     try:
@@ -71,6 +72,7 @@ def test_created_while_no_operator_ran(namespace: Namespace) -> None:
     namespace.wait_phase(name, "Succeeded")
 
 
+@pytest.mark.alone
 def test_deleted_while_no_operator_ran(namespace: Namespace) -> None:
     name = namespace.create(job("orphan", endless(), workers=1))
     namespace.wait_phase(name, "Running")

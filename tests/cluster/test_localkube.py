@@ -47,14 +47,15 @@ def test_what_an_interrupted_run_left_is_removed_and_nothing_else(tmp_path: Path
 def test_killing_a_group_leaves_no_child_behind() -> None:
     """Processes that multiply are killed all the same: they are frozen first."""
     multiply = "while :; do sleep 1000 & sleep 0.01; done"
-    daemon = Daemon("many", Group(SCRATCH.name) / "many", SCRATCH.state / "many.log", ["sh", "-c", multiply])
+    layout = Layout(7)  # not SCRATCH: both tests may run at once
+    daemon = Daemon("many", Group(layout.name) / "many", layout.state / "many.log", ["sh", "-c", multiply])
     try:
         daemon.start()
         wait_until(lambda: len(daemon.group.processes()) > 10, "many processes", 10)
         daemon.kill()
         assert daemon.group.processes() == set()
     finally:
-        down(SCRATCH)
+        down(layout)
 
 
 def two_pods(namespace: Namespace) -> list[str]:
@@ -87,6 +88,7 @@ def fetch(namespace: Namespace, address: str, seconds: float) -> bool:
     return subprocess.run(line, capture_output=True).returncode == 0
 
 
+@pytest.mark.alone
 def test_links_can_be_cut_and_mended(namespace: Namespace, breakable: Cluster) -> None:
     _, other = two_pods(namespace)
     wait_for(lambda: fetch(namespace, other, 5), "the pods to reach each other", 30)
@@ -98,6 +100,7 @@ def test_links_can_be_cut_and_mended(namespace: Namespace, breakable: Cluster) -
     wait_for(lambda: fetch(namespace, other, 5), "the pods to reach each other again", 30)
 
 
+@pytest.mark.alone
 def test_shaped_links_are_as_slow_as_told(namespace: Namespace, breakable: Cluster) -> None:
     """2.5 MB over 20 Mbit/s take a second."""
     one, other = two_pods(namespace)

@@ -14,6 +14,8 @@ from target import Namespace, Target
 
 from topkube_operator.cluster import ApiError, Cluster
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def resting(installed: Target) -> Iterator[Target]:

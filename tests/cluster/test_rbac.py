@@ -192,6 +192,7 @@ def until(what: str, met: Callable[[], Any], seconds: float = 60) -> Any:
         time.sleep(0.2)
 
 
+@pytest.mark.alone
 def test_every_call_is_allowed_and_nothing_more(
     api: Api, account: tuple[str, set[Call]], nobody_else: None, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def test_a_deleted_child_is_put_back(namespace: Namespace, kind: str) -> None:
     wait_for(later, "the next attempt to run", 90)
 
 
+@pytest.mark.alone
 def test_the_operator_dies_again_and_again(namespace: Namespace) -> None:
     """SIGKILL at random moments all through a job's life; the job has two failures on the way, and still it ends as if
     nothing had happened: attempts counted once, never two launchers, nothing left over."""
@@ -156,6 +157,7 @@ def test_the_operator_dies_again_and_again(namespace: Namespace) -> None:
     wait_for(lambda: not any("pod/" in child for child in namespace.children()), "cleanPodPolicy All to be done", 30)
 
 
+@pytest.mark.alone
 def test_one_of_two_operators_acts_and_the_other_takes_over(namespace: Namespace, breakable: Cluster) -> None:
     """The leader is killed: its Lease is taken over within 20 s, and a new job runs."""
     target = namespace.target
@@ -175,6 +177,7 @@ def test_one_of_two_operators_acts_and_the_other_takes_over(namespace: Namespace
     namespace.wait_phase(name, "Succeeded")
 
 
+@pytest.mark.alone
 def test_the_api_server_restarts(namespace: Namespace, breakable: Cluster) -> None:
     running(namespace, "outage")
     uids = namespace.uids("worker")
@@ -186,6 +189,7 @@ def test_the_api_server_restarts(namespace: Namespace, breakable: Cluster) -> No
     assert again(namespace, "outage", 2)["disruptions"] == 1
 
 
+@pytest.mark.alone
 def test_a_node_vanishes(namespace: Namespace, breakable: Cluster) -> None:
     """Its worker is replaced on another node; its pod, stuck on the lost node, is in nobody's way. The node comes back
     and takes no part."""
@@ -213,6 +217,7 @@ def test_a_node_vanishes(namespace: Namespace, breakable: Cluster) -> None:
     assert namespace.status("lost")["attempt"] == 2
 
 
+@pytest.mark.alone
 def test_a_link_is_cut_for_ten_seconds(namespace: Namespace, breakable: Cluster) -> None:
     running(namespace, "blip")
     nodes = sorted({pod.spec.node_name for pod in namespace.pods("worker")})
@@ -234,6 +239,7 @@ def test_a_link_is_cut_for_ten_seconds(namespace: Namespace, breakable: Cluster)
     assert namespace.status("blip")["attempt"] == attempt == 1
 
 
+@pytest.mark.alone
 def test_a_link_is_cut_for_good(namespace: Namespace, breakable: Cluster) -> None:
     """The attempt ends, as a disruption; what follows is an attempt that waits and says for whom, until the link is
     mended."""
@@ -273,6 +279,7 @@ def unguarded(namespace: Namespace) -> Iterator[Namespace]:
     )
 
 
+@pytest.mark.alone
 def test_a_job_that_is_nonsense(unguarded: Namespace) -> None:
     """The Failed condition and an Event say what is wrong, no pod is made."""
     nonsense = job("nonsense", steps(1))
@@ -286,6 +293,7 @@ def test_a_job_that_is_nonsense(unguarded: Namespace) -> None:
     wait_for(lambda: any("command" in event for event in unguarded.events()), "an Event that says it", 30)
 
 
+@pytest.mark.alone
 def test_a_running_job_is_edited_to_nonsense(unguarded: Namespace) -> None:
     """It says so and touches nothing; corrected, it goes on as if nothing had been."""
     running(unguarded, "edited")

@@ -165,6 +165,8 @@ class Store:
         """TopKube's wheel of these sources, without CUDA."""
         names = run(
             "git",
+            "-c",
+            f"safe.directory={self.sources}",  # whoever owns it
             "-C",
             self.sources,
             "ls-files",
