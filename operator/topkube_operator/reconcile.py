@@ -245,6 +245,9 @@ class _Planner:
 
     def runs(self, attempt: failures.Attempt) -> None:
         record = self.record
+        if record.phase == "Pending":  # who watches sees every phase, however fast the ranks are up
+            self.pending("Starting", "Starting", "all pods run; ranks are starting")
+            return
         if record.phase != "Running" and record.attempt == 1 and record.start is not None:
             self.started = (self.now - record.start).total_seconds()
         record.phase = "Running"

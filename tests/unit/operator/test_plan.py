@@ -46,6 +46,19 @@ def test_a_job_walks_through_its_phases() -> None:
     assert world.events == ["PodsCreated", "Running", "Succeeded"]
 
 
+def test_no_phase_is_skipped_where_ranks_run_before_anybody_looks() -> None:
+    world = Simulated(job())
+    world.reconcile()
+    world.schedule()
+    world.run()
+    world.say("Running")
+    phases = [world.status()["phase"]]
+    while not (plan := world.plan()).idle:
+        world.carry_out(plan)
+        phases.append(world.status()["phase"])
+    assert list(dict.fromkeys(phases)) == ["Pending", "Starting", "Running"]
+
+
 def test_the_attempt_is_in_the_status_before_anything_is_made() -> None:
     world = Simulated(job())
     plan = world.plan()
