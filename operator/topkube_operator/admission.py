@@ -6,7 +6,7 @@ The webhook answers the API server with `review`. Where no webhook is installed,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from topkube.errors import JobError
@@ -49,7 +49,11 @@ def refusal(job: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> str
         before = TrainingJob.from_cluster(_written(old))
     except JobError:
         return ""
-    problems = change_problems(before.spec, new.spec)
+    return change_refusal(change_problems(before.spec, new.spec))
+
+
+def change_refusal(problems: Sequence[str]) -> str:
+    """The words of a refused change; empty where there are no problems."""
     return str(JobError("this cannot be changed in a job that exists", problems)) if problems else ""
 
 

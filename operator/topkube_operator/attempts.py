@@ -50,12 +50,6 @@ def launches(pod: Pod, number: int) -> bool:
     return pod.attempt == number and (pod.role == names.LAUNCHER or (pod.role == names.WORKER and pod.workers > 0))
 
 
-def outdated(job: TrainingJob, record: Record, observed: Observed) -> bool:
-    """Whether the attempt that runs was made from another spec."""
-    attempt, shape = current(job, record, observed), pods.shape(job)
-    return len(attempt.workers) != job.spec.workers or any(pod and pod.shape != shape for pod in attempt.workers)
-
-
 def create(job: TrainingJob, uid: str, record: Record, observed: Observed) -> Making:
     """The way from what there is to all pods of the current attempt. The launcher comes last: where it exists, all
     others have been made. Raises JobError for templates that no pod can be made from."""

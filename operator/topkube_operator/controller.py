@@ -181,11 +181,15 @@ class Controller:
             if now < due:
                 self._queue.add_after(key, due - now)
                 patch = {}
-        if patch and not self._write_status(key, job, patch):
-            return True, False
         if patch:
+            written = self._write_status(key, job, patch)
+            if written is None:
+                return True, False
             memory.patched = now
-            self._tell(job, plan)
+            if written:
+                self._tell(job, plan)
+            else:  # the CRD is older than this operator and drops what it does not know: no use in trying again
+                patch = {}
         if plan.delete:
             self._each(lambda deletion: self._delete(key, deletion), plan.delete)
         if apply:
@@ -202,7 +206,8 @@ class Controller:
         if plan.started is not None:
             self._metrics.started(plan.started)
 
-    def _write_status(self, key: Key, job: dict[str, Any], patch: Any) -> bool:
+    def _write_status(self, key: Key, job: dict[str, Any], patch: Any) -> bool | None:
+        """Whether the patch changed anything; None where it could not be written, because the job is another."""
         metadata = job["metadata"]
         guard = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
         try:
@@ -210,13 +215,13 @@ class Controller:
         except ApiError as error:
             if error.status == http.HTTPStatus.NOT_FOUND:
                 self._store.remove_job(key, metadata["uid"])
-                return False
+                return None
             if error.status != http.HTTPStatus.CONFLICT:
                 raise
             self._read_again(key, metadata["uid"])
-            return False
+            return None
         self._store.put_job(answer)
-        return True
+        return bool(answer["metadata"]["resourceVersion"] != metadata["resourceVersion"])
 
     def _read_again(self, key: Key, uid: str) -> None:
         """After a conflict: the object has changed, or is another one by now."""

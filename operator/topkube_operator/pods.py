@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from topkube.job import TrainingJob
-from topkube.job.template import worker_container
+from topkube.job.template import without_nulls, worker_container
 from topkube.launch import contract
 from topkube_operator import names, placement
 from topkube_operator.observed import Policy, digest
-from topkube_operator.templates import list_in, mapping_in, without_nulls
+from topkube_operator.templates import list_in, mapping_in
 
 CHECKPOINTS = "/checkpoint"
 HOME = "/home/topkube"

@@ -16,6 +16,7 @@ PHASES = ("Pending", "Starting", "Running", "Restarting", "Suspended", "Succeede
 OURS = (
     "phase",
     "observedGeneration",
+    "acceptedSpec",
     "workersReady",
     "conditions",
     "replicaStatuses",
@@ -28,6 +29,13 @@ OURS = (
     "startTime",
     "completionTime",
 )
+_MAPPINGS = {
+    "acceptedSpec": "accepted",
+    "firstFailure": "first_failure",
+    "progress": "progress",
+    "cache": "cache",
+    "replicaStatuses": "replicas",
+}
 _LONGEST_MESSAGE = 8192
 
 
@@ -53,6 +61,8 @@ class Record:
     disruptions: int = 0
     start: datetime | None = None
     completion: datetime | None = None
+    accepted: dict[str, Any] | None = None
+    """The spec that the job follows."""
     workers_ready: str | None = None
     first_failure: dict[str, Any] | None = None
     progress: dict[str, Any] | None = None
@@ -74,10 +84,9 @@ class Record:
         record.start, record.completion = timestamp(stored.get("startTime")), timestamp(stored.get("completionTime"))
         ready = stored.get("workersReady")
         record.workers_ready = ready if isinstance(ready, str) else None
-        for name in ("firstFailure", "progress", "cache", "replicaStatuses"):
+        for name, attribute in _MAPPINGS.items():
             value = stored.get(name)
-            known = dict(value) if isinstance(value, dict) else None
-            setattr(record, {"firstFailure": "first_failure", "replicaStatuses": "replicas"}.get(name, name), known)
+            setattr(record, attribute, dict(value) if isinstance(value, dict) else None)
         conditions = stored.get("conditions")
         for one in conditions if isinstance(conditions, list) else ():
             if isinstance(one, dict) and one.get("type") in CONDITIONS and one.get("status") in ("True", "False"):
@@ -137,6 +146,7 @@ class Record:
         values = (
             self.phase or None,
             self.generation,
+            self.accepted,
             self.workers_ready,
             [self.conditions[name] for name in CONDITIONS if name in self.conditions],
             self.replicas,
@@ -154,7 +164,11 @@ class Record:
     def patch(self) -> dict[str, Any]:
         """What has to change in the stored status: a merge patch, None where a field goes. Empty: nothing."""
         wanted = self.to_dict()
-        return {name: wanted.get(name) for name in OURS if wanted.get(name) != self.stored.get(name)}
+        return {
+            name: _replacing(self.stored.get(name), wanted.get(name))
+            for name in OURS
+            if wanted.get(name) != self.stored.get(name)
+        }
 
 
 def urgency(patch: Mapping[str, Any], stored: Mapping[str, Any]) -> Urgency:
@@ -168,6 +182,14 @@ def urgency(patch: Mapping[str, Any], stored: Mapping[str, Any]) -> Urgency:
     if changed <= {"progress", "cache", "replicaStatuses", "workersReady"}:
         return "soon"
     return "now"
+
+
+def _replacing(before: Any, after: Any) -> Any:
+    """`after` as a merge patch (RFC 7386) on `before`: mappings are merged there, so what goes has to be named."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return after
+    gone: dict[str, Any] = {name: None for name in before if name not in after}
+    return gone | {name: _replacing(before.get(name), value) for name, value in after.items()}
 
 
 def _states(conditions: Any) -> list[tuple[Any, ...]]:

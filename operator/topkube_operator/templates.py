@@ -7,13 +7,6 @@ from typing import Any
 from topkube.errors import JobError
 
 
-def without_nulls(value: Any) -> Any:
-    """A copy in which null means absent, as in Kubernetes."""
-    if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
-
-
 def list_in(parent: dict[str, Any], field: str, where: str) -> list[Any]:
     """The list called `field`, made where there is none. Raises JobError where it is something else."""
     found = parent.setdefault(field, [])

@@ -15,6 +15,7 @@ from typing import Any
 from topkube.job.part import Path
 from topkube.job.problems import described, shown
 from topkube.job.spec import Spec
+from topkube.job.template import without_nulls
 
 # Paths below spec, in YAML's names, that keep their value for the life of the job.
 FIXED: tuple[tuple[str, ...], ...] = (
@@ -27,6 +28,8 @@ FIXED: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("runPolicy", "managedBy"),
 )
+# Of runPolicy, what takes effect at once.
+FREE = ("suspend", "backoffLimit", "activeDeadlineSeconds", "ttlSecondsAfterFinished", "cleanPodPolicy")
 WHILE_SUSPENDED: tuple[tuple[str, ...], ...] = (("spread",), ("runPolicy", "schedulingPolicy"))
 TEMPLATES: tuple[tuple[str, ...], ...] = (("template",), ("launcher", "template"))
 # What of a pod template says where its pods go, and nothing about what they do.
@@ -42,7 +45,7 @@ PLACEMENT: tuple[tuple[str, ...], ...] = (
 
 def change_problems(old: Spec, new: Spec) -> list[str]:
     """Everything in `new` that may not follow `old`, one line per field, with what to do."""
-    before, after = old.model_dump(by_alias=True), new.model_dump(by_alias=True)
+    before, after = (without_nulls(spec.model_dump(by_alias=True)) for spec in (old, new))
     free = old.run_policy.suspend or new.run_policy.suspend
     found: list[str] = []
     for path in FIXED:
@@ -59,6 +62,15 @@ def change_problems(old: Spec, new: Spec) -> list[str]:
         elif one != other and not free:
             found += [_only_suspended((*path, *below)) for below in PLACEMENT if _at(one, below) != _at(other, below)]
     return found
+
+
+def in_force(accepted: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec that a job follows whose change from `accepted` to `wanted` is refused, all as plain data: only what
+    takes effect at once has changed."""
+    kept = {key: value for key, value in (accepted.get("runPolicy") or {}).items() if key not in FREE}
+    changed = {key: value for key, value in (wanted.get("runPolicy") or {}).items() if key in FREE}
+    rest = {key: value for key, value in accepted.items() if key != "runPolicy"}
+    return {**rest, "runPolicy": kept | changed} if kept or changed else rest
 
 
 def _fixed(path: Path, before: Any, after: Any) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from topkube.job.part import Part
 
@@ -85,6 +85,9 @@ class Status(Part):
 
     phase: Phase | None = Field(default=None, description="where the job is in its life")
     observed_generation: int | None = Field(default=None, description="generation of the spec that was looked at")
+    accepted_spec: dict[str, JsonValue] | None = Field(
+        default=None, description="the spec that the job follows: a change that is refused is in spec, and not in here"
+    )
     workers_ready: str | None = Field(default=None, description="ready workers of all, such as 2/2")
     conditions: list[Condition] = Field(default=[], description="standard conditions; the key is `type`")
     replica_statuses: ReplicaStatuses | None = Field(default=None, description="pods by kind")

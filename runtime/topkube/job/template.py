@@ -60,6 +60,13 @@ WORKER_TEMPLATE: dict[str, Any] = {
 }
 
 
+def without_nulls(value: Any) -> Any:
+    """A copy in which null means absent, as in Kubernetes."""
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
 def worker_container(template: Mapping[str, Any]) -> Any:
     """The container called `worker`, or the only one; None where neither exists."""
     containers = _containers(template)

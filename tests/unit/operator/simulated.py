@@ -20,6 +20,7 @@ from topkube_operator.reconcile import Plan
 START = datetime(2026, 1, 1, tzinfo=UTC)
 GRACE = timedelta(seconds=30)
 NODES = ("node-a", "node-b", "node-c", "node-d")
+RANK_FAILED = {"pod": "train-worker-1-1", "rank": 3, "reason": "Error", "exitCode": 3, "message": "rank 3 failed"}
 
 
 class Crash(Exception):
@@ -39,6 +40,19 @@ def job(**spec: Any) -> dict[str, Any]:
         "metadata": {"name": "train", "namespace": "team", "uid": "uid-1", "generation": 1},
         "spec": {"workers": 2, "slotsPerWorker": 2, "template": {"spec": {"containers": [container]}}, **spec},
     }
+
+
+def merged(target: Any, patch: Any) -> Any:
+    """RFC 7386, as the API server does it: mappings are merged, null removes."""
+    if not isinstance(patch, dict):
+        return copy.deepcopy(patch)
+    result = dict(target) if isinstance(target, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = merged(result.get(name), value)
+    return result
 
 
 class Simulated:
@@ -105,11 +119,11 @@ class Simulated:
         assert self.job is not None
         if plan.status:
             self._write()
-            status = {**(self.job.get("status") or {}), **plan.status}
+            status = merged(self.job.get("status"), plan.status)
             before = (self.job.get("status") or {}).get("attempt", 0)
             if isinstance(before, int) and status.get("attempt", 0) < before:
                 self.violations.append(f"attempt {status.get('attempt')} after {before}")
-            self.job["status"] = {name: value for name, value in status.items() if value is not None}
+            self.job["status"] = status
             self.events += [event.reason for event in plan.events]
         for deletion in plan.delete:
             self._write()
@@ -301,3 +315,11 @@ class Simulated:
         self.reconcile()
         self.say("Running")
         self.reconcile()
+
+
+def running(**spec: Any) -> Simulated:
+    """A job whose ranks run."""
+    world = Simulated(job(**spec))
+    world.to_running()
+    assert world.status()["phase"] == "Running", world.status()
+    return world

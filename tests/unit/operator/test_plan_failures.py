@@ -1,0 +1,173 @@
+"""`plan` by example: what went wrong, whose fault it was, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from simulated import Simulated, job, running
+
+from topkube_operator.observed import Container, Policy
+
+VICTIM = "train-worker-1-1"
+DISRUPTIONS = {
+    "deleted": (lambda world: world.delete("Pod", VICTIM, world.pods[VICTIM].uid), "Deleted"),
+    "preempted": (
+        lambda world: world.change(VICTIM, disruption="PreemptionByScheduler", deletion=world.now),
+        "Preempted",
+    ),
+    "evicted": (lambda world: world.change(VICTIM, phase="Failed", reason="Evicted", message="low on disk"), "Evicted"),
+    "lost": (lambda world: world.lost.add(world.pods[VICTIM].node), "NodeLost"),
+    "gone": (lambda world: world.remove(VICTIM), "Deleted"),
+}
+
+
+@pytest.mark.parametrize(("trouble", "reason"), DISRUPTIONS.values(), ids=DISRUPTIONS)
+def test_disruptions_do_not_use_up_restarts(trouble: Any, reason: str) -> None:
+    world = running(runPolicy={"backoffLimit": 0})
+    world.change("train-worker-1-1", node="node-x")
+    trouble(world)
+    world.end_launcher(1, {"pod": "train-worker-1-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
+    world.reconcile()
+    status = world.status()
+    assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 0, 1), status
+    assert status["firstFailure"]["reason"] == reason
+    assert "train-worker-1-2" in world.pods
+
+
+def test_an_eviction_for_what_the_pod_itself_used_is_a_failure() -> None:
+    world = running()
+    words = "Usage of EmptyDir volume exceeds the limit 1Gi"
+    world.change("train-worker-0-1", phase="Failed", reason="Evicted", message=words)
+    world.end_launcher(1, {"pod": "train-worker-0-1", "reason": "WorkerLost", "exitCode": 1})
+    world.reconcile()
+    assert (world.status()["restarts"], world.status()["disruptions"]) == (1, 0)
+
+
+def test_a_worker_killed_for_memory_is_said_to_be() -> None:
+    world = running()
+    world.end("train-worker-0-1", 137, ended_reason="OOMKilled")
+    world.end_launcher(1, {"pod": "train-worker-0-1", "reason": "WorkerLost", "exitCode": 1})
+    world.reconcile()
+    failure = world.status()["firstFailure"]
+    assert (failure["reason"], failure["exitCode"]) == ("OOMKilled", 137)
+    assert failure["logTail"] == "the log of train-worker-0-1"
+
+
+def test_a_rank_killed_for_memory_in_a_living_pod_is_said_to_be_and_the_pod_stays() -> None:
+    world = running()
+    failure = {"pod": "train-worker-1-1", "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": "last words"}
+    world.end_launcher(1, failure)
+    world.reconcile()
+    assert world.status()["firstFailure"] == {**failure, "message": "ended by signal 9 (exit code 137)"}
+    assert "train-worker-1-1" in world.pods
+
+
+def test_a_lost_worker_is_replaced_though_its_pod_looks_alive() -> None:
+    world = running()
+    world.end_launcher(1, {"pod": "train-worker-1-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
+    assert world.reconcile().requeue == 5.0  # its kubelet may still say what happened
+    world.wait(5)
+    world.reconcile()
+    assert (world.status()["disruptions"], world.status()["restarts"]) == (1, 0)
+    assert world.pods["train-worker-1-1"].deletion is not None
+    assert "train-worker-1-2" in world.pods
+    world.lost.add(world.pods["train-worker-1-1"].node)  # it never goes, and is in nobody's way
+    world.to_running()
+    assert world.status()["phase"] == "Running"
+
+
+def test_the_launcher_may_die_without_a_word() -> None:
+    world = running()
+    world.end("train-launcher-1", 137)
+    world.reconcile()
+    failure = world.status()["firstFailure"]
+    assert (failure["pod"], failure["exitCode"], world.status()["attempt"]) == ("train-launcher-1", 137, 2)
+    world.to_running()
+    world.remove("train-launcher-2")
+    world.reconcile()
+    assert world.status()["disruptions"] == 1
+    assert "train-launcher-3" in world.pods or world.condition("Restarting")["status"] == "True"
+
+
+def test_a_launcher_has_a_while_to_notice_that_a_worker_died() -> None:
+    world = running()
+    world.end("train-worker-0-1", 1)
+    plan = world.reconcile()
+    assert world.status()["attempt"] == 1
+    assert plan.requeue == 10.0
+    world.wait(10)
+    world.say("Running")
+    world.reconcile()
+    assert world.status()["attempt"] == 2
+    assert world.status()["firstFailure"]["pod"] == "train-worker-0-1"
+
+
+def test_a_worker_whose_node_is_said_to_be_lost_may_well_be_training() -> None:
+    world = running()
+    world.change("train-worker-0-1", node="node-x")
+    world.lost.add("node-x")
+    world.say("Running")
+    world.reconcile()
+    assert world.status()["attempt"] == 1
+    world.wait(60)  # and now the launcher has not answered either
+    world.reconcile()
+    assert world.status()["attempt"] == 2
+
+
+def test_workers_that_do_not_call_are_named() -> None:
+    world = Simulated(job(), Policy(seed=b"s" * 32, rendezvous_seconds=60))
+    world.reconcile()
+    world.schedule()
+    world.wait(86400)  # waiting in a queue is not waiting for a call
+    world.run()
+    world.say("Waiting", missing=(1,))
+    assert world.reconcile().requeue == 60.0
+    world.wait(60)
+    world.say("Waiting", missing=(1,))
+    world.reconcile()
+    failure = world.status()["firstFailure"]
+    assert (failure["reason"], failure["pod"]) == ("RendezvousTimeout", "train-worker-1-1")
+    assert world.status()["attempt"] == 2
+    assert "train-worker-1-2" in world.pods
+
+
+def test_an_image_that_cannot_be_pulled_is_pending_with_the_reason_and_fails_at_the_deadline() -> None:
+    world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100}))
+    world.reconcile()
+    world.schedule()
+    for waiting, message in [("ErrImagePull", "no such host"), ("ImagePullBackOff", "Back-off"), ("ErrImagePull", "x")]:
+        world.change("train-worker-0-1", containers={"worker": Container(waiting=waiting, waiting_message=message)})
+        world.reconcile()
+        assert world.status()["phase"] == "Pending"
+        assert world.condition("Running")["reason"] == "ImagePullBackOff"
+    assert world.events.count("ImagePullBackOff") == 1
+    world.wait(100)
+    world.reconcile()
+    assert (world.status()["phase"], world.condition("Failed")["reason"]) == ("Failed", "DeadlineExceeded")
+    failure = world.status()["firstFailure"]
+    assert (failure["reason"], failure["pod"]) == ("ImagePullBackOff", "train-worker-0-1")
+
+
+def test_the_schedulers_words_are_shown() -> None:
+    world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100}))
+    world.reconcile()
+    world.change("train-worker-1-1", unschedulable="0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
+    world.reconcile()
+    assert world.condition("Scheduled")["reason"] == "Unschedulable"
+    assert "Insufficient nvidia.com/gpu" in world.condition("Scheduled")["message"]
+    assert world.status()["phase"] == "Pending"
+    world.wait(100)
+    world.reconcile()
+    assert world.status()["firstFailure"]["reason"] == "Unschedulable"
+
+
+def test_a_log_tail_is_kept_within_bounds() -> None:
+    world = running(runPolicy={"backoffLimit": 0})
+    world.logs["train-launcher-1"] = "\n".join(f"{number} " + "ü" * 300 for number in range(50))
+    world.end("train-launcher-1", 9)
+    world.reconcile()
+    tail = world.status()["firstFailure"]["logTail"]
+    assert len(tail.encode()) <= 4096
+    assert len(tail.splitlines()) <= 20
+    assert tail.splitlines()[-1].startswith("49 ")

@@ -1,0 +1,258 @@
+"""`plan` by example: specs that are invalid, changed, suspended or somebody else's, and names that are taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from simulated import RANK_FAILED, Simulated, job, running
+
+from topkube_operator import admission
+from topkube_operator.observed import Trouble
+
+
+def test_suspended_at_creation_then_resumed_then_suspended_again() -> None:
+    world = Simulated(job(runPolicy={"suspend": True, "activeDeadlineSeconds": 100}))
+    world.reconcile()
+    assert (world.status()["phase"], world.pods, world.children) == ("Suspended", {}, {})
+    assert "startTime" not in world.status()
+    world.wait(1000)
+    world.policy_edit(suspend=False)
+    world.edit(template={"spec": {**job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}})
+    world.to_running()
+    assert (world.status()["phase"], world.status()["attempt"]) == ("Running", 1)
+    assert world.condition("Suspended")["status"] == "False"
+    world.wait(90)
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert (world.status()["phase"], world.pods, world.children) == ("Suspended", {}, {})
+    world.policy_edit(suspend=False)
+    world.to_running()
+    world.wait(90)  # the deadline counts from the resumption
+    world.reconcile()
+    status = world.status()
+    assert (status["phase"], status["attempt"], status["restarts"]) == ("Running", 2, 0)
+    world.wait(10)
+    world.reconcile()
+    assert world.status()["phase"] == "Failed"
+    assert world.events.count("Resumed") == 2
+
+
+def test_somebody_elses_job_is_left_alone() -> None:
+    world = Simulated(job(runPolicy={"managedBy": "kueue.x-k8s.io/multikueue"}))
+    assert world.reconcile().idle
+    assert (world.status(), world.pods) == ({}, {})
+
+
+def test_a_foreign_object_with_our_name_is_reported_and_not_touched() -> None:
+    world = Simulated(job())
+    world.foreign.add(("Service", "train"))
+    world.reconcile()
+    world.reconcile()
+    created = world.condition("Created")
+    assert (created["status"], created["reason"]) == ("False", "ForeignObject")
+    assert "Service train" in created["message"]
+    assert not world.pods
+    world.foreign.clear()
+    world.to_running()
+    assert world.status()["phase"] == "Running"
+    assert world.events.count("ForeignObject") == 1
+
+
+def test_what_the_api_server_refuses_is_shown() -> None:
+    world = Simulated(job())
+    world.reconcile()
+    world.remove("train-launcher-1")
+    assert world.job is not None
+    world.job["status"]["conditions"] = []
+    world.troubles = {("Pod", "train-launcher-1"): Trouble("Refused", "exceeded quota: gpus")}
+    plan = world.plan()
+    created = next(one for one in plan.status["conditions"] if one["type"] == "Created")
+    assert (created["reason"], created["message"]) == ("Refused", "Pod train-launcher-1: exceeded quota: gpus")
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [{"workers": 0}, {"workers": "two"}, {"template": {}}, {"template": "x"}, {"aggregation": {"density": 2}}],
+)
+def test_an_invalid_spec_is_said_and_nothing_is_made_until_it_is_corrected(nonsense: dict[str, Any]) -> None:
+    world = Simulated(job())
+    good = dict(world.job["spec"]) if world.job else {}
+    world.edit(**nonsense)
+    assert world.reconcile().idle
+    failed = world.condition("Failed")
+    assert (world.status()["phase"], failed["reason"], world.pods) == ("Failed", "InvalidSpec", {})
+    assert f"spec.{next(iter(nonsense))}" in failed["message"]
+    assert world.events == ["InvalidSpec"]
+    world.edit(**{name: good.get(name, {}) for name in nonsense})
+    world.to_running()
+    assert world.status()["phase"] == "Running"
+    assert world.condition("Failed")["status"] == "False"
+
+
+def test_a_running_job_edited_to_nonsense_keeps_its_pods_and_goes_on_when_corrected() -> None:
+    world = running()
+    pods = dict(world.pods)
+    world.edit(workers=0)
+    world.reconcile()
+    assert (world.status()["phase"], world.pods) == ("Failed", pods)
+    world.edit(workers=2)
+    world.reconcile()
+    assert (world.status()["phase"], world.status()["attempt"], world.pods) == ("Running", 1, pods)
+
+
+@pytest.mark.parametrize("nonsense", [None, "x", [], {"attempt": "many", "conditions": "x", "phase": 3}])
+def test_a_stored_status_of_nonsense_is_written_anew(nonsense: Any) -> None:
+    world = running()
+    assert world.job is not None
+    world.job["status"] = nonsense
+    plan = world.plan()
+    assert plan.status["attempt"] == 1
+    assert not [one for stage in plan.apply for one in stage if one["kind"] == "Pod"]
+
+
+def test_an_invalid_job_is_deleted_after_its_time_to_live() -> None:
+    world = Simulated(job(workers=0, runPolicy={"ttlSecondsAfterFinished": 100}))
+    assert world.reconcile().requeue == 100.0
+    assert world.status()["completionTime"] == "2026-01-01T00:00:00Z"
+    world.wait(99)
+    world.reconcile()
+    assert world.job is not None
+    world.wait(1)
+    world.reconcile()
+    assert world.job is None
+
+
+@pytest.mark.parametrize("ttl", ["soon", -1, True, None, 2.5])
+def test_a_time_to_live_of_nonsense_is_none(ttl: Any) -> None:
+    world = Simulated(job(workers=0, runPolicy={"ttlSecondsAfterFinished": ttl}))
+    world.wait(10**6)
+    assert world.reconcile().idle
+
+
+def test_a_corrected_job_has_not_ended() -> None:
+    world = Simulated(job(workers=0, runPolicy={"ttlSecondsAfterFinished": 100}))
+    world.reconcile()
+    world.wait(50)
+    world.edit(workers=2)
+    world.to_running()
+    assert world.status()["phase"] == "Running"
+    assert "completionTime" not in world.status()
+    world.wait(1000)
+    world.reconcile()
+    assert world.job is not None
+
+
+def test_a_job_that_trains_on_behind_a_nonsensical_spec_is_not_deleted_under_it() -> None:
+    world = running(runPolicy={"ttlSecondsAfterFinished": 10})
+    world.edit(workers=0)
+    world.wait(1000)
+    world.reconcile()
+    assert (world.status()["phase"], len(world.pods)) == ("Failed", 3)
+    for name in list(world.pods):
+        world.end(name, 0)
+    world.reconcile()
+    world.wait(10)
+    world.reconcile()
+    assert world.job is None
+
+
+def test_a_finished_job_edited_to_nonsense_is_still_cleaned_up_and_deleted() -> None:
+    world = running(runPolicy={"cleanPodPolicy": "All", "ttlSecondsAfterFinished": 100})
+    world.end_launcher(0)
+    world.reconcile(rounds=1)
+    world.edit(workers=0)
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert (world.status()["phase"], world.pods, world.children) == ("Succeeded", {}, {})
+    world.wait(100)
+    world.reconcile()
+    assert world.job is None
+
+
+def test_a_change_that_admission_would_refuse_is_refused_in_its_words_and_not_followed() -> None:
+    world = running(runPolicy={"backoffLimit": 5})
+    assert world.job is not None
+    before = dict(world.job)
+    template = {"spec": {"containers": [{"name": "worker", "image": "image:2", "command": ["python"]}]}}
+    world.edit(template=template, workers=3)
+    words = admission.refusal(world.job, before)
+    assert "spec.workers: cannot be changed from 2 to 3" in words
+    world.reconcile()
+    failed = world.condition("Failed")
+    assert (failed["status"], failed["reason"], failed["message"]) == ("False", "ChangeRefused", words)
+    assert world.events.count("ChangeRefused") == 1
+    assert (world.status()["phase"], world.status()["workersReady"]) == ("Running", "2/2")
+    world.end_launcher(1, RANK_FAILED)
+    world.to_running()
+    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1", "train-worker-1-1"]
+    assert world.status()["acceptedSpec"]["workers"] == 2
+    assert world.events.count("ChangeRefused") == 1
+    world.edit(template=job()["spec"]["template"], workers=2)
+    world.reconcile()
+    assert world.condition("Failed")["reason"] == "Corrected"
+
+
+def test_beside_a_refused_change_what_takes_effect_at_once_does() -> None:
+    world = running()
+    world.edit(workers=3)
+    world.policy_edit(suspend=True, backoffLimit=0)
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert (world.status()["phase"], world.pods) == ("Suspended", {})
+    world.policy_edit(suspend=False)
+    world.to_running()
+    assert (world.status()["phase"], world.status()["workersReady"]) == ("Running", "2/2")
+    world.end_launcher(1, RANK_FAILED)
+    world.reconcile()
+    assert world.status()["phase"] == "Failed"
+    assert world.condition("Failed")["reason"] == "BackoffLimitExceeded"
+    world.edit(slotsPerWorker=9)
+    world.reconcile()
+    assert world.condition("Failed")["reason"] == "BackoffLimitExceeded"
+
+
+def test_where_pods_go_may_change_while_the_job_is_suspended_and_only_then() -> None:
+    placed = {"spec": {**job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}}
+    world = running()
+    world.edit(template=placed)
+    world.reconcile()
+    assert "only while the job is suspended" in world.condition("Failed")["message"]
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    assert world.condition("Failed")["reason"] == "Corrected"
+    world.policy_edit(suspend=False)
+    world.run()
+    world.to_running()
+    assert world.status()["acceptedSpec"]["template"] == placed
+    world.edit(template=job()["spec"]["template"])  # and what goes, goes from the stored copy too
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    assert "nodeSelector" not in world.status()["acceptedSpec"]["template"]["spec"]
+
+
+def test_null_and_absent_are_the_same_and_no_change() -> None:
+    world = running()
+    template = {"spec": {**job()["spec"]["template"]["spec"], "nodeSelector": None}, "metadata": None}
+    world.edit(template=template, dataset=None)
+    world.reconcile()
+    assert world.condition("Failed") == {}
+
+
+def test_nothing_of_an_earlier_failure_stays_in_the_status() -> None:
+    """The status is written as a merge patch, in which a field that is left out stays."""
+    world = running()
+    world.end_launcher(1, {**RANK_FAILED, "logTail": "old words"})
+    world.to_running()
+    assert world.status()["firstFailure"]["rank"] == 3
+    world.remove("train-worker-0-1")
+    world.wait(100)
+    world.end_launcher(1, {"pod": "train-worker-0-1", "reason": "WorkerLost", "message": "silent"})
+    world.reconcile()
+    failure = world.status()["firstFailure"]
+    assert failure["reason"] == "Deleted"
+    assert not {"rank", "exitCode", "logTail"} & set(failure), failure
