@@ -259,6 +259,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "convergence.json")
+    parser.add_argument("--most", type=int, default=1000, help="stop after this many more runs; the next call goes on")
     parser.add_argument("--report", action="store_true", help="only write the table and the plot again")
     args = parser.parse_args()
     if args.report:
@@ -275,9 +276,8 @@ def main() -> None:
         for optimizer in OPTIMIZERS
         for condition in conditions
     ]
-    for key in wanted:
-        if key in {run.key for run in runs}:
-            continue
+    done = {run.key for run in runs}
+    for key in [key for key in wanted if key not in done][: args.most]:
         result = train(*key, learning_rate=LEARNING_RATE[key[:2]])
         runs.append(result)
         if world.rank == 0:
