@@ -63,13 +63,15 @@ def create(job: TrainingJob, uid: str, record: Record, observed: Observed) -> Ma
         missing = [index for index in range(job.spec.workers) if index not in kept and not (colocate and index == 0)]
         there = {pod.name for pod in observed.pods}
         stage = [
-            objects.adopted(pods.worker(job, uid, index, number, address, observed.policy), job, uid)
+            objects.adopted(pods.worker(job, uid, index, number, address, observed.policy, observed.warm), job, uid)
             for index in missing
             if names.worker_name(job.name, index, number) not in there
         ]
-        make = pods.colocated if colocate else pods.launcher
-        launcher = objects.adopted(make(job, uid, number, workers, observed.policy), job, uid)
-        stages += [stage, [launcher]]
+        if colocate:
+            head = pods.colocated(job, uid, number, workers, observed.policy, observed.warm)
+        else:
+            head = pods.launcher(job, uid, number, workers, observed.policy)
+        stages += [stage, [objects.adopted(head, job, uid)]]
     names_kept = {pod.name for pod in kept.values()}
     useless = [pod for pod in observed.pods if pod.name not in names_kept and not launches(pod, number)]
     return Making(stages, tuple(useless))

@@ -20,6 +20,7 @@ from kubernetes.config.config_exception import ConfigException
 
 from topkube.errors import TopKubeError
 from topkube.job import API_VERSION, KIND
+from topkube.job.cached_dataset import CACHED_KIND, CACHED_PLURAL
 from topkube_operator import names
 
 _log = logging.getLogger(__name__)
@@ -31,7 +32,9 @@ _PATHS = {
     "Node": ("v1", "nodes"),
     "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
     "Lease": ("coordination.k8s.io/v1", "leases"),
+    "PersistentVolumeClaim": ("v1", "persistentvolumeclaims"),
     KIND: (API_VERSION, "trainingjobs"),
+    CACHED_KIND: (API_VERSION, CACHED_PLURAL),
 }
 _CONNECTIONS = 48
 _TIMEOUT = urllib3.Timeout(connect=3, read=10)

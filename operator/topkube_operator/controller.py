@@ -148,7 +148,7 @@ class Controller:
                 return wrote
             memory = self._memory(key, job["metadata"]["uid"])
             observed = self._store.observe(
-                job["metadata"]["uid"], self._policy, memory.report, memory.troubles, memory.logs
+                job["metadata"]["uid"], self._policy, memory.report, memory.troubles, memory.logs, job
             )
             plan = reconcile.plan(job, observed, datetime.now(UTC))
             if plan.logs:

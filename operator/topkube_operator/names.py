@@ -20,6 +20,8 @@ LAUNCHER_ADDRESS = "topkube.dev/launcher-address"
 """Annotation of worker pods: the Service's address that they were told."""
 WORKERS = "topkube.dev/workers"
 """Annotation of the launcher's pod: how many workers it expects."""
+NODE_CACHE = "topkube.dev/node-cache"
+"""Label of the claims and volumes by which a namespace has a node cache."""
 DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 
 LAUNCHER = "launcher"

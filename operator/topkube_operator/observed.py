@@ -259,6 +259,10 @@ class Observed:
     logs: Mapping[str, str] = field(default_factory=dict)
     """Log tails by pod name; empty text where there is no log."""
     policy: Policy = Policy()
+    node_cache: bool = False
+    """Whether the job's namespace has a node cache."""
+    warm: Mapping[str, int] = field(default_factory=dict)
+    """Nodes that hold some of the job's dataset, by hostname, with the percentage."""
 
 
 def digest(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from topkube.job import TrainingJob
@@ -15,6 +16,8 @@ _GROUP_KINDS: dict[Gang, tuple[str, str]] = {
     "volcano": ("scheduling.volcano.sh/v1beta1", "volcano"),
     "scheduler-plugins": ("scheduling.x-k8s.io/v1alpha1", "scheduler-plugins-scheduler"),
 }
+HOSTNAME = "kubernetes.io/hostname"
+_MOST_WARM_NODES = 64
 _KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 _KUEUE_GROUP = "kueue.x-k8s.io/pod-group-name"
 _KUEUE_TOTAL = "kueue.x-k8s.io/pod-group-total-count"
@@ -57,9 +60,31 @@ def spread_over_nodes(pod: dict[str, Any], job: TrainingJob) -> None:
     rules.append(
         {
             "labelSelector": {"matchLabels": {names.JOB_NAME: names.job_label(job.name), names.ROLE: names.WORKER}},
-            "topologyKey": "kubernetes.io/hostname",
+            "topologyKey": HOSTNAME,
         }
     )
+
+
+def prefer_warm_nodes(pod: dict[str, Any], warm: Mapping[str, int]) -> None:
+    """Asks the scheduler for nodes that hold the dataset, the more of it the sooner; never insists. `warm`: percentages
+    by the nodes' kubernetes.io/hostname."""
+    best = sorted(warm.items(), key=lambda entry: (-entry[1], entry[0]))[:_MOST_WARM_NODES]
+    by_weight: dict[int, list[str]] = {}
+    for hostname, percent in best:
+        if percent > 0:
+            by_weight.setdefault(min(percent, 100), []).append(hostname)
+    if not by_weight:
+        return
+    where = "spec.template.spec"
+    near = mapping_in(mapping_in(pod, "affinity", where), "nodeAffinity", f"{where}.affinity")
+    rules = list_in(near, "preferredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.nodeAffinity")
+    rules += [
+        {
+            "weight": weight,
+            "preference": {"matchExpressions": [{"key": HOSTNAME, "operator": "In", "values": sorted(hostnames)}]},
+        }
+        for weight, hostnames in by_weight.items()
+    ]
 
 
 def join_gang(manifest: dict[str, Any], job: TrainingJob, gang: Gang | None, scheduler: str) -> None:

@@ -6,13 +6,14 @@ becomes the argument of `topkube worker`. Sidecars and init containers stay exac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from topkube.job import TrainingJob
 from topkube.job.template import without_nulls, worker_container
 from topkube.launch import contract
-from topkube_operator import names, placement
+from topkube_operator import datasets, names, placement
 from topkube_operator.observed import Policy, digest
 from topkube_operator.templates import list_in, mapping_in
 
@@ -37,8 +38,17 @@ def shape(job: TrainingJob) -> str:
     return digest([*(spec.get(part) for part in parts), *claim])
 
 
-def worker(job: TrainingJob, uid: str, index: int, attempt: int, address: str, policy: Policy) -> dict[str, Any]:
-    """Worker `index`, made in `attempt`. `address`: of the launcher's Service. Raises JobError."""
+def worker(
+    job: TrainingJob,
+    uid: str,
+    index: int,
+    attempt: int,
+    address: str,
+    policy: Policy,
+    warm: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Worker `index`, made in `attempt`. `address`: of the launcher's Service. `warm`: nodes that hold some of the
+    dataset, with the percentage. Raises JobError."""
     name = names.worker_name(job.name, index, attempt)
     launches = index == 0 and job.spec.launcher.colocate
     pod, container = _from_template(job, job.spec.template, name, attempt)
@@ -59,13 +69,15 @@ def worker(job: TrainingJob, uid: str, index: int, attempt: int, address: str, p
         attempt=attempt,
         pod=name,
         slots=job.spec.slots_per_worker,
+        workers=job.spec.workers,
         launcher=endpoint(host),
         grace_seconds=max(0.0, float(grace) - 5) if isinstance(grace, int) else 25.0,
     )
     container["command"] = ["topkube", "worker", "--", *container["command"]]
     _environment(container, {contract.WORKER_VARIABLE: plan.text()})
     _unprivileged(container, spec)
-    _scratch(spec, container, job.spec.slots_per_worker)
+    _scratch(spec, container, job.spec.slots_per_worker, datasets.shared_memory_bytes(job))
+    datasets.give(spec, container, job)
     _volume(
         spec,
         container,
@@ -84,6 +96,8 @@ def worker(job: TrainingJob, uid: str, index: int, attempt: int, address: str, p
             security |= {"fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"}
     if job.spec.spread == "Node":
         placement.spread_over_nodes(spec, job)
+    if datasets.uses_node_cache(job):
+        placement.prefer_warm_nodes(spec, warm)
     placement.join_gang(pod, job, policy.gang, policy.gang_scheduler)
     return pod
 
@@ -112,9 +126,16 @@ def launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[tuple[i
     return pod
 
 
-def colocated(job: TrainingJob, uid: str, attempt: int, workers: Sequence[tuple[int, int]], policy: Policy) -> Any:
+def colocated(
+    job: TrainingJob,
+    uid: str,
+    attempt: int,
+    workers: Sequence[tuple[int, int]],
+    policy: Policy,
+    warm: Mapping[str, int] = MappingProxyType({}),
+) -> Any:
     """Worker 0 of `attempt` with the launcher as a second container. Raises JobError."""
-    pod = worker(job, uid, 0, attempt, "", policy)
+    pod = worker(job, uid, 0, attempt, "", policy, warm)
     container: dict[str, Any] = {"name": names.LAUNCHER}
     list_in(pod["spec"], "containers", _POD).append(container)
     _launch(job, uid, attempt, workers, policy, pod, container)
@@ -137,7 +158,9 @@ def _launch(
 ) -> None:
     """Makes `container` the launcher."""
     image = worker_container(job.spec.template)
-    changes = {"checkpoint_directory": f"{CHECKPOINTS}/{job.spec.checkpoint.path}"} if job.spec.checkpoint else {}
+    changes = datasets.changes(job)
+    if job.spec.checkpoint:
+        changes["checkpoint_directory"] = f"{CHECKPOINTS}/{job.spec.checkpoint.path}"
     plan = contract.LaunchPlan(
         name=job.name,
         namespace=job.metadata.namespace or "",
@@ -237,12 +260,13 @@ def _unprivileged(container: dict[str, Any], pod: dict[str, Any]) -> None:
             security[field] = value
 
 
-def _scratch(pod: dict[str, Any], container: dict[str, Any], ranks: int) -> None:
-    """Writable /tmp and HOME, and a /dev/shm that holds the ranks' shared windows."""
+def _scratch(pod: dict[str, Any], container: dict[str, Any], ranks: int, samples: int = 0) -> None:
+    """Writable /tmp and HOME, and a /dev/shm that holds the ranks' shared windows and `samples` bytes of the memory
+    tier."""
     _volume(pod, container, {"name": f"{_PREFIX}tmp-{container['name']}", "emptyDir": {}}, "/tmp")
     _volume(pod, container, {"name": f"{_PREFIX}home-{container['name']}", "emptyDir": {}}, HOME)
     if ranks:
-        size = f"{_SHM_MIB + _SHM_MIB_PER_RANK * ranks}Mi"
+        size = f"{_SHM_MIB + _SHM_MIB_PER_RANK * ranks + -(-samples // (1 << 20))}Mi"
         shared = {"name": _PREFIX + "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
         _volume(pod, container, shared, "/dev/shm")
 

@@ -18,7 +18,7 @@ from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.job.changes import change_problems, in_force
 from topkube.job.template import without_nulls
-from topkube_operator import admission, attempts, failures, names, placement
+from topkube_operator import admission, attempts, datasets, failures, names, placement
 from topkube_operator.failures import Failure, Verdict
 from topkube_operator.observed import Observed, Pod, Report
 from topkube_operator.status import Event, Record, Urgency, urgency
@@ -327,6 +327,11 @@ class _Planner:
 
     def create(self) -> None:
         """Makes what the attempt lacks: workers that live on are kept."""
+        if datasets.uses_node_cache(self.job) and not self.observed.node_cache:
+            words = datasets.refusal(self.job)
+            self.record.set("Created", False, "NodeCacheNotAllowed", words, "Warning")
+            self.pending("Pending", "NodeCacheNotAllowed", words)
+            return
         made = attempts.create(self.job, self.uid, self.record, self.observed)
         self.remove(made.outdated)
         self.apply += made.stages

@@ -13,7 +13,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from topkube.job import KIND
+from topkube.job.cached_dataset import object_name
+from topkube_operator.datasets import CLAIM
 from topkube_operator.observed import Child, Observed, Pod, Policy, Report, Trouble
+from topkube_operator.placement import HOSTNAME
 from topkube_operator.queue import Key
 
 Name = tuple[str, str]
@@ -41,6 +44,12 @@ class Store:
         self._of_owner: dict[str, dict[tuple[str, Name], _Entry]] = {}
         self._nodes: dict[str, bool] = {}
         """Whether each node is heard from; one that was removed is not."""
+        self._hostnames: dict[str, str] = {}
+        """The label by which the scheduler finds a node."""
+        self._claims: dict[Name, str] = {}
+        """Bound claims of node caches, with their UID."""
+        self._cached: dict[Name, tuple[str, Mapping[str, int]]] = {}
+        """Of each CachedDataset its address, and what each node holds of it in percent."""
         self._gone: dict[str, datetime] = {}
         """When objects went, by UID."""
         self._gone_of: dict[str, dict[str, datetime]] = {}
@@ -137,9 +146,11 @@ class Store:
 
     def put_node(self, node: Mapping[str, Any]) -> set[Key]:
         """Keeps whether a node is heard from; gives the jobs with pods on it where that changed."""
-        conditions = (node.get("status") or {}).get("conditions") or ()
+        conditions, name = (node.get("status") or {}).get("conditions") or (), node["metadata"]["name"]
+        with self._lock:
+            self._hostnames[name] = (node["metadata"].get("labels") or {}).get(HOSTNAME) or name
         ready = next((one.get("status") for one in conditions if one.get("type") == "Ready"), "Unknown")
-        return self._set_node(node["metadata"]["name"], ready != "Unknown")
+        return self._set_node(name, ready != "Unknown")
 
     def remove_node(self, name: str) -> set[Key]:
         return self._set_node(name, False)
@@ -164,6 +175,65 @@ class Store:
             pods = self._entries.get("Pod", {}).values()
             return {entry.job for entry in pods if isinstance(entry.value, Pod) and entry.value.node == name}
 
+    # The node cache.
+
+    def put_claim(self, claim: Mapping[str, Any]) -> set[Key]:
+        """Keeps whether a namespace's claim is bound; gives the namespace's jobs where that changed."""
+        metadata = claim["metadata"]
+        bound = metadata["name"] == CLAIM and (claim.get("status") or {}).get("phase") == "Bound"
+        bound = bound and not metadata.get("deletionTimestamp")
+        return self._set_claim((metadata["namespace"], metadata["name"]), metadata["uid"] if bound else None)
+
+    def remove_claim(self, name: Name) -> set[Key]:
+        return self._set_claim(name, None)
+
+    def replace_claims(self, namespace: str | None, claims: Iterable[Mapping[str, Any]]) -> set[Key]:
+        news: set[Key] = set()
+        with self._lock:
+            left = {name for name in self._claims if namespace in (None, name[0])}
+            for claim in claims:
+                left.discard((claim["metadata"]["namespace"], claim["metadata"]["name"]))
+                news |= self.put_claim(claim)
+            for name in left:
+                news |= self.remove_claim(name)
+        return news
+
+    def _set_claim(self, name: Name, uid: str | None) -> set[Key]:
+        with self._lock:
+            if self._claims.get(name) == uid:
+                return set()
+            self._claims.pop(name, None)
+            if uid is not None:
+                self._claims[name] = uid
+            return {key for key in self._jobs if key[0] == name[0]}
+
+    def put_cached(self, dataset: Mapping[str, Any]) -> None:
+        """Keeps where a dataset is warm."""
+        metadata, spec, status = dataset["metadata"], dataset.get("spec") or {}, dataset.get("status") or {}
+        nodes = {one["name"]: one.get("percent") or 0 for one in status.get("nodes") or () if "name" in one}
+        with self._lock:
+            self._cached[metadata["namespace"], metadata["name"]] = (str(spec.get("uri")), nodes)
+
+    def remove_cached(self, name: Name) -> None:
+        with self._lock:
+            self._cached.pop(name, None)
+
+    def replace_cached(self, namespace: str | None, datasets: Iterable[Mapping[str, Any]]) -> None:
+        with self._lock:
+            self._cached = {name: kept for name, kept in self._cached.items() if namespace not in (None, name[0])}
+            for dataset in datasets:
+                self.put_cached(dataset)
+
+    def _warm(self, namespace: str, uri: str) -> dict[str, int]:
+        """Hostnames of nodes that are heard from and hold some of the dataset, with the percentage."""
+        found: dict[str, int] = {}
+        name = (namespace, object_name(uri))
+        known, nodes = self._cached.get(name, ("", {}))
+        for node, percent in nodes.items() if known == uri else ():
+            if self._nodes.get(node):
+                found[self._hostnames.get(node, node)] = percent
+        return found
+
     # What a plan sees.
 
     def observe(
@@ -173,16 +243,20 @@ class Store:
         report: Report | None,
         troubles: Mapping[tuple[str, str], Trouble],
         logs: Mapping[str, str],
+        job: Mapping[str, Any] | None = None,
     ) -> Observed:
-        """All there is about the job with this UID."""
+        """All there is about the job with this UID; with `job`, also what the node cache has for it."""
         with self._lock:
             values = [entry.value for entry in self._of_owner.get(uid, {}).values()]
             pods = tuple(sorted((one for one in values if isinstance(one, Pod)), key=lambda pod: pod.name))
             # A node that was never seen is a new one, not a lost one.
             lost = {pod.node for pod in pods if pod.node and not self._nodes.get(pod.node, True)}
             gone = dict(self._gone_of.get(uid, {}))
+            namespace = job["metadata"]["namespace"] if job is not None else ""
+            has_cache = (namespace, CLAIM) in self._claims
+            warm = self._warm(namespace, _uri(job)) if has_cache else {}
         children = {(one.kind, one.name): one for one in values if isinstance(one, Child)}
-        return Observed(pods, children, troubles, frozenset(lost), report, gone, logs, policy)
+        return Observed(pods, children, troubles, frozenset(lost), report, gone, logs, policy, has_cache, warm)
 
     # Inside.
 
@@ -213,6 +287,14 @@ def controller(thing: Mapping[str, Any]) -> tuple[str, str] | None:
         if reference.get("controller") and reference.get("kind") == KIND:
             return reference["name"], reference["uid"]
     return None
+
+
+def _uri(job: Mapping[str, Any] | None) -> str:
+    """The address of a stored job's dataset, whatever the job holds."""
+    spec = (job or {}).get("spec")
+    dataset = spec.get("dataset") if isinstance(spec, dict) else None
+    uri = dataset.get("uri") if isinstance(dataset, dict) else None
+    return uri if isinstance(uri, str) else ""
 
 
 def _version(thing: Mapping[str, Any]) -> int:

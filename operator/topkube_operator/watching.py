@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from topkube.job import KIND
+from topkube.job.cached_dataset import CACHED_KIND
 from topkube_operator import names
 from topkube_operator.cluster import ApiError, Cluster
 from topkube_operator.queue import Key
@@ -17,6 +18,10 @@ from topkube_operator.store import Store
 
 _log = logging.getLogger(__name__)
 CHILDREN = ("Pod", "Service", "Secret", "NetworkPolicy")
+CLAIM = "PersistentVolumeClaim"
+OPTIONAL = ("Node", CLAIM, CACHED_KIND)
+"""Without these there is no word of lost nodes but their pods', no node cache, no preference for warm nodes."""
+_SELECTORS = {"Node": "", CACHED_KIND: "", CLAIM: names.NODE_CACHE}
 _AUDIT_SECONDS = 120.0
 _PATIENCE = 180.0
 
@@ -37,6 +42,7 @@ class Watching:
         self._stopped = threading.Event()
         self._tasks: list[tuple[str, str | None]] = [
             *((kind, namespace) for kind in kinds for namespace in self._namespaces),
+            *((kind, namespace) for kind in (CLAIM, CACHED_KIND) for namespace in self._namespaces),
             ("Node", None),
         ]
         self._heard: dict[tuple[str, str | None], float] = {}
@@ -74,7 +80,7 @@ class Watching:
                 if error.status in (403, 404):  # a right or a kind that may come later
                     if (kind, namespace) not in self._refused:
                         _log.warning("cannot watch %s in %s: %s", kind, namespace or "all namespaces", error)
-                    if kind == "Node":  # lost nodes are then seen by their pods alone
+                    if kind in OPTIONAL:
                         self._refused.add((kind, namespace))
                     version, pause = "", 30.0
                 self._stopped.wait(pause * random.uniform(0.8, 1.2))
@@ -86,7 +92,16 @@ class Watching:
 
     def _list(self, kind: str, namespace: str | None) -> str:
         things, version = self._cluster.list(kind, namespace, _selector(kind))
-        news = self._store.replace_nodes(things) if kind == "Node" else self._store.replace(kind, namespace, things)
+        news: Iterable[Key] = ()
+        if kind == "Node":
+            news = self._store.replace_nodes(things)
+        elif kind == CLAIM:
+            news = self._store.replace_claims(namespace, things)
+        elif kind == CACHED_KIND:
+            self._store.replace_cached(namespace, things)
+        else:
+            news = self._store.replace(kind, namespace, things)
+        self._refused.discard((kind, namespace))
         self._hear(kind, namespace)
         self._woken(news)
         return version
@@ -106,6 +121,12 @@ class Watching:
         metadata: dict[str, str] = thing["metadata"]  # type: ignore[assignment]
         if kind == "Node":
             return self._store.remove_node(metadata["name"]) if deleted else self._store.put_node(thing)
+        name = (metadata["namespace"], metadata["name"])
+        if kind == CLAIM:
+            return self._store.remove_claim(name) if deleted else self._store.put_claim(thing)
+        if kind == CACHED_KIND:
+            self._store.remove_cached(name) if deleted else self._store.put_cached(thing)
+            return ()
         if deleted:
             key = self._store.remove(kind, (metadata["namespace"], metadata["name"]), metadata["uid"])
         else:
@@ -145,4 +166,4 @@ class Watching:
 
 
 def _selector(kind: str) -> str:
-    return "" if kind == "Node" else names.JOB_NAME
+    return _SELECTORS.get(kind, names.JOB_NAME)

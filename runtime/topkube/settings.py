@@ -57,11 +57,19 @@ class Settings:
     dataset_mount: str = _setting(
         "TOPKUBE_DATASET_MOUNT", "", "path that stands for the dataset: CachedDataset(path) reads TOPKUBE_DATASET_URI"
     )
+    dataset_view: str = _setting(
+        "TOPKUBE_DATASET_VIEW",
+        "",
+        "where a worker's pod shows the dataset's files; the mount is a read-only look at it",
+    )
     cache_directory: str = _setting(
         "TOPKUBE_CACHE_DIRECTORY", "~/.cache/topkube/data", "the cache's directory on a disk of the node"
     )
     cache_size_limit: int = _setting(
         "TOPKUBE_CACHE_SIZE_LIMIT", 0, "most bytes on disk per node; 0: what the disk holds"
+    )
+    cache_free_percent: int = _setting(
+        "TOPKUBE_CACHE_FREE_PERCENT", 0, "share of the disk that stays free; 0: 5%, at most 1 GiB"
     )
     cache_memory_limit: int = _setting(
         "TOPKUBE_CACHE_MEMORY_LIMIT", 0, "most bytes of samples in memory per node; 0: the memory tier is off"
@@ -132,6 +140,7 @@ class Settings:
             ("expected_ranks", 0),
             ("warmup_steps", 0),
             ("cache_size_limit", 0),
+            ("cache_free_percent", 0),
             ("cache_memory_limit", 0),
             ("cache_prefetch", 0),
             ("checkpoint_every", 1),

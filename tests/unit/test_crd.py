@@ -19,17 +19,22 @@ from topkube.cli.app import run_app
 from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.job.changes import change_problems
-from topkube.job.crd import crd_yaml, custom_resource_definition
+from topkube.job.crd import cached_dataset_definition, cached_dataset_yaml, crd_yaml, custom_resource_definition
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 RULES = "x-kubernetes-validations"
 DEFINITION = custom_resource_definition()
 SCHEMA = DEFINITION["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+CACHED = cached_dataset_definition()["spec"]
+CACHED_SCHEMA = CACHED["versions"][0]["schema"]["openAPIV3Schema"]
 
 
 def test_the_manifests_are_fresh() -> None:
     assert (MANIFESTS / "crd.yaml").read_text() == crd_yaml(rules=False), (
         "stale: topkube crd --kubernetes 1.20 > manifests/crd.yaml"
+    )
+    assert (MANIFESTS / "crd-cached-datasets.yaml").read_text() == cached_dataset_yaml(), (
+        "stale: topkube crd --cached-datasets > manifests/crd-cached-datasets.yaml"
     )
     folder = MANIFESTS / "kubernetes-1.25"
     assert (folder / "crd.yaml").read_text() == crd_yaml(), "stale: topkube crd > manifests/kubernetes-1.25/crd.yaml"
@@ -59,6 +64,23 @@ def test_names_and_columns() -> None:
         assert field.get("type", "string") == ("string" if column["type"] == "date" else column["type"]), column
 
 
+def test_cached_datasets_show_where_and_how_much() -> None:
+    version = CACHED["versions"][0]
+    assert (CACHED["names"]["plural"], CACHED["scope"], RULES in cached_dataset_yaml()) == (
+        "cacheddatasets",
+        "Namespaced",
+        False,
+    )
+    columns = [column["name"].upper() for column in version["additionalPrinterColumns"]]
+    assert columns == ["DATASET", "NODES", "CACHED%", "LAST-USED", "PINNED", "AGE"]
+    for column in version["additionalPrinterColumns"][:-1]:
+        field = CACHED_SCHEMA
+        for key in column["jsonPath"].split(".")[1:]:
+            field = field["properties"][key]
+    nodes = CACHED_SCHEMA["properties"]["status"]["properties"]["nodes"]
+    assert nodes["x-kubernetes-list-map-keys"] == ["name"]
+
+
 # What Kubernetes demands of a schema. The real API servers of the cluster tests demand it again.
 
 
@@ -70,12 +92,13 @@ def every(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[st
         yield from every(schema["items"], f"{path}[]")
 
 
-def test_it_is_structural() -> None:
-    for path, schema in every(SCHEMA):
+@pytest.mark.parametrize("root", [SCHEMA, CACHED_SCHEMA])
+def test_it_is_structural(root: dict[str, Any]) -> None:
+    for path, schema in every(root):
         assert "type" in schema or schema.get("x-kubernetes-int-or-string"), path
         assert not {"$ref", "$defs", "title", "const", "allOf", "oneOf", "not"} & set(schema), path
         assert isinstance(schema.get("exclusiveMinimum", True), bool), path
-        if schema.get("type") == "object":
+        if schema.get("type") == "object" and path != ".metadata":
             assert schema.get("properties") or schema.get("x-kubernetes-preserve-unknown-fields"), path
 
 

@@ -27,6 +27,12 @@
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [list, watch]
+- apiGroups: [topkube.dev]
+  resources: [cacheddatasets]
+  verbs: [list, watch]
 {{- end -}}
 
 {{- /* What it needs of the cluster itself. */ -}}

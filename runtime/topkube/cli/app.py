@@ -186,11 +186,14 @@ def crd(
     kubernetes: Annotated[
         str, typer.Option(metavar="VERSION", help="The cluster's version; before 1.25 there are no CEL rules.")
     ] = "1.27",
+    cached_datasets: Annotated[
+        bool, typer.Option("--cached-datasets", help="That of CachedDataset, for every version.")
+    ] = False,
 ) -> None:
     """Print the CustomResourceDefinition of TrainingJob."""
     from topkube.cli.crd import show_crd
 
-    show_crd(kubernetes)
+    show_crd(kubernetes, cached_datasets)
 
 
 for _command in (commands.submit, commands.status, commands.logs, commands.delete):

@@ -1,19 +1,22 @@
-"""`topkube crd`: the CustomResourceDefinition as a manifest."""
+"""`topkube crd`: the CustomResourceDefinitions as manifests."""
 
 from __future__ import annotations
 
 import re
 
 from topkube.errors import ArgumentError
-from topkube.job.crd import RULES_SINCE, crd_yaml
+from topkube.job.crd import RULES_SINCE, cached_dataset_yaml, crd_yaml
 
 
-def show_crd(kubernetes: str) -> None:
-    """Prints it for a cluster of this version, such as '1.27' or 'v1.20.2'."""
+def show_crd(kubernetes: str, cached_datasets: bool = False) -> None:
+    """Prints one for a cluster of this version, such as '1.27' or 'v1.20.2'."""
     match = re.fullmatch(r"v?(\d+)\.(\d+)([.+-].*)?", kubernetes)
     if match is None:
         raise ArgumentError(
             f"{kubernetes!r} is not a version of Kubernetes",
             next_step="give one such as 1.27; `kubectl version` says it",
         )
+    if cached_datasets:
+        print(cached_dataset_yaml(), end="")
+        return
     print(crd_yaml(rules=(int(match[1]), int(match[2])) >= RULES_SINCE), end="")

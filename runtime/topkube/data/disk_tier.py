@@ -3,6 +3,7 @@
     DIRECTORY/topkube-cache.json            what this is, and its format
     DIRECTORY/space.lock reservations/      who is about to write how much
     DIRECTORY/datasets/ID/dataset.json      its URI; the time of last use is the file's
+    DIRECTORY/datasets/ID/summary.json      bytes and shards of its newest listing
     DIRECTORY/datasets/ID/records           size and xxh3-128 of every shard (records.py)
     DIRECTORY/datasets/ID/shards/XX/KEY     a whole shard; XX are the key's first two digits
     DIRECTORY/datasets/ID/locks/KEY quarantine/ in-use pinned
@@ -21,9 +22,10 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -33,6 +35,7 @@ from topkube.errors import CacheError, DatasetError
 
 FORMAT = 1
 _MARK = "topkube-cache.json"
+_SUMMARY = "summary.json"
 _QUARANTINED = 2
 """Damaged shards kept for inspection, per dataset."""
 _KEY = re.compile(r"[0-9a-f]{32}")
@@ -54,10 +57,11 @@ class Full(OSError):
 @dataclass(frozen=True)
 class Limits:
     """`size`: most bytes of all datasets together, None: what the volume holds. `free`: bytes of the volume that stay
-    free, None: 5% of it, at most 1 GiB."""
+    free; else `free_percent` of it; where that is 0, 5% of it and at most 1 GiB."""
 
     size: int | None = None
     free: int | None = None
+    free_percent: int = 0
 
 
 @dataclass
@@ -142,9 +146,10 @@ class DiskTier:
     def free(self) -> int:
         """Bytes that the volume may still take before its floor."""
         volume = os.statvfs(self.directory)
-        floor = self.limits.free
+        total, floor = volume.f_blocks * volume.f_frsize, self.limits.free
         if floor is None:
-            floor = min(1 << 30, volume.f_blocks * volume.f_frsize // 20)
+            percent = self.limits.free_percent
+            floor = total * percent // 100 if percent else min(1 << 30, total // 20)
         return volume.f_bavail * volume.f_frsize - floor
 
     def reserve(self, size: int, part: Path, owner: DatasetFolder) -> Reservation:
@@ -241,6 +246,22 @@ class DatasetFolder:
         part = self.path / f".dataset.json.{uuid.uuid4().hex}"
         part.write_text(json.dumps({"uri": self.uri}) + "\n")
         os.replace(part, self.path / "dataset.json")
+
+    def note(self, summary: Mapping[str, Any]) -> None:
+        """Keeps what the newest listing says, for whoever looks at the cache from outside. A full volume does not."""
+        with contextlib.suppress(OSError):
+            if self.noted() != summary:
+                part = self.path / f".{_SUMMARY}.{uuid.uuid4().hex}"
+                part.write_text(json.dumps(summary) + "\n")
+                os.replace(part, self.path / _SUMMARY)
+
+    def noted(self) -> dict[str, Any]:
+        """What `note` kept; empty where there is nothing."""
+        try:
+            found = json.loads((self.path / _SUMMARY).read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     # ---- use
 
@@ -381,6 +402,16 @@ class DatasetFolder:
                 self.evict(key)
                 count += 1
         return count
+
+    def evict_outdated(self, keys: Collection[str]) -> int:
+        """As `evict_all_but`, where nobody uses the dataset: another job may still read what is outdated for us."""
+        lock = FileLock(self.path / "in-use")
+        if not lock.acquire(wait=False):
+            return 0
+        try:
+            return self.evict_all_but(keys)
+        finally:
+            lock.release()
 
     def remove(self, *, force: bool = False) -> bool:
         """Removes the whole dataset; False where it is in use and not `force`d."""

@@ -27,7 +27,9 @@ class FileLock:
         assert self._file is None
         how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
         while True:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+            file = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
+            )  # the umask, or the folder's own list
             try:
                 fcntl.flock(file, how)
                 now, mine = os.stat(self.path), os.fstat(file)

@@ -48,14 +48,28 @@ def open_cache(
             raise DatasetError(f"{name} = {value} is negative", next_step="give bytes, or 0")
     directory = cache_folder(cache_directory, settings)
     store = Store(uri, storage_options, patience)
-    tier = open_tier(directory, Limits(size_limit or None, free_bytes))
+    tier = open_tier(directory, Limits(size_limit or None, free_bytes, settings.cache_free_percent))
     listing = _by_rank_0(lambda: list_dataset(store, tier), place)
     shards = Shards(uri, listing, format, group_bytes)
     check_limits(shards, size_limit, memory_limit, place.local_size)
+    if tier is not None and tier.writable and place.local_rank == 0:
+        _note(tier, shards)
     about = f"{directory.resolve()}\0{uri}\0{listing.digest()}\0{shards.format}\0{len(shards)}"
     name = xxhash.xxh3_64_hexdigest(about.encode())
     session = Session(memory or memory_folder(None, settings), name, len(shards))
     return Cache(store, shards, tier, session, Counters(), name, stall_seconds=wait_seconds)
+
+
+def _note(tier: DiskTier, shards: Shards) -> None:
+    """Leaves word of the listing in the dataset's folder. Where it is another than the last one, shards of the old one
+    that nobody uses go."""
+    with contextlib.suppress(OSError):
+        folder = tier.dataset(shards.uri)
+        summary = {"bytes": shards.listing.bytes, "shards": len(shards), "listing": shards.listing.digest()}
+        before = folder.noted()
+        if before.get("listing", summary["listing"]) != summary["listing"] and folder.log.total():
+            folder.evict_outdated(shards.keys())
+        folder.note(summary)
 
 
 def cache_folder(directory: AnyPath | None, settings: Settings) -> Path:

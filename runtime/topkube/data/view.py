@@ -6,27 +6,55 @@ A file has its name only once it is whole.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import time
 import uuid
 from pathlib import Path
 
 from topkube.data.cache import Cache
 from topkube.data.listing import check_path
+from topkube.data.shards import Shard
+
+COMPLETE = ".topkube-complete"
+"""In the view: all files of the dataset are there. Holds the listing's digest."""
+_BEING_WRITTEN_SECONDS = 600.0
+"""A hidden file so young may be another pod's, on its way."""
 
 
 class View:
-    """Files of a dataset below `directory`."""
+    """Files of a dataset below `directory`. Files of an older listing are removed at once."""
 
     def __init__(self, cache: Cache, directory: Path) -> None:
         self._cache, self._directory = cache, directory
         directory.mkdir(parents=True, exist_ok=True)
+        self._version = cache.shards.listing.digest()
+        if (directory / COMPLETE).exists() and (directory / COMPLETE).read_text() != self._version:
+            (directory / COMPLETE).unlink()
+        if not (directory / COMPLETE).exists():
+            self._prune()
+
+    def _prune(self) -> None:
+        """Removes what is not in the listing."""
+        there = [Path(folder, name) for folder, _, names in os.walk(self._directory) for name in names]
+        if there:
+            listing = self._cache.shards.listing
+            listed = {listing.paths[index] for index in range(len(listing))}
+            recent = time.time() - _BEING_WRITTEN_SECONDS
+            for path in there:
+                with contextlib.suppress(FileNotFoundError):
+                    being_written = path.name.startswith(".") and path.lstat().st_ctime > recent
+                    if path.relative_to(self._directory).as_posix() not in listed and not being_written:
+                        path.unlink()
 
     def show(self, number: int) -> None:
         """Puts the objects of a shard in their places. Raises OSError where the directory takes no more, StoreError."""
         cache, shard = self._cache, self._cache.shards[number]
-        opened, at = cache.open(number, cache.from_store), 0
         single = shard.stop - shard.start == 1
+        if single and self._is_shown(shard):
+            return
+        opened, at = cache.open(number, cache.from_store), 0
         for one in cache.shards.objects(shard):
             check_path(one.path, cache.shards.uri)
             target = self._directory / one.path
@@ -39,6 +67,24 @@ class View:
             finally:
                 part.unlink(missing_ok=True)
             at += one.size
+
+    def complete(self) -> None:
+        """Says by a file of its own that all of this listing is shown."""
+        mark = self._directory / COMPLETE
+        if not mark.exists():
+            part = mark.with_name(f"{COMPLETE}.{uuid.uuid4().hex}")
+            part.write_text(self._version)
+            os.replace(part, mark)
+
+    def _is_shown(self, shard: Shard) -> bool:
+        """Whether the shard's one file is a link to it already."""
+        if self._cache.folder is None:
+            return False
+        path = self._cache.shards.listing.paths[shard.start]
+        try:
+            return os.path.samefile(self._directory / path, self._cache.folder.shard_path(shard.key))
+        except OSError:
+            return False
 
     def _linked(self, key: str, part: Path) -> bool:
         assert self._cache.folder is not None

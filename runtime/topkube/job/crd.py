@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition, from the types: `topkube crd`.
+"""The CustomResourceDefinitions, from the types: `topkube crd`.
 
 pydantic writes the JSON schema of `Spec` and `Status`; this module makes it what Kubernetes calls structural: no
 references, no null, booleans for open bounds, list keys, and rules in CEL for what a schema cannot say. Whatever the
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from topkube.job.cached_dataset import CACHED_KIND, CACHED_PLURAL, CachedDatasetSpec, CachedDatasetStatus
 from topkube.job.changes import FIXED
 from topkube.job.part import KEEP, RULES, Part
 from topkube.job.reading import write
@@ -30,6 +31,15 @@ _COLUMNS = (
     ("Restarts", "integer", ".status.restarts", "restarts counted against backoffLimit"),
     ("Age", "date", ".metadata.creationTimestamp", "time since the job was made"),
 )
+_CACHED_COLUMNS = (
+    ("Dataset", "string", ".spec.uri", "its address"),
+    ("Nodes", "string", ".status.where", "the nodes that hold some of it"),
+    ("Cached%", "integer", ".status.cachedPercent", "the least that one of them holds, of the whole dataset"),
+    ("Last-Used", "date", ".status.lastUsed", "time since a pod last opened it"),
+    ("Pinned", "boolean", ".spec.pinned", "never evicted to make room"),
+    ("Age", "date", ".metadata.creationTimestamp", "time since it was first cached"),
+)
+CACHED_SHORT = "cds"
 # Lists whose entries have a key, by the name of the list: appliers then own entries rather than the whole list.
 _LIST_KEYS = {"conditions": "type", "nodes": "name"}
 _MOST_CONDITIONS = 16
@@ -39,22 +49,47 @@ Schema = dict[str, Any]
 
 
 def custom_resource_definition(rules: bool = True) -> dict[str, Any]:
-    """The CRD as plain data. Without `rules` it can be applied to a Kubernetes before 1.25 too."""
-    definition = {
+    """The TrainingJob's, as plain data. Without `rules` it can be applied to a Kubernetes before 1.25 too."""
+    names = {"kind": KIND, "plural": PLURAL, "singular": SINGULAR, "shortNames": [SHORT], "categories": ["all"]}
+    definition = _definition(names, _COLUMNS, _root())
+    if not rules:
+        _drop_rules(definition)
+    return definition
+
+
+def cached_dataset_definition() -> dict[str, Any]:
+    """The CachedDataset's, for every Kubernetes."""
+    names = {
+        "kind": CACHED_KIND,
+        "plural": CACHED_PLURAL,
+        "singular": CACHED_KIND.lower(),
+        "shortNames": [CACHED_SHORT],
+        "categories": ["topkube"],
+    }
+    root = {
+        "type": "object",
+        "description": "What nodes' caches hold of a dataset. Deleting it evicts the dataset where no pod reads it.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string", "description": f"always {GROUP}/{VERSION}"},
+            "kind": {"type": "string", "description": f"always {CACHED_KIND}"},
+            "metadata": {"type": "object"},
+            "spec": structural(CachedDatasetSpec),
+            "status": _reported(structural(CachedDatasetStatus)),
+        },
+    }
+    return _definition(names, _CACHED_COLUMNS, root)
+
+
+def _definition(names: dict[str, Any], columns: tuple[tuple[str, ...], ...], root: Schema) -> dict[str, Any]:
+    return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}", "labels": {"app.kubernetes.io/part-of": "topkube"}},
+        "metadata": {"name": f"{names['plural']}.{GROUP}", "labels": {"app.kubernetes.io/part-of": "topkube"}},
         "spec": {
             "group": GROUP,
             "scope": "Namespaced",
-            "names": {
-                "kind": KIND,
-                "listKind": f"{KIND}List",
-                "plural": PLURAL,
-                "singular": SINGULAR,
-                "shortNames": [SHORT],
-                "categories": ["all"],
-            },
+            "names": {"kind": names["kind"], "listKind": f"{names['kind']}List", **names},
             "versions": [
                 {
                     "name": VERSION,
@@ -63,22 +98,24 @@ def custom_resource_definition(rules: bool = True) -> dict[str, Any]:
                     "subresources": {"status": {}},
                     "additionalPrinterColumns": [
                         {"name": name, "type": kind, "jsonPath": path, "description": text}
-                        for name, kind, path, text in _COLUMNS
+                        for name, kind, path, text in columns
                     ],
-                    "schema": {"openAPIV3Schema": _root()},
+                    "schema": {"openAPIV3Schema": root},
                 }
             ],
         },
     }
-    if not rules:
-        _drop_rules(definition)
-    return definition
 
 
 def crd_yaml(rules: bool = True) -> str:
-    """The CRD as a manifest."""
+    """The TrainingJob's as a manifest."""
     command = "topkube crd" if rules else "topkube crd --kubernetes 1.20"
     return _HEADER.format(command=command) + write(custom_resource_definition(rules))
+
+
+def cached_dataset_yaml() -> str:
+    """The CachedDataset's as a manifest."""
+    return _HEADER.format(command="topkube crd --cached-datasets") + write(cached_dataset_definition())
 
 
 def _root() -> Schema:

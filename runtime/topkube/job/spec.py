@@ -24,7 +24,7 @@ from topkube.job.part import (
     rules,
 )
 from topkube.job.quantity import in_bytes
-from topkube.job.template import WORKER_TEMPLATE, mapping_problems, template_problems
+from topkube.job.template import WORKER_TEMPLATE, mapping_problems, memory_limit, template_problems
 
 
 class Metadata(Part):
@@ -102,12 +102,12 @@ class Cache(Part):
     medium: Literal["Ephemeral", "Node", "Memory"] = Field(
         default="Ephemeral",
         description="Ephemeral: a disk volume that ends with the pod; Node: "
-        "a directory of the node that outlives the job; "
-        "Memory: no disk at all",
+        "a directory of the node that outlives the job, where an admin has turned it on for the namespace; "
+        "Memory: no disk at all, counted against the container's memory limit",
     )
     size_limit: Quantity | None = Field(default=None, description="most bytes on disk per node")
     memory_limit: Quantity | None = Field(default=None, description="most bytes in memory per node")
-    prefetch: bool = Field(default=True, description="read ahead of the training loop")
+    prefetch: bool = Field(default=True, description="fill the cache from the start of the pods on")
 
     @field_validator("memory_limit")
     @classmethod
@@ -122,9 +122,16 @@ class Dataset(Part):
     """The training data and its cache."""
 
     uri: Uri = Field(description="where the data is: anything fsspec opens")
-    mount_path: AbsolutePath = Field(default="/data", description="where ranks find it")
+    mount_path: AbsolutePath = Field(
+        default="/data",
+        description="where ranks find it: CachedDataset reads it by this name, "
+        "and plain scripts see its files there, read-only, as they arrive",
+    )
     cache: Cache = Field(default=Cache(), description="the node-local cache")
-    secret_name: ObjectName | None = Field(default=None, description="secret with the store's credentials")
+    secret_name: ObjectName | None = Field(
+        default=None,
+        description="secret with the store's credentials: its keys are environment variables of the workers",
+    )
 
 
 class Checkpoint(Part):
@@ -231,6 +238,25 @@ class Spec(Part):
     def _template(cls, template: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
         problems(template_problems(template, info.data.get("slots_per_worker")))
         return template
+
+    @field_validator("dataset")
+    @classmethod
+    def _fits(cls, dataset: Dataset | None, info: ValidationInfo) -> Dataset | None:
+        """What the cache holds in memory counts against the container's limit: more than that ends in an OOM kill."""
+        limit = memory_limit(info.data.get("template") or {})
+        if dataset is None or limit is None:
+            return dataset
+        cache, parts = dataset.cache, list[str]()
+        if cache.medium == "Memory" and cache.size_limit:
+            parts.append(cache.size_limit)
+        if cache.memory_limit:
+            parts.append(cache.memory_limit)
+        if sum(map(in_bytes, parts)) > limit:
+            field = "sizeLimit" if len(parts) > 1 or not cache.memory_limit else "memoryLimit"
+            text = f"{' and '.join(parts)} in memory are more than the worker's memory limit of {limit:,} bytes"
+            path: Path = ("cache", field)
+            problems([(path, f"{text}, which they count against: raise resources.limits.memory, or cache less")])
+        return dataset
 
     @field_validator("run_policy")
     @classmethod

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from topkube.job.part import KEEP, Path, rules
+from topkube.job.part import KEEP, QUANTITY, Path, rules
+from topkube.job.quantity import in_bytes
 
 GPU = "nvidia.com/gpu"
 MOST_CONTAINERS = 100
@@ -73,6 +74,15 @@ def worker_container(template: Mapping[str, Any]) -> Any:
     if len(containers) == 1:
         return containers[0]
     return next((one for one in containers if isinstance(one, dict) and one.get("name") == "worker"), None)
+
+
+def memory_limit(template: Mapping[str, Any]) -> int | None:
+    """Bytes of the worker's memory limit; None where it has none, or one that is no quantity."""
+    found: Any = worker_container(template)
+    for key in ("resources", "limits", "memory"):
+        found = found.get(key) if isinstance(found, dict) else None
+    text = str(found) if isinstance(found, str | int) and not isinstance(found, bool) else ""
+    return in_bytes(text) if re.fullmatch(QUANTITY, text) else None
 
 
 def _containers(template: Mapping[str, Any]) -> list[Any]:

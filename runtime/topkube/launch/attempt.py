@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from topkube.errors import LaunchError
 from topkube.launch.contract import Message
+from topkube.launch.dataset import DatasetProcess
 from topkube.launch.environment import defaults, home, single_copy_off, without_peeking
 from topkube.launch.memory import memory_kills
 from topkube.launch.messages import ProxyEnded, Report, Running, Start, StepDone
@@ -47,8 +48,10 @@ class Attempt:
         mpi: Mpi,
         control_port: int,
         inherited: Mapping[str, str],
+        dataset: DatasetProcess,
     ) -> None:
         """Raises LaunchError where the proxy cannot be started."""
+        self._dataset = dataset
         self.ranks, self.directory = start.ranks, directory
         self.reports: dict[int, RankReport] = {}
         self.exit_code = 0
@@ -124,7 +127,7 @@ class Attempt:
         return read if isinstance(read, dict) else None
 
     def _endings(self) -> list[Message]:
-        ended = self.proxy.poll() is not None and not descendants()
+        ended = self.proxy.poll() is not None and not descendants(but=self._dataset.pids())
         open_ranks = [rank for rank in self.ranks if rank not in self.reports]
         there = [path for rank in open_ranks if (path := report_path(self.directory, rank)).exists()]
         said: list[Message] = [self._take(RankReport.read(path)) for path in there]
@@ -178,7 +181,7 @@ class Attempt:
 
     def kill(self) -> None:
         """Kills everything below this worker."""
-        left = kill_descendants()
+        left = kill_descendants(self._dataset.pids())
         self.proxy.poll()
         if left:
             print(f"topkube worker: could not end processes {left}", file=sys.stderr, flush=True)

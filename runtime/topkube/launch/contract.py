@@ -163,6 +163,8 @@ class WorkerPlan(Message):
     """The attempt in which this pod was made."""
     pod: str
     slots: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1)
+    """Of the job: each brings its share of the dataset."""
     launcher: str
     """HOST:PORT of the launcher, usually its Service's ClusterIP and LAUNCHER_PORT; [HOST]:PORT for IPv6."""
     grace_seconds: float = Field(default=25.0, ge=0)

@@ -25,6 +25,7 @@ from topkube.launch import mpi, shared_memory
 from topkube.launch.attempt import Attempt
 from topkube.launch.contract import JOIN_PATH, METRICS_PORT, Ending, WorkerPlan
 from topkube.launch.credentials import WorkerCredentials
+from topkube.launch.dataset import DatasetProcess
 from topkube.launch.ending import first_failure_of, leave, refused
 from topkube.launch.link import FRAME_BYTES, Link
 from topkube.launch.messages import (
@@ -71,6 +72,7 @@ def run_worker(command: list[str]) -> int:
     try:
         code = asyncio.run(worker.run())
     finally:
+        worker.dataset.end()
         shutil.rmtree(worker.directory, ignore_errors=True)
         shared_memory.clean(worker.shared_before)
     leave(termination_log, worker.ending(code))
@@ -83,6 +85,7 @@ class Worker:
     def __init__(self, plan: WorkerPlan, credentials: WorkerCredentials, command: list[str], settings: Settings):
         self.plan, self.command = plan, command
         self.directory = Path(tempfile.mkdtemp(prefix="topkube-"))
+        self.dataset = DatasetProcess(settings, (plan.index, max(plan.workers, plan.index + 1)), self.directory)
         self._credentials = credentials
         self._ip = settings.pod_ip or _own_address(plan.launcher)
         self._bound = bool(settings.pod_ip)  # so that the launcher sees the address that we claim
@@ -111,6 +114,7 @@ class Worker:
         if self._problem is not None:
             self._say(str(self._problem))
         self._serve_metrics()
+        self.dataset.look()
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(doing) for doing in (self._tick(), self._call_forever(), self._done.wait())
         ]
@@ -274,7 +278,7 @@ class Worker:
             directory = self._run_directory()
             shutil.rmtree(directory, ignore_errors=True)
             port = await self._tunnel.listen()
-            self._attempt = Attempt(start, directory, self.command, self._mpi, port, _inherited())
+            self._attempt = Attempt(start, directory, self.command, self._mpi, port, _inherited(), self.dataset)
             self._say(f"starting ranks {', '.join(map(str, start.ranks))}")
         except (TopKubeError, OSError) as error:
             code = error.exit_code if isinstance(error, LaunchError) else 1
@@ -309,7 +313,8 @@ class Worker:
                         self._end_session()
             if (now := time.monotonic()) - reaped > 1:
                 reaped = now
-                reap_orphans(frozenset([self._attempt.proxy.pid] if self._attempt is not None else []))
+                self.dataset.look()
+                reap_orphans(self.dataset.pids() | ({self._attempt.proxy.pid} if self._attempt is not None else set()))
                 if self._link is not None and self._welcome is not None and self._link.connected:
                     silent = now - self._link.heard
                     if silent > self._welcome.lost_seconds:

@@ -74,6 +74,7 @@ class Simulated:
         self.events: list[str] = []
         self.crash_after: int | None = None
         self.resumes = 0
+        self.node_cache = False
         self._uids = itertools.count(1)
 
     # The operator.
@@ -88,6 +89,7 @@ class Simulated:
             dict(self.gone),
             dict(self.logs),
             self.policy,
+            self.node_cache,
         )
 
     def plan(self) -> Plan:

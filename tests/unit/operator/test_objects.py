@@ -6,6 +6,7 @@ import base64
 import copy
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import job
 
+from topkube.data.disk_tier import DiskTier
 from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.launch import contract
-from topkube_operator import credentials, names, objects, pods
+from topkube_operator import credentials, datasets, names, objects, placement, pods
 from topkube_operator.observed import Policy
 
 SEED = b"s" * 32
@@ -272,6 +274,91 @@ def test_a_checkpoint_claim_is_mounted_and_writable_for_any_user() -> None:
     plan = contract.LaunchPlan.read(environment(launcher(made)[1])[contract.PLAN_VARIABLE])
     assert plan.environment["TOPKUBE_CHECKPOINT_DIRECTORY"] == "/checkpoint/gpt"
     assert plan.environment["TOPKUBE_CHECKPOINT_EVERY"] == "7"
+
+
+DATASET: dict[str, Any] = {"uri": "s3://bucket/imagenet", "mountPath": "/data", "secretName": "bucket-keys"}
+
+
+def _dataset_volume(pod: dict[str, Any]) -> dict[str, Any]:
+    (found,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == datasets.VOLUME]
+    return {key: value for key, value in found.items() if key != "name"}
+
+
+def test_a_dataset_brings_a_volume_of_the_pods_own_and_its_files_read_only() -> None:
+    cache = {"sizeLimit": "100Gi", "memoryLimit": "2Gi"}
+    pod, container = worker(stored(dataset={**DATASET, "cache": cache}))
+    _restricted(pod, container)
+    size = int(_dataset_volume(pod)["emptyDir"]["sizeLimit"])
+    assert 100 << 30 < size < 110 << 30, "room for more than the shards: a pod that writes more is evicted"
+    writable, shown = (mount for mount in container["volumeMounts"] if mount["name"] == datasets.VOLUME)
+    settings = environment(container)
+    assert settings["TOPKUBE_DATASET_URI"] == "s3://bucket/imagenet"
+    assert settings["TOPKUBE_CACHE_SIZE_LIMIT"] == str(100 << 30)
+    assert settings["TOPKUBE_CACHE_DIRECTORY"] == f"{writable['mountPath']}/cache"
+    assert settings["TOPKUBE_DATASET_VIEW"] == f"{writable['mountPath']}/{shown['subPath']}"
+    assert (shown["mountPath"], shown["readOnly"]) == ("/data", True)
+    shared = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "topkube-shm")
+    assert shared["emptyDir"]["sizeLimit"] == "3584Mi", "samples in memory lie in /dev/shm too"
+    told = contract.LaunchPlan.read(environment(launcher(stored(dataset=DATASET))[1])[contract.PLAN_VARIABLE])
+    assert told.environment["TOPKUBE_CACHE_DIRECTORY"] == settings["TOPKUBE_CACHE_DIRECTORY"]
+    assert contract.WorkerPlan.read(settings[contract.WORKER_VARIABLE]).workers == 2
+
+
+def test_credentials_come_from_the_secret_and_reach_the_workers_alone() -> None:
+    made = stored(dataset=DATASET)
+    _, container = worker(made)
+    assert container["envFrom"] == [{"secretRef": {"name": "bucket-keys"}}]
+    assert "bucket-keys" not in str(launcher(made))
+    assert "envFrom" not in worker(stored(dataset={"uri": "s3://bucket/x"}))[1]
+
+
+def test_each_medium_has_its_volume(tmp_path: Path) -> None:
+    memory = {**DATASET, "cache": {"medium": "Memory", "sizeLimit": "1Gi"}}
+    volume = _dataset_volume(worker(stored(dataset=memory))[0])
+    assert volume["emptyDir"]["medium"] == "Memory"
+    assert _dataset_volume(worker(stored(dataset=DATASET))[0]) == {"emptyDir": {}}
+    pod, container = worker(stored(dataset={**DATASET, "cache": {"medium": "Node"}}))
+    assert _dataset_volume(pod) == {"persistentVolumeClaim": {"claimName": "topkube-node-cache"}}
+    _restricted(pod, container)  # no right to host directories
+    settings = environment(container)
+    assert settings["TOPKUBE_CACHE_FREE_PERCENT"] == "15"
+    own = DiskTier(tmp_path).dataset(DATASET["uri"]).path.relative_to(tmp_path)
+    assert settings["TOPKUBE_DATASET_VIEW"] == f"{settings['TOPKUBE_CACHE_DIRECTORY']}/{own}/view", (
+        "the view lies in the dataset's folder, and goes with it"
+    )
+
+
+def test_what_the_template_mounts_at_the_datasets_places_is_kept() -> None:
+    template = job()["spec"]["template"]["spec"]
+    own = {"name": "own", "mountPath": "/data"}
+    template["containers"][0]["volumeMounts"] = [own]
+    _, container = worker(stored(dataset=DATASET, template={"spec": template}))
+    assert [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/data"] == [own]
+
+
+def test_warm_nodes_are_preferred_and_never_insisted_on() -> None:
+    made = stored(dataset={**DATASET, "cache": {"medium": "Node"}})
+    pod = pods.worker(made, "uid-1", 0, 1, "10.0.0.9", POLICY, {"a": 100, "b": 40, "c": 0, "d": 100})
+    affinity = pod["spec"]["affinity"]["nodeAffinity"]
+    assert set(affinity) == {"preferredDuringSchedulingIgnoredDuringExecution"}
+    wanted = [
+        (rule["weight"], rule["preference"]["matchExpressions"][0]["values"])
+        for rule in affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    ]
+    assert wanted == [(100, ["a", "d"]), (40, ["b"])]
+    assert "nodeAffinity" not in worker(made)[0]["spec"]["affinity"]
+
+
+@given(st.dictionaries(st.text("abc", min_size=1, max_size=3), st.integers(0, 100), max_size=100))
+def test_the_preference_is_always_one_that_the_api_server_takes(warm: dict[str, int]) -> None:
+    pod: dict[str, Any] = {}
+    placement.prefer_warm_nodes(pod, warm)
+    near = pod.get("affinity", {}).get("nodeAffinity", {})
+    rules = near.get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    assert all(1 <= rule["weight"] <= 100 and rule["preference"]["matchExpressions"][0]["values"] for rule in rules)
+    named = [name for rule in rules for name in rule["preference"]["matchExpressions"][0]["values"]]
+    assert len(named) == len(set(named)) <= 64
+    assert min((warm[name] for name in named), default=1) >= 1
 
 
 def test_queues_find_their_labels_on_the_pods() -> None:

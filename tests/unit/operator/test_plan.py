@@ -222,3 +222,22 @@ def test_everything_can_be_written_as_json() -> None:
     while not (plan := world.plan()).idle:
         json.dumps([plan.status, plan.apply])
         world.carry_out(plan)
+
+
+# The node cache.
+
+
+def test_a_namespace_without_a_node_cache_is_refused_with_words_until_it_has_one() -> None:
+    dataset = {"uri": "s3://bucket/imagenet", "cache": {"medium": "Node"}}
+    world = Simulated(job(dataset=dataset))
+    world.reconcile()
+    condition = world.condition("Created")
+    assert (condition["status"], condition["reason"]) == ("False", "NodeCacheNotAllowed")
+    assert "namespace team has no node cache" in condition["message"]
+    assert "until then use Ephemeral or Memory" in condition["message"]
+    assert world.status()["phase"] == "Pending"
+    assert world.pods == {}
+    assert world.events.count("NodeCacheNotAllowed") == 1
+    world.node_cache = True
+    world.to_running()
+    assert world.status()["phase"] == "Running"

@@ -1,0 +1,77 @@
+"""`python -m topkube_operator.node_cache`: the command line of the node agent."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from topkube.errors import TopKubeError
+from topkube.job.part import QUANTITY
+from topkube.job.quantity import in_bytes
+from topkube_operator.cluster import Cluster
+from topkube_operator.node_cache.agent import LOOK_SECONDS, Agent
+from topkube_operator.node_cache.plan import Limits
+from topkube_operator.node_cache.volume import Volume
+
+_DAY = 86400.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs until it is told to stop; gives the exit status."""
+    options = parser().parse_args(arguments)
+    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        volume = Volume(options.directory)
+        limits = Limits(
+            in_bytes(options.size_limit) if options.size_limit else None,
+            volume.size() * options.free_percent // 100,
+            options.idle_days * _DAY,
+        )
+        agent = Agent(Cluster(options.kubeconfig), volume, options.node, limits)
+    except (TopKubeError, OSError) as error:
+        print(f"topkube node cache: {error}", file=sys.stderr)
+        return 1
+    log = logging.getLogger(__name__)
+    log.info(
+        "the node cache of %s is in %s; %d%% of its disk stay free", options.node, volume.root, options.free_percent
+    )
+    while not stop.is_set():
+        try:
+            agent.turn()
+        except OSError as error:
+            log.warning("the cache directory fails: %s", error)
+        stop.wait(LOOK_SECONDS)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    found = argparse.ArgumentParser(prog="topkube-node-cache", description="Owns the cache directory of a node.")
+    add = found.add_argument
+    add("--node", required=True, help="name of this node")
+    add("--directory", type=Path, required=True, help="the cache directory, as this container sees it")
+    add("--size-limit", type=_quantity, default="", metavar="QUANTITY", help="most bytes of all datasets together")
+    add("--free-percent", type=int, default=20, help="share of the disk that stays free (default: 20)")
+    add("--idle-days", type=float, default=0.0, help="evict what nobody has opened for so long; 0: only to make room")
+    add("--kubeconfig", default="", help="outside a cluster: the kubeconfig to use")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what is logged")
+    return found
+
+
+def _quantity(text: str) -> str:
+    if text and not re.fullmatch(QUANTITY, text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a quantity such as 500Gi")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

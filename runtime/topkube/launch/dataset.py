@@ -1,0 +1,80 @@
+"""The process beside a worker's ranks that fills the pod's cache and shows the dataset's files (`data/companion.py`).
+
+It is a process of its own: whatever happens to it, the ranks go on, and read from the remote what is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from topkube.launch.processes import dies_with_parent
+from topkube.settings import Settings
+
+_AGAIN_SECONDS = 10.0
+_END_SECONDS = 3.0
+_NICENESS = 5
+REPORT_FILE = "dataset.json"
+
+
+class DatasetProcess:
+    """Runs from `look` to `end`; started again when it has died. `share=(i, n)`: this is worker i of n."""
+
+    def __init__(self, settings: Settings, share: tuple[int, int], directory: Path) -> None:
+        self._wanted = bool(settings.dataset_uri and settings.dataset_view)
+        self._report = directory / REPORT_FILE
+        self._command = [sys.executable, "-m", "topkube.data.companion", "--share", f"{share[0]}/{share[1]}"]
+        self._command += ["--runs", str(directory), "--report", str(self._report)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begun = float("-inf")
+
+    def look(self) -> None:
+        """Starts it where it does not run."""
+        now = time.monotonic()
+        if not self._wanted or (self._process is not None and self._process.poll() is None):
+            return
+        if now - self._begun < _AGAIN_SECONDS:
+            return
+        self._begun = now
+        dying = dies_with_parent(signal.SIGKILL)
+
+        def prepare() -> None:
+            dying()
+            os.nice(_NICENESS)
+
+        try:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare
+            )
+        except OSError as error:
+            print(f"topkube worker: {self._command[0]} cannot be run: {error.strerror}", flush=True)
+
+    def pids(self) -> frozenset[int]:
+        """What must not be taken for a rank's process."""
+        return frozenset() if self._process is None else frozenset([self._process.pid])
+
+    def said(self) -> dict[str, Any]:
+        """What it last reported; empty where it has not."""
+        try:
+            found = json.loads(self._report.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def end(self) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
