@@ -436,6 +436,8 @@ class _Planner:
         record.count(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), None)
         if verdict.ending is not None and verdict.ending.progress is not None:
             record.progress = verdict.ending.progress.model_dump(by_alias=True, exclude_none=True, mode="json")
+        if verdict.ending is not None and verdict.ending.cache is not None:
+            record.cache = verdict.ending.cache.model_dump(by_alias=True, exclude_none=True, mode="json")
         ended = attempt.launching.ended or self.now
         words = f"all ranks ended with 0, attempt {attempt.number}"
         self.end("Succeeded", "Succeeded", words, "Normal", min(ended, self.now))

@@ -41,6 +41,9 @@ EVERYTHING: dict[str, Any] = {
     },
     "serviceAccount": {"annotations": {"iam": "role"}},
     "networkPolicy": {"metricsFrom": [{"namespaceSelector": {"matchLabels": {"team": "sre"}}}]},
+    "cache": {
+        "node": {"enabled": True, "namespaces": ["team-a"], "sizeLimit": "2Ti", "nodeSelector": {"disk": "fast"}}
+    },
 }
 
 
@@ -93,13 +96,15 @@ def test_objects_are_valid_in_every_supported_kubernetes(version: str, given: di
 def test_api_versions_follow_the_cluster(version: str, api: str, rules: bool) -> None:
     objects = render({"kubeVersionOverride": f"v{version}.2"})
     assert one("PodDisruptionBudget", objects)["apiVersion"] == api
-    assert ("x-kubernetes-validations" in json.dumps(one("CustomResourceDefinition", objects))) == rules
+    assert ("x-kubernetes-validations" in json.dumps(of("CustomResourceDefinition", objects))) == rules
 
 
 def test_crds_are_upgraded_with_the_chart_and_kept_without_it() -> None:
-    crd = one("CustomResourceDefinition", render())
-    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
-    assert crd["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
+    crds = of("CustomResourceDefinition", render())
+    assert {crd["spec"]["names"]["kind"] for crd in crds} == {"TrainingJob", "CachedDataset"}
+    for crd in crds:
+        assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+        assert crd["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
     assert of("CustomResourceDefinition", render({"crds": {"install": False}})) == []
     with helm.Chart.load(CHART) as chart:
         assert chart.crds == []  # what lies in crds/ is never upgraded

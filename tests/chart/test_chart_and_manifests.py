@@ -11,6 +11,7 @@ from test_chart import of, one, render
 
 from monitoring.generated import ROOT
 from topkube_operator.__main__ import _parser
+from topkube_operator.node_cache.__main__ import parser as agent_parser
 
 
 def manifests(name: str) -> list[dict[str, Any]]:
@@ -53,6 +54,36 @@ def test_service_and_webhook_are_the_same() -> None:
     plain, chart = (one("ValidatingWebhookConfiguration", found) for found in (manifests("webhook"), render()))
     assert plain["metadata"]["name"] == chart["metadata"]["name"]
     assert plain["webhooks"] == chart["webhooks"]
+
+
+def _bare(found: dict[str, Any]) -> dict[str, Any]:
+    """Without labels, which Helm has more of."""
+    rest = json.loads(json.dumps(found))
+    rest["metadata"] = {key: rest["metadata"].get(key) for key in ("name", "namespace")}
+    return rest
+
+
+def test_the_node_cache_is_off_until_it_is_turned_on_and_then_the_same() -> None:
+    assert of("DaemonSet", render()) == of("PersistentVolume", render()) == []
+    chart = render({"cache": {"node": {"enabled": True, "namespaces": ["team-a"]}}})
+    plain = manifests("node-cache/agent") + manifests("node-cache/namespace")
+    pods = []
+    for objects in (plain, chart):
+        pod = one("DaemonSet", objects)["spec"]["template"]["spec"]
+        pods.append((pod, vars(agent_parser().parse_args(pod["containers"][0].pop("args")))))
+    assert pods[0] == pods[1]
+    for kind in ("ClusterRole", "ClusterRoleBinding"):
+        role = next(found for found in of(kind, chart) if found["metadata"]["name"] == "topkube-node-cache")
+        assert _bare(role) == _bare(one(kind, plain))
+    for kind in ("PersistentVolume", "PersistentVolumeClaim"):
+        assert _bare(one(kind, chart)) == _bare(one(kind, plain))
+        label = one(kind, chart)["metadata"]["labels"]["topkube.dev/node-cache"]
+        assert label == one(kind, plain)["metadata"]["labels"]["topkube.dev/node-cache"] == "team-a"
+    # The jobs' NetworkPolicies let operator pods in, and the operator's policies and budgets select them.
+    (daemons, operator) = (one(kind, chart)["spec"] for kind in ("DaemonSet", "Deployment"))
+    labels = daemons["template"]["metadata"]["labels"]
+    assert daemons["selector"]["matchLabels"].items() <= labels.items()
+    assert not operator["selector"]["matchLabels"].items() <= labels.items()
 
 
 def test_the_chart_knows_every_option_that_it_sets() -> None:

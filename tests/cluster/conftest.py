@@ -103,8 +103,8 @@ def installed(target: Target, once: Once) -> Target:
 
 
 def _install(target: Target) -> None:
-    for file in ("namespace", "crd", "rbac", "operator", "webhook"):
-        target.apply((MANIFESTS / f"{file}.yaml").read_text())
+    for file in ("namespace", "crd", "crd-cached-datasets", "rbac", "operator", "webhook"):
+        target.apply(manifest(file))
     if target.local is not None:  # the image may be newer than the pods that run
         target.core.delete_collection_namespaced_pod(OPERATOR_NAMESPACE, grace_period_seconds=1)
 
@@ -119,6 +119,11 @@ def _install(target: Target) -> None:
             print(pod.metadata.name, pod.status.phase, pod.status.container_statuses)
             print(target.core.read_namespaced_pod_log(pod.metadata.name, OPERATOR_NAMESPACE, tail_lines=40))
         raise AssertionError(str(error)) from None
+
+
+def manifest(name: str) -> str:
+    """A file of manifests/, with the images of this run."""
+    return (MANIFESTS / f"{name}.yaml").read_text().replace(f":{images.VERSION}", f":{images.TAG}")
 
 
 @pytest.fixture

@@ -8,37 +8,22 @@ from __future__ import annotations
 
 import mmap
 import os
+import uuid
+from pathlib import Path
 
 import numpy as np
 
-NAMES = (
-    "memory_requests",
-    "memory_misses",
-    "disk_requests",
-    "disk_misses",
-    "memory_bytes",
-    "disk_bytes",
-    "remote_bytes",
-    "peer_bytes",
-    "fetches",
-    "fetch_seconds",
-    "waits_seconds",
-    "evictions",
-    "corruptions",
-    "takeovers",
-)
-"""Requests and misses count samples; *_bytes are bytes read from a tier, from the store, from other nodes; fetches
-count shards; seconds are summed over processes; corruptions count quarantined shards, evictions removed datasets,
-takeovers shards fetched because their first fetcher stood still."""
-_ROWS = 257
+from topkube.telemetry.cache_counters import NAMES, PATTERN, ROWS
+
 _COLUMNS = {name: column for column, name in enumerate(NAMES)}
 
 
 class Counters:
-    """One table per dataset object and its forks."""
+    """One table per dataset object and its forks; in `directory`, where one is given and can be written, for others to
+    read."""
 
-    def __init__(self) -> None:
-        self._table = np.frombuffer(mmap.mmap(-1, _ROWS * len(NAMES) * 8), np.float64).reshape(_ROWS, len(NAMES))
+    def __init__(self, directory: Path | None = None) -> None:
+        self._table = np.frombuffer(_memory(directory), np.float64).reshape(ROWS, len(NAMES))
         self._main = os.getpid()
         self._row: tuple[int, int] = (self._main, 0)
 
@@ -48,9 +33,25 @@ class Counters:
     def _own_row(self) -> int:
         process = os.getpid()
         if self._row[0] != process:
-            self._row = (process, 1 + process % (_ROWS - 1))
+            self._row = (process, 1 + process % (ROWS - 1))
         return self._row[1]
 
     def totals(self) -> dict[str, float]:
         """The sums over this process and its forks."""
         return dict(zip(NAMES, self._table.sum(axis=0).tolist(), strict=True))
+
+
+def _memory(directory: Path | None) -> mmap.mmap:
+    size = ROWS * len(NAMES) * 8
+    if directory is not None:
+        try:
+            path = directory / PATTERN.replace("*", uuid.uuid4().hex)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(file, 0, size)
+                return mmap.mmap(file, size)
+            finally:
+                os.close(file)
+        except OSError:  # training goes on without being watched
+            pass
+    return mmap.mmap(-1, size)

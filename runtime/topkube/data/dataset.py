@@ -249,7 +249,7 @@ class CachedDataset:
     # ---- telling
 
     def statistics(self) -> dict[str, float]:
-        """All counters (`counters.NAMES`) of this process and its workers, and the tiers' states and bytes."""
+        """All counters (telemetry.cache_counters.NAMES) of this process and its workers; tiers' states, bytes."""
         found = self.counters.totals()
         found["disk_state"] = self.session.state
         found["memory_state"] = self.session.memory_state

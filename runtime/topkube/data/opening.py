@@ -57,7 +57,7 @@ def open_cache(
     about = f"{directory.resolve()}\0{uri}\0{listing.digest()}\0{shards.format}\0{len(shards)}"
     name = xxhash.xxh3_64_hexdigest(about.encode())
     session = Session(memory or memory_folder(None, settings), name, len(shards))
-    return Cache(store, shards, tier, session, Counters(), name, stall_seconds=wait_seconds)
+    return Cache(store, shards, tier, session, Counters(settings.run_path), name, stall_seconds=wait_seconds)
 
 
 def _note(tier: DiskTier, shards: Shards) -> None:

@@ -63,7 +63,8 @@ class CachedNode(Part):
 class CacheStatus(Part):
     """The node-local cache."""
 
-    hit_ratio: str | None = Field(default=None, description="share of reads served from the cache")
+    hit_ratio: str | None = Field(default=None, description="share of the samples read that the node had")
+    remote_bytes: int | None = Field(default=None, ge=0, description="bytes that the job's pods read from the remote")
     nodes: list[CachedNode] = Field(default=[], max_length=256, description="by node; the key is `name`")
 
 

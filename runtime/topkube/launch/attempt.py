@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -13,24 +12,22 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from topkube.errors import LaunchError
-from topkube.launch.contract import Message
+from topkube.launch.contract import NODE_NAME_VARIABLE, Message
 from topkube.launch.dataset import DatasetProcess
 from topkube.launch.environment import defaults, home, single_copy_off, without_peeking
 from topkube.launch.memory import memory_kills
-from topkube.launch.messages import ProxyEnded, Report, Running, Start, StepDone
+from topkube.launch.messages import NodeCache, ProxyEnded, Report, Running, Start, StepDone
 from topkube.launch.mpi import Mpi
 from topkube.launch.processes import children, descendants, dies_with_parent, kill_descendants, signal_all
 from topkube.launch.proxies import proxy_command
 from topkube.launch.rank import leave_command
 from topkube.launch.report import TAIL_BYTES, RankReport, log_path, report_path, tail
+from topkube.telemetry.cache_counters import read_totals, reads
 from topkube.telemetry.progress import PROGRESS_FILE, read_records
 
-CACHE_FILE = "cache.json"
-"""In the run's directory: what the node-local cache says of itself (the fields of status.cache), if it says
-anything."""
 _STEP_SECONDS = 0.5
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _PUNCH_BYTES = 4 << 20
@@ -52,6 +49,7 @@ class Attempt:
     ) -> None:
         """Raises LaunchError where the proxy cannot be started."""
         self._dataset = dataset
+        self._node = inherited.get(NODE_NAME_VARIABLE, "")
         self.ranks, self.directory = start.ranks, directory
         self.reports: dict[int, RankReport] = {}
         self.exit_code = 0
@@ -60,7 +58,7 @@ class Attempt:
         self._running = self._over = False
         self._progress = 0
         self._told_step = 0.0
-        self._cache: dict[str, Any] | None = None
+        self._cache: NodeCache | None = None
         self._kills = memory_kills()
         self._kill_at = float("inf")
         self._ended_at: float | None = None
@@ -119,12 +117,19 @@ class Attempt:
         self._cache = cache
         return [StepDone(record=dataclasses.asdict(record) if record else {}, cache=cache)]
 
-    def _read_cache(self) -> dict[str, Any] | None:
-        try:
-            read = json.loads((self.directory / CACHE_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+    def _read_cache(self) -> NodeCache | None:
+        """None where there is no dataset."""
+        counted, said = read_totals(self.directory), self._dataset.said()
+        if not counted and not said:
             return None
-        return read if isinstance(read, dict) else None
+        requests, misses = reads(counted)
+        return NodeCache(
+            node=self._node,
+            requests=requests,
+            misses=misses,
+            remote_bytes=int(counted.get("remote_bytes", 0)) + int(said.get("remoteBytes") or 0),
+            cached_bytes=int(said.get("cachedBytes") or 0),
+        )
 
     def _endings(self) -> list[Message]:
         ended = self.proxy.poll() is not None and not descendants(but=self._dataset.pids())

@@ -204,11 +204,15 @@ class Ending(Message):
     first_failure: FirstFailure | None = None
     """The rank or pod that failed first, and why; from a worker, the first among its own ranks."""
     progress: Progress | None = None
+    cache: CacheStatus | None = None
+    """What the nodes' caches have done in the whole attempt."""
 
     def message(self) -> str:
-        """As JSON of at most TERMINATION_MESSAGE_BYTES bytes: the log tail gives way first (from its start), then the
-        failure's message."""
+        """As JSON of at most TERMINATION_MESSAGE_BYTES bytes: the cache's nodes give way first, then the log tail (from
+        its start), then the failure's message."""
         ending = self
+        if ending.cache is not None and len(ending.text().encode()) > TERMINATION_MESSAGE_BYTES:
+            ending = ending.model_copy(update={"cache": None})
         while (over := len((text := ending.text()).encode()) - TERMINATION_MESSAGE_BYTES) > 0:
             failure = ending.first_failure
             if failure is None or not (failure.log_tail or failure.message):

@@ -19,7 +19,7 @@ from pathlib import Path
 from aiohttp import web
 
 from topkube.errors import LaunchError, TopKubeError
-from topkube.job import CacheStatus, FirstFailure
+from topkube.job import FirstFailure
 from topkube.launch import mpi
 from topkube.launch.contract import Ending, LauncherStatus, LaunchPlan, State
 from topkube.launch.credentials import LauncherCredentials
@@ -30,6 +30,7 @@ from topkube.launch.messages import (
     End,
     Ended,
     Hello,
+    NodeCache,
     Open,
     ProxyEnded,
     Report,
@@ -42,7 +43,7 @@ from topkube.launch.messages import (
 )
 from topkube.launch.mpiexec import Mpiexec
 from topkube.launch.rendezvous import Rendezvous
-from topkube.launch.steps import Steps
+from topkube.launch.steps import Steps, together
 from topkube.launch.tunnel import Tunnel
 from topkube.launch.verdict import ASKED, ENDED_SECONDS, Member, late, settled, unexplained, unfit, verdict
 from topkube.settings import Settings
@@ -92,7 +93,7 @@ class Launcher:
         self._members: dict[int, Member] = {}
         self._state: State = "Waiting"
         self._steps = Steps()
-        self._cache: CacheStatus | None = None
+        self._caches: dict[int, NodeCache] = {}
         self._failure: FirstFailure | None = None
         self._mpiexec: Mpiexec | None = None
         self._stop_asked: float | None = None
@@ -109,7 +110,7 @@ class Launcher:
             missing=tuple(worker.index for worker in self.plan.workers if worker.index not in present),
             progress=self._steps.progress(),
             first_failure=self._failure,
-            cache=self._cache,
+            cache=together(self._caches.values()),
         )
 
     async def run(self) -> Ending:
@@ -144,6 +145,7 @@ class Launcher:
             oom_kills=sum(member.oom_kills for member in self._members.values()),
             first_failure=self._failure,
             progress=self._steps.progress(),
+            cache=together(self._caches.values()),
         )
 
     def _stop(self) -> None:
@@ -216,7 +218,7 @@ class Launcher:
             if said.record:
                 self._steps.add(StepRecord.from_json(json.dumps(said.record)))
             if said.cache is not None:
-                self._take_cache(said.cache)
+                self._caches[member.index] = said.cache
         elif isinstance(said, Terminating):
             member.terminating = time.time()
         elif isinstance(said, ProxyEnded):
@@ -229,12 +231,6 @@ class Launcher:
     def _on_bytes(self, member: Member, stream: int, data: bytes) -> None:
         if member.tunnel is not None:
             member.tunnel.take(stream, data)
-
-    def _take_cache(self, said: dict[str, object]) -> None:
-        try:
-            self._cache = CacheStatus.model_validate(said, extra="ignore")
-        except ValueError:
-            self._cache = None
 
     def _trouble(self) -> None:
         if self._first_trouble is None:

@@ -105,12 +105,23 @@ class Report(Message):
     """Processes of this pod that the kernel has killed for memory since the attempt began."""
 
 
+class NodeCache(Message):
+    """What one node's cache has done for its ranks: samples asked for and not there, bytes from the remote; and what it
+    holds."""
+
+    node: str = Field(default="", max_length=253)
+    requests: int = Field(default=0, ge=0)
+    misses: int = Field(default=0, ge=0)
+    remote_bytes: int = Field(default=0, ge=0)
+    cached_bytes: int = Field(default=0, ge=0)
+
+
 class StepDone(Message):
     """The newest step (the fields of StepRecord), at most a few times per second; and what the cache says."""
 
     kind: Literal["step"] = "step"
     record: dict[str, Any]
-    cache: dict[str, Any] | None = None
+    cache: NodeCache | None = None
 
 
 class Terminating(Message):

@@ -1,16 +1,40 @@
-"""How far the training is, from the step records that rank 0's worker sends; and whether it still moves."""
+"""How far the training is, from what workers send: step records (rank 0's), and what their nodes' caches do; and
+whether it still moves."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from topkube.job import Progress
+from topkube.job import CachedNode, CacheStatus, Progress
+from topkube.launch.messages import NodeCache
 from topkube.telemetry.progress import StepRecord
 
 _WINDOW = 30
 """Records over which the rate of steps is taken."""
+
+
+_MOST_NODES = 256
+
+
+def together(caches: Iterable[NodeCache]) -> CacheStatus | None:
+    """What all workers' caches say, as status.cache; None where the job has no dataset. Workers on one node may share
+    its cache: the node counts once."""
+    said = list(caches)
+    if not said:
+        return None
+    requests, misses = sum(one.requests for one in said), sum(one.misses for one in said)
+    held: dict[str, int] = {}
+    for one in said:
+        if one.node:
+            held[one.node] = max(held.get(one.node, 0), one.cached_bytes)
+    return CacheStatus(
+        hit_ratio=f"{1 - min(misses, requests) / requests:.4f}" if requests else None,
+        remote_bytes=sum(one.remote_bytes for one in said),
+        nodes=[CachedNode(name=name, cached_bytes=size) for name, size in sorted(held.items())[:_MOST_NODES]],
+    )
 
 
 class Steps:

@@ -68,9 +68,11 @@ class Image:
 
 
 VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
-RUNTIME = Image(f"topkube/runtime:{VERSION}", "images/runtime/Dockerfile")
-RUNTIME_OPENMPI = Image(f"topkube/runtime:{VERSION}-openmpi", "images/runtime/Dockerfile", ("MPI=openmpi",))
-OPERATOR = Image(f"topkube/operator:{VERSION}", "images/operator/Dockerfile")
+TAG = os.environ.get("TOPKUBE_TEST_TAG") or VERSION
+"""Two checkouts that test at the same time give their images different tags."""
+RUNTIME = Image(f"topkube/runtime:{TAG}", "images/runtime/Dockerfile")
+RUNTIME_OPENMPI = Image(f"topkube/runtime:{TAG}-openmpi", "images/runtime/Dockerfile", ("MPI=openmpi",))
+OPERATOR = Image(f"topkube/operator:{TAG}", "images/operator/Dockerfile")
 
 
 def _digest(*parts: bytes | str) -> str:

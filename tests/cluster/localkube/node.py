@@ -142,7 +142,7 @@ class Node:
     def _mounts(self) -> str:
         """A shell script: folders that kubelet and containerd know by fixed names are this node's own; then wait."""
         lines = []
-        for place in ("/var/lib/kubelet", "/var/lib/cni", "/var/log/pods", "/var/log/containers"):
+        for place in ("/var/lib/kubelet", "/var/lib/cni", "/var/lib/topkube", "/var/log/pods", "/var/log/containers"):
             own = self.folder / place.strip("/").replace("/", "-")
             lines.append(f"mkdir -p {place} {own} && mount --bind {own} {place}")
         lines.append("mkdir -p /run/containerd && mount -t tmpfs tmpfs /run/containerd")
