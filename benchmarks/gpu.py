@@ -4,17 +4,21 @@
     python benchmarks/gpu.py --quick             one size, few repeats: does it work at all?
     python benchmarks/gpu.py --no-build          with the library that is installed
 
-Needs an NVIDIA GPU, nvcc 12 or newer and torch for CUDA. What is built: csrc/cuda, for this device, into build/gpu; and
-the package's own extension where it is not installed yet. What is checked: the parametrised suite on the device. What
-is measured, in one run, medians of CUDA events: device-memory bandwidth (a read and an in-place addition), topk,
-compress_, mstopk against torch; a char_gpt step with and without compression. Inputs rotate through more memory than
-the L2 cache holds.
+Needs an NVIDIA GPU whose driver is as new as the nvcc (12 or newer), torch for CUDA, and the package's own
+dependencies: `pip install -e '.[train,mpich,dev]'` where they are missing. What is built: the package with
+TOPKUBE_CUDA=on, in place. What is checked: the tests marked `gpu`, and every kernel at every size (also one beyond 2^31
+elements) against what torch says of its result. What is measured, in one run, medians of CUDA events: device-memory
+bandwidth (a read and an in-place addition), topk, compress_, mstopk against torch; a char_gpt step with and without
+compression. Inputs rotate through more memory than the L2 cache holds.
+
+Ends with 0 when all was measured, 1 when a check failed, 2 when something is missing here (its words say what).
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import shutil
@@ -27,30 +31,62 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+SUITE = ["test_kernels_cuda.py", "test_training_devices.py", "test_training_layerwise.py"]
+NEEDED = ["numpy", "ml_dtypes", "mpi4py", "pydantic", "xxhash", "pytest", "hypothesis"]
 RESULT = ROOT / "benchmarks" / "results" / "gpu.json"
 SIZES = {"25.6M": 25_557_032, "110M": 110_000_000, "1B": 1_000_000_000}
 DENSITIES = (0.001, 0.01)
 ROTATED_BYTES = 1 << 30
 GOALS = {"topk % of a read": 60, "topk × torch.topk": 5, "compress_ % of 12 bytes": 65, "mstopk × torch": 5}
 STEP_GOAL_PERCENT = 3
+BEYOND_2_31 = 2_200_000_000
+SLEEP_CYCLES = 10_000_000
 
 
-def build() -> None:
+def missing(building: bool) -> str | None:
+    """What this machine lacks, and the next step; None where nothing is."""
+    installing = f"{sys.executable} -m pip install -e '{ROOT}[train,mpich,dev]'"
+    try:
+        import torch
+    except ImportError:
+        return f"torch is not installed. Next: {installing}"
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            return (
+                f"torch {torch.__version__} is built for the CPU alone. Next: where there is an NVIDIA GPU, install "
+                "torch's build for CUDA (PyPI's for Linux is one: python -m pip install --force-reinstall torch), then "
+                "run this again"
+            )
+        return (
+            f"torch {torch.__version__} sees no GPU, so there is nothing to measure. Next: run it on a machine with an "
+            "NVIDIA GPU and its driver; `nvidia-smi` there shows whether the driver works"
+        )
+    if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        return f"these packages are missing: {', '.join(absent)}. Next: {installing}"
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+    if building and shutil.which("nvcc") is None and not toolkit.exists():
+        return "there is no nvcc. Next: install the CUDA toolkit or set CUDA_HOME; or measure what is here: --no-build"
+    return None
+
+
+def build() -> bool:
     """The extension with CUDA, into the Python that runs this."""
     start = time.perf_counter()
     environment = {**os.environ, "TOPKUBE_CUDA": "on"}
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "-e", str(ROOT)]
     if subprocess.run(command, env=environment, check=False).returncode:  # no scikit-build-core here: let pip fetch it
         command.remove("--no-build-isolation")
-        subprocess.run(command, env=environment, check=True)
+        if subprocess.run(command, env=environment, check=False).returncode:
+            return False
     print(f"built in {time.perf_counter() - start:.0f} s", flush=True)
+    return True
 
 
 def check() -> bool:
-    """The suite that runs on every device, on this one."""
+    """The tests that run on every device, on this one."""
     start = time.perf_counter()
-    suite = ["tests/unit/test_kernels_cuda.py", "tests/unit/test_training_layerwise.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", *suite, "-k", "cuda or graph or stream or face"]
+    suite = [f"tests/unit/{name}" for name in SUITE]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", *suite]
     passed = subprocess.run(command, cwd=ROOT, check=False).returncode == 0
     print(f"suite {'passed' if passed else 'FAILED'} in {time.perf_counter() - start:.0f} s", flush=True)
     return passed
@@ -62,7 +98,7 @@ def sanitise() -> bool | None:
     if program is None:
         return None
     code = (
-        "import torch, topkube.kernels as k; x = torch.randn(300_000, device='cuda');"
+        "import torch, topkube.kernels as k; x = torch.randn(300_000).cuda();"
         "i, v = k.topk(x, 3000); k.compress_(x, torch.zeros_like(x), 3000); k.mstopk(x, 3000);"
         "k.decode(k.encode(i, v, x.numel(), wire='bf16')); torch.cuda.synchronize()"
     )
@@ -70,13 +106,58 @@ def sanitise() -> bool | None:
     for tool in ("memcheck", "racecheck"):
         command = [program, "--tool", tool, "--error-exitcode", "3", sys.executable, "-c", code]
         try:
-            code_ = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, timeout=90).returncode
+            ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, timeout=60, text=True)
         except subprocess.TimeoutExpired:
             return None
-        if code_ not in (0, 3):
+        if ended.returncode not in (0, 3):
             return None
-        clean = clean and code_ == 0
+        if ended.returncode == 3:
+            print(f"compute-sanitizer --tool {tool} says:\n{ended.stdout[-3000:]}")
+            clean = False
     return clean
+
+
+def right(elements: int, density: float, dtype: Any) -> bool:
+    """Whether every kernel's result at this size is what torch's own operations say it must be."""
+    import torch
+
+    from topkube import kernels
+
+    def places(indices: Any) -> Any:
+        return indices.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+
+    x = torch.empty(elements, dtype=dtype, device="cuda").normal_()
+    k = kernels.entries_kept(elements, density)
+    indices, values = kernels.topk(x, k)
+    at = places(indices)
+    least = values.abs().min()
+    found = [
+        bool((at[1:] > at[:-1]).all()),
+        torch.equal(x[at], values),
+        int((x.abs() > least).sum()) < k <= int((x.abs() >= least).sum()),
+    ]
+    buffer = kernels.encode(indices, values, elements, wire="fp32")
+    decoded, exact = kernels.decode(buffer, length=elements)
+    found += [torch.equal(decoded, indices), torch.equal(exact, values.float())]
+    taken, kept = kernels.mstopk(x, k)
+    taken = places(taken)
+    upper = kernels.last_thresholds().upper
+    found += [
+        bool((taken[1:] > taken[:-1]).all()),
+        torch.equal(x[taken], kept),
+        int((kept.float().abs() >= upper).sum()) == int((x.float().abs() >= upper).sum()),
+    ]
+    if dtype == torch.float32:
+        residual = torch.randn(elements, device="cuda")
+        whole = x + residual
+        indices, values = kernels.compress_(x, residual, k)
+        at = places(indices)
+        found.append(torch.equal(whole[at], values))
+        whole[at] = 0
+        found.append(torch.equal(whole, x))
+    if not all(found):
+        print(f"wrong at {elements:,} elements of {dtype}, density {density:g}: checks {found}")
+    return all(found)
 
 
 class Clock:
@@ -95,7 +176,7 @@ class Clock:
         torch.cuda.synchronize()
         for i in range(repeats or self.repeats):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(500_000)  # the host runs ahead, so that launches are not what is timed
+            torch.cuda._sleep(SLEEP_CYCLES)  # the host runs ahead, so that launches are not what is timed
             begin.record()
             run(i)
             end.record()
@@ -229,7 +310,9 @@ def verdicts(rows: list[dict[str, Any]], step: dict[str, Any] | None) -> list[st
         for name, goal in GOALS.items()
         if row[name] < goal
     ]
-    if step is not None and step["overhead %"] > STEP_GOAL_PERCENT:
+    if step is None:
+        short.append("no training step was measured")
+    elif step["overhead %"] > STEP_GOAL_PERCENT:
         short.append(
             f"a step with compression takes {step['overhead %']:.1f}% longer, the goal is {STEP_GOAL_PERCENT}%"
         )
@@ -242,27 +325,32 @@ def main() -> int:
     parser.add_argument("--no-build", action="store_true", help="measure the library that is installed")
     parser.add_argument("--json", type=Path, default=RESULT, help="where results go (%(default)s)")
     args = parser.parse_args()
-    try:
-        import torch
-    except ImportError:
-        print("benchmarks/gpu.py: torch is not installed. Next: pip install 'topkube[train]'", file=sys.stderr)
+    if words := missing(building=not args.no_build):
+        print(f"benchmarks/gpu.py: {words}", file=sys.stderr)
         return 2
-    if not torch.cuda.is_available():
+    start = time.perf_counter()
+    if not args.no_build and not build():
         print(
-            f"benchmarks/gpu.py: torch {torch.__version__} sees no GPU, so there is nothing to measure. "
-            "Next: run it on a machine with an NVIDIA GPU, its driver and torch for CUDA",
+            "benchmarks/gpu.py: the build failed, its words are above. Next: install what they name (an nvcc that this "
+            "compiler is not too new for, nanobind, scikit-build-core), or measure what is installed: --no-build",
             file=sys.stderr,
         )
         return 2
-    start = time.perf_counter()
-    if not args.no_build:
-        build()
     if not check():
         return 1
+    import torch
+
+    sizes = {"25.6M": SIZES["25.6M"]} if args.quick else SIZES
+    plan = [(elements, density, torch.float32) for elements in sizes.values() for density in DENSITIES]
+    if not args.quick:
+        plan.append((BEYOND_2_31, DENSITIES[0], torch.bfloat16))
+    if not all(right(*case) for case in plan):
+        return 1
+    torch.cuda.empty_cache()
+    print(f"results are right at every size, after {time.perf_counter() - start:.0f} s", flush=True)
     clean = None if args.quick else sanitise()
     clock = Clock(5 if args.quick else 21)
     properties = torch.cuda.get_device_properties(0)
-    sizes = {"25.6M": SIZES["25.6M"]} if args.quick else SIZES
     rows = [row for name, elements in sizes.items() for row in selection(name, elements, clock, args.quick)]
     step = training(args.quick)
     print(json.dumps(step), flush=True)

@@ -191,7 +191,8 @@ TOPKUBE_API topkube_cuda_is_finite(int device, void* stream, const void* data, i
   });
 }
 
-// In all below, `verdict` is 4 words that are ~0 (wire.hpp: VerdictWord); nothing else is written where a check fails.
+// In all below, `verdict` is 4 words that are ~0 (wire.hpp: VerdictWord); nothing else is written where a check fails, but for
+// encode's first word, which then is 0: no reader takes that buffer.
 TOPKUBE_API topkube_cuda_encode(int device, void* stream, const u32* indices, const void* values, int dtype, u64 count, u64 length,
                                 int wire, float* residual, std::uint8_t* out, u64 bytes, u32* verdict, void* workspace, u64* needed) {
   return with_dtype(dtype, [&](auto type) {

@@ -27,6 +27,15 @@ TOPKUBE_DEVICE u64 block_sum(u64 value, BlockScratch& scratch) {
   return sum;
 }
 
+// The same of 32 bits, by the hardware's own sum over a warp.
+TOPKUBE_DEVICE u32 block_total(u32 value, BlockScratch& scratch) {
+  value = gpu::warp_total(value);
+  gpu::sync();
+  if (gpu::lane() == 0) scratch.words[gpu::warp()] = value;
+  gpu::sync();
+  return gpu::warp_total(gpu::lane() < gpu::threads() / 32 ? static_cast<u32>(scratch.words[gpu::lane()]) : 0u);
+}
+
 // The sum over the warps before this one, and over all. The value is the same on all threads of a warp.
 TOPKUBE_DEVICE u64 warps_before(u64 value, BlockScratch& scratch, u64* total) {
   gpu::sync();

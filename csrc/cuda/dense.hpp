@@ -13,13 +13,28 @@ struct Inputs {
   u32 count;
 };
 
-// out = ((inputs[0] + inputs[1]) + ...) * scale; `out` may be one of the inputs.
+// out = ((inputs[0] + inputs[1]) + ...) * scale; `out` may be one of the inputs. A thread has several loads under way before it
+// stores: the compiler cannot put them there itself, as `out` may be what is loaded.
 template <class In, class Out>
 TOPKUBE_KERNEL(dense_threads) sum_inputs(typename Out::Item* out, Inputs inputs, u64 length, float scale) {
-  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < length; i += u64{gpu::blocks()} * gpu::threads()) {
-    float sum = In::load(static_cast<const typename In::Item*>(inputs.of[0])[i]);
-    for (u32 input = 1; input < inputs.count; ++input) sum += In::load(static_cast<const typename In::Item*>(inputs.of[input])[i]);
-    out[i] = Out::round(sum * scale);
+  constexpr u32 ahead = 8;
+  const u64 stride = u64{gpu::blocks()} * gpu::threads();
+  for (u64 start = u64{gpu::block()} * gpu::threads() + gpu::thread(); start < length; start += ahead * stride) {
+    float sum[ahead];
+    for (u32 input = 0; input < inputs.count; ++input) {
+      const auto* x = static_cast<const typename In::Item*>(inputs.of[input]);
+#pragma unroll
+      for (u32 j = 0; j < ahead; ++j) {
+        const u64 i = start + j * stride;
+        const float item = i < length ? In::load(x[i]) : 0.0f;
+        sum[j] = input == 0 ? item : sum[j] + item;
+      }
+    }
+#pragma unroll
+    for (u32 j = 0; j < ahead; ++j) {
+      const u64 i = start + j * stride;
+      if (i < length) out[i] = Out::round(sum[j] * scale);
+    }
   }
 }
 

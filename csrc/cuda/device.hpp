@@ -35,6 +35,7 @@ TOPKUBE_DEVICE u32 lane() { return threadIdx.x & 31u; }
 TOPKUBE_DEVICE u32 warp() { return threadIdx.x >> 5; }
 
 TOPKUBE_DEVICE void sync() { __syncthreads(); }
+TOPKUBE_DEVICE void sync_warp() { __syncwarp(); }  // orders memory among the warp's threads, which ballot and shuffle do not
 TOPKUBE_DEVICE u32 ballot(bool flag) { return __ballot_sync(0xffffffffu, flag); }
 template <class T>
 TOPKUBE_DEVICE T shuffle(T value, u32 from) {
@@ -44,6 +45,7 @@ template <class T>
 TOPKUBE_DEVICE T shuffle_xor(T value, u32 mask) {
   return __shfl_xor_sync(0xffffffffu, value, static_cast<int>(mask));
 }
+TOPKUBE_DEVICE u32 warp_total(u32 value) { return __reduce_add_sync(0xffffffffu, value); }
 TOPKUBE_DEVICE u32 matching(u32 key) { return __match_any_sync(0xffffffffu, key); }  // lanes with the same key
 
 TOPKUBE_DEVICE u32 popcount(u32 bits) { return static_cast<u32>(__popc(bits)); }
@@ -97,10 +99,6 @@ class Launcher {
     }
     kernel<<<static_cast<u32>(blocks), threads, bytes, stream_>>>(arguments...);
     note(cudaGetLastError());
-  }
-
-  void clear(void* to, std::size_t bytes) {
-    if (error_ == cudaSuccess && bytes) note(cudaMemsetAsync(to, 0, bytes, stream_));
   }
 
   // Enough blocks to fill the device, and no more than the work is worth.

@@ -70,7 +70,7 @@ constexpr u32 filter_tile() {
 
 template <class Source>
 void launch_prepare(gpu::Launcher& launcher, const Source& source, const Selection& s) {
-  launcher.launch<BlockScratch>(prepare<Source>, launcher.blocks_for(s.clear_words, 4096, 1), prepare_threads, source, s);
+  launcher.launch<BlockScratch>(prepare<Source>, launcher.blocks_for(s.clear_words, 2048, 4), prepare_threads, source, s);
 }
 
 template <class Source>

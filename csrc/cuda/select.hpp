@@ -18,9 +18,10 @@ namespace topkube {
 
 // 2^14 counters of a block are 64 KiB of shared memory, which every device since sm_80 has.
 constexpr u32 coarse_bins = 1u << 12, upper_bits = 14, upper_bins = 1u << upper_bits, lower_bins = 1u << (31 - upper_bits);
-constexpr u32 filter_threads = 256, collect_threads = 256, narrow_threads = 1024, prepare_threads = 1024;
+constexpr u32 filter_threads = 256, collect_threads = 256, narrow_threads = 1024, prepare_threads = 256;
 constexpr u32 collect_steps = 16, collect_tile = collect_threads * collect_steps;
 constexpr u32 samples_per_thread = 32, most_samples = prepare_threads * samples_per_thread;
+static_assert(most_samples < 0x10000);  // two counts of them fit one word
 constexpr u64 everything = 16384;  // up to this length everything is a candidate
 
 enum Mode : u32 { from_candidates = 0, from_data = 1 };
@@ -32,7 +33,7 @@ struct State {
   u32 base, bits;      // the k-th magnitude is in [base, base + 2^bits)
   u32 upper, lower;    // selected: every magnitude >= upper, and of those >= lower the ones counted from `first`, `wanted` of them
   u32 filter_ticket, collect_ticket;
-  u32 filter_done, narrow_done[2], moments_done, count_done;
+  u32 filter_done, narrow_done[2], count_done;
   u64 rank;            // of the k-th among its bin
   u64 first, wanted;
   u64 candidates;      // that reached `least`; more than the capacity where the buffer was full
@@ -123,23 +124,26 @@ TOPKUBE_KERNEL(prepare_threads) prepare(Source source, Selection s) {
   u32 least = 0, most = Source::mask;
   if (s.samples) {
     u32 sample[samples_per_thread];
+#pragma unroll
     for (u32 j = 0; j < samples_per_thread; ++j) {
       const u64 i = gpu::thread() + u64{j} * gpu::threads();
       const u64 jitter = (mixed(i) >> 32) * s.stratum >> 32;
       // A place that is not sampled counts as the smallest magnitude: it only reaches a bound of 0.
       sample[j] = i < s.samples ? source.peek((i * s.stratum + jitter) >> 16) & Source::mask : 0;
     }
-    // The largest magnitudes that `low_rank` and `high_rank` samples reach, bit by bit.
-    u32 low = 0, high = 0;
-    for (u32 bit = Source::width; bit-- > 0;) {
+    // Magnitudes that `low_rank` and `high_rank` samples reach, bit by bit, until no more reach them than that.
+    u32 low = 0, high = 0, above_low = most_samples, above_high = s.high_rank ? most_samples : 0;
+    for (u32 bit = Source::width; bit-- > 0 && (above_low > s.low_rank || above_high > s.high_rank);) {
       const u32 try_low = low | u32{1} << bit, try_high = high | u32{1} << bit;
-      u64 reached = 0;
+      u32 reached = 0;
+#pragma unroll
       for (u32 j = 0; j < samples_per_thread; ++j) {
-        reached += (sample[j] >= try_low ? u64{1} : u64{0}) + (sample[j] >= try_high ? u64{1} << 32 : u64{0});
+        reached += (sample[j] >= try_low ? 1u : 0u) + (sample[j] >= try_high ? 0x10000u : 0u);
       }
-      reached = block_sum(reached, scratch);
-      if (static_cast<u32>(reached) >= s.low_rank) low = try_low;
-      if (static_cast<u32>(reached >> 32) >= s.high_rank) high = try_high;
+      reached = block_total(reached, scratch);
+      const u32 reach_low = reached & 0xffffu, reach_high = reached >> 16;
+      if (reach_low >= s.low_rank) low = try_low, above_low = reach_low;
+      if (reach_high >= s.high_rank) high = try_high, above_high = reach_high;
     }
     least = low;
     if (s.high_rank) most = high;
@@ -245,6 +249,14 @@ struct NarrowShared {
   u32 bins[upper_bins];
 };
 
+// The k-th magnitude is found: what is above it, and `rank` of those equal to it, are selected.
+TOPKUBE_DEVICE void settle(State& state, u32 magnitude, u64 rank) {
+  state.upper = magnitude + 1;
+  state.lower = magnitude;
+  state.first = 0;
+  state.wanted = rank;
+}
+
 // `round` 0 and 1. What is counted lies in [base, base + 2^bits); the bits above `shift` are the bin.
 template <class Source>
 TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
@@ -253,10 +265,12 @@ TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
   const u32 base = state.base, bits = state.bits;
   const u64 start = u64{gpu::block()} * gpu::threads() + gpu::thread(), stride = u64{gpu::blocks()} * gpu::threads();
   u32* bins = round == 0 ? s.fine : s.finest;
-  u32 size = 0, shift = 0;
-  if (bits == 0) {
-    // One magnitude is left.
-  } else if (state.mode == from_candidates) {
+  if (bits == 0) {  // one magnitude is left
+    if (round == 1 && start == 0) settle(state, base, state.rank);
+    return;
+  }
+  u32 size, shift = 0;
+  if (state.mode == from_candidates) {
     shift = above_digit(bits);
     size = coarse_bins;
     for (u64 i = start; i < state.candidates; i += stride) {
@@ -285,18 +299,12 @@ TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
     }
   }
   if (!is_last_block(state.narrow_done + round, shared.scratch)) return;
-  Bin bin{0, state.rank};
-  if (size) bin = bin_of_rank(bins, size, bin.rank, shared.scratch);
+  const Bin bin = bin_of_rank(bins, size, state.rank, shared.scratch);
   if (gpu::thread() == 0) {
     state.base = base + (bin.number << shift);
     state.bits = shift;
     state.rank = bin.rank;
-    if (round == 1) {
-      state.upper = state.base + 1;
-      state.lower = state.base;
-      state.first = 0;
-      state.wanted = state.rank;
-    }
+    if (round == 1) settle(state, state.base, bin.rank);
   }
 }
 

@@ -63,10 +63,13 @@ TOPKUBE_KERNEL(wire_threads) check_indices(const u32* indices, u64 count, u64 le
 template <class T, class Wire>
 TOPKUBE_KERNEL(wire_threads) encode_entries(const u32* indices, const typename T::Item* values, u64 count, u64 length, u32 wire_code,
                                             float* residual, std::uint8_t* out, const u32* verdict) {
-  if (verdict[fault_word] != no_fault) return;
   const u64 blocks = wire_blocks(length), stride = u64{gpu::blocks()} * gpu::threads();
   const u64 first = u64{gpu::block()} * gpu::threads() + gpu::thread();
   auto* header = reinterpret_cast<u32*>(out);
+  if (verdict[fault_word] != no_fault) {
+    if (first == 0) header[0] = 0;  // memory that held a good buffer before must not pass for one
+    return;
+  }
   if (first == 0) {
     header[0] = wire_magic;
     header[1] = 1u | wire_code << 8;
@@ -249,8 +252,8 @@ TOPKUBE_KERNEL(wire_threads) scatter_add_entries(typename T::Item* dense, const 
     const float value = here ? Value::load(values[start + lane]) : 0.0f;
     const u32 peers = gpu::matching(index) & gpu::ballot(here), turn = gpu::popcount(peers & ((u32{1} << lane) - 1));
     for (u32 now = 0; gpu::ballot(here && turn >= now); ++now) {
-      if (here && turn == now) gpu::publish(dense + index, T::round(T::load(gpu::observe(dense + index)) + value));
-      gpu::fence();
+      if (here && turn == now) dense[index] = T::round(T::load(dense[index]) + value);
+      gpu::sync_warp();
     }
   }
 }

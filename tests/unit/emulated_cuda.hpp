@@ -201,6 +201,15 @@ inline u32 matching(u32 key) {
   });
 }
 
+inline void sync_warp() { ballot(true); }
+inline u32 warp_total(u32 value) {
+  return Emulator::self().together(value, [](const u64* values, u32 members) {
+    u32 sum = 0;
+    for (u32 i = 0; i < members; ++i) sum += static_cast<u32>(values[i]);
+    return sum;
+  });
+}
+
 inline u32 popcount(u32 bits) { return static_cast<u32>(__builtin_popcount(bits)); }
 inline u32 first_bit(u32 bits) { return static_cast<u32>(__builtin_ctz(bits)); }
 inline u64 high_product(u64 a, u64 b) { return static_cast<u64>(static_cast<unsigned __int128>(a) * b >> 64); }
@@ -243,7 +252,6 @@ class Launcher {
   void launch(void (*kernel)(Parameters...), u64 blocks, u32 threads, Arguments... arguments) {
     if (blocks) Emulator::self().run(blocks, threads, sizeof(Shared), [&] { kernel(arguments...); });
   }
-  void clear(void* to, std::size_t bytes) { std::memset(to, 0, bytes); }
   u64 blocks_for(u64 items, u64 items_per_block, u32) const {  // a GPU of six blocks: loops over a grid go round
     const u64 worth = (items + items_per_block - 1) / items_per_block;
     return worth < 1 ? 1 : worth < 6 ? worth : 6;

@@ -34,7 +34,7 @@ class Device:
         return x.clone() if self.name == "emulated" else x.cuda()
 
 
-@pytest.fixture(scope="module", params=["emulated", "cuda"])
+@pytest.fixture(scope="module", params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Device:
     if request.param == "cuda":
         if not torch.cuda.is_available():
@@ -162,6 +162,24 @@ def test_any_bits(
     check_compress(device, torch.ones(length).to(dtype), finite, k)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
+def test_a_part_of_an_array_that_begins_anywhere(device: Device, dtype: torch.dtype) -> None:
+    """No load is wider than an element, so no offset is misaligned; the emulation traps where one is."""
+    whole = adversarial(20_011)["heavy tails"].to(dtype)
+    for start in (1, 3):
+        part, there = whole[start:], device.put(whole)[start:]
+        indices, values = device.kernels.topk(there, 150)
+        expected_indices, expected_values = kernels.topk(part, 150)
+        assert same(indices, expected_indices)
+        assert same(values, expected_values)
+        encoded, _, _ = device.kernels.encode(indices, values, len(part), "bf16", None)
+        assert bits(encoded) == kernels.encode(expected_indices, expected_values, len(part), wire="bf16").tobytes()
+        halved = torch.empty_like(part)
+        kernels.sum_(halved, [part], 0.5)
+        device.kernels.sum_(there, [there], 0.5)
+        assert same(there, halved)
+
+
 def test_a_selection_that_cannot_use_its_candidates_takes_at_most_four_passes(device: Device) -> None:
     ways = set()
     for x in adversarial(40_003).values():
@@ -183,7 +201,7 @@ def test_orders_of_blocks_do_not_matter(device: Device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
-@pytest.mark.parametrize("d", [1, 255, 5000])
+@pytest.mark.parametrize("d", [1, 255, 30_011])
 def test_sums_casts_and_finiteness(device: Device, dtype: torch.dtype, d: int) -> None:
     inputs = [adversarial(d)[name].to(dtype) for name in ("normal", "heavy tails", "denormals")]
     for out_dtype in DTYPES:
@@ -261,6 +279,17 @@ def test_indices_out_of_order_are_not_encoded(device: Device) -> None:
         _, verdict, _ = device.kernels.encode(device.put(at), device.put(torch.full((3,), 0.1)), 100, "bf16", left)
         assert device.kernels.words(verdict)[0] == bad
         assert same(left, residual)
+
+
+def test_what_could_not_be_encoded_does_not_pass_for_what_its_memory_held_before(device: Device) -> None:
+    good, values = torch.tensor([1, 5, 9], dtype=torch.uint32), torch.ones(3)
+    buffer, _, _ = device.kernels.encode(device.put(good), device.put(values), 100, "fp32", None)
+    bad = torch.tensor([5, 1, 9], dtype=torch.uint32)
+    device.kernels.encode(device.put(bad), device.put(values), 100, "fp32", None, out=buffer)
+    out = device.put(torch.zeros(100))
+    verdict = device.kernels.words(device.kernels.decode_add_(out, buffer, 1.0))
+    assert verdict[0] == 2  # not a TopKube buffer
+    assert not bool(out.any())
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -380,7 +409,8 @@ def test_no_room_for_the_workspace(device: Device, monkeypatch: pytest.MonkeyPat
 # ---- only on a GPU
 
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def gpu(test: Any) -> Any:
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")(test))
 
 
 @gpu
@@ -427,6 +457,42 @@ def test_a_selection_waits_for_its_own_stream_only() -> None:
     assert not side.query()  # the call came back before the work was done
     side.synchronize()
     assert same(indices, kernels.topk(doubled.cpu(), 100)[0])
+
+
+@gpu
+def test_what_another_stream_writes_is_ordered_as_torch_orders_it() -> None:
+    other = torch.cuda.Stream()
+    x, fresh = torch.zeros(1 << 22).cuda(), torch.randn(1 << 22)
+    there = fresh.cuda()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(there)
+    torch.cuda.current_stream().wait_stream(other)
+    assert same(kernels.topk(x, 100)[0], kernels.topk(fresh, 100)[0])
+
+
+@gpu
+def test_a_graph_captures_the_codec() -> None:
+    gradient, dense = torch.randn(1 << 18).cuda(), torch.zeros(1 << 18).cuda()
+
+    def there_and_back() -> None:
+        buffer = kernels.encode(*kernels.topk(gradient, 500), gradient.numel(), wire="bf16", wait=False)
+        kernels.decode_add_(dense, buffer, wait=False)
+
+    there_and_back()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        there_and_back()
+        with pytest.raises(ArgumentError, match="wait=False while capturing"):
+            kernels.encode(*kernels.topk(gradient, 500), gradient.numel())
+    new = torch.randn(1 << 18)
+    gradient.copy_(new)
+    dense.zero_()
+    graph.replay()
+    expected = torch.zeros(1 << 18)
+    kernels.decode_add_(expected, kernels.encode(*kernels.topk(new, 500), new.numel(), wire="bf16"))
+    assert same(dense, expected)
 
 
 # ---- the build

@@ -35,6 +35,31 @@ def test_without_a_gpu_the_device_is_the_cpu() -> None:
         assert topkube.device() == torch.device("cpu")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("selection", ["topk", "mstopk"])
+def test_one_process_with_one_gpu_trains_as_through_gloo_on_the_cpu(
+    selection: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(Settings.__dataclass_fields__["node_exchange"].metadata["variable"], "torch")
+    topkube.init()
+    trained = []
+    for device in ("cpu", "cuda"):
+        weight = torch.nn.Parameter(torch.zeros(70_001, device=device))
+        optimizer = topkube.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=0.5), [("weight", weight)],
+            aggregation="hitopk", density=0.01, wire="bf16", selection=selection, warmup_steps=0,
+        )  # fmt: skip
+        for step in range(4):
+            target = torch.randn(70_001, generator=torch.Generator().manual_seed(step)).to(device)
+            (weight * target).sum().backward()  # the gradient is `target`: the same bits on both
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(weight.detach().cpu())
+    assert bool(trained[0].any())
+    assert torch.equal(*trained)
+
+
 def test_gradients_are_reduced_where_they_lie() -> None:
     assert exchange_device([parameter("cpu")], Settings()) is None
     assert exchange_device([], Settings()) is None

@@ -19,10 +19,8 @@ from topkube.training.lars import LARS
 from topkube.training.mixed_precision import MasterWeights
 from topkube.training.parallel_tensor import norms, shares
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")),
-]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -108,6 +106,25 @@ def test_steps_are_the_papers(device: str, name: str) -> None:
     for start, a, b in zip(before, fused.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
         assert not torch.equal(start, a)
+
+
+@pytest.mark.parametrize("name", [*PAIRS, "masters"])
+def test_a_closure_is_evaluated_with_gradients_before_the_step(name: str) -> None:
+    model, twin = network(), network()
+    wrap = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1)) if name == "masters" else PAIRS[name][0](model)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1) if name == "masters" else PAIRS[name][0](twin)
+    x = torch.randn(5, 7)
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    loss = twin(x).square().mean()
+    loss.backward()
+    plain.step()
+    assert torch.equal(wrap.step(closure), loss)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("make", [lambda p: LARS(p, lr=1.0), lambda p: LAMB(p, lr=0.1)], ids=["lars", "lamb"])

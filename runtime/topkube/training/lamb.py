@@ -3,16 +3,16 @@ Deep Learning: Training BERT in 76 minutes", 2020, Algorithm 2)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from topkube.training.layerwise import adapted, check, state_of, trust_ratio, with_gradients
+from topkube.training.layerwise import LayerwiseOptimizer, adapted, check, state_of, trust_ratio, with_gradients
 from topkube.training.parallel_tensor import norms
 
 
-class LAMB(torch.optim.Optimizer):
+class LAMB(LayerwiseOptimizer):
     """Adam's direction r = m / (sqrt(v) + eps) + weight_decay * w, both moments corrected for their start, scaled per
     layer by |w| / |r|.
 
@@ -36,16 +36,6 @@ class LAMB(torch.optim.Optimizer):
         check("weight_decay", weight_decay)
         self.parallel = parallel
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self._update(group)
-        return loss
 
     def _update(self, group: dict[str, Any]) -> None:
         weights, gradients = with_gradients(group)

@@ -3,16 +3,16 @@ Convolutional Networks", 2017, Algorithm 1)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from topkube.training.layerwise import adapted, check, state_of, trust_ratio, with_gradients
+from topkube.training.layerwise import LayerwiseOptimizer, adapted, check, state_of, trust_ratio, with_gradients
 from topkube.training.parallel_tensor import norms
 
 
-class LARS(torch.optim.Optimizer):
+class LARS(LayerwiseOptimizer):
     """SGD with momentum whose rate is scaled per layer by trust * |w| / (|g| + weight_decay * |w|).
 
     lr: the global rate; trust: the paper's coefficient eta. Tensors of at most one dimension take plain momentum steps
@@ -37,16 +37,6 @@ class LARS(torch.optim.Optimizer):
         check("trust", trust)
         self.parallel = parallel
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self._update(group)
-        return loss
 
     def _update(self, group: dict[str, Any]) -> None:
         weights, gradients = with_gradients(group)

@@ -1,14 +1,38 @@
-"""What LARS and LAMB share: which tensors they adapt, and the trust ratio of each."""
+"""What LARS and LAMB share: a step over groups, which tensors they adapt, and the trust ratio of each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from topkube.errors import ArgumentError
+
+
+class LayerwiseOptimizer(torch.optim.Optimizer):
+    """An optimizer that updates all tensors of a group at once."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all groups; returns what `closure` does, which is called first, with gradients on."""
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            self._update(group)
+        return loss
+
+    @abstractmethod
+    def _update(self, group: dict[str, Any]) -> None: ...
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """What the closure given to an optimizer's `step` returns."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def adapted(parameter: torch.Tensor) -> bool:

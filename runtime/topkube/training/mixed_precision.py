@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from topkube.errors import ArgumentError
+from topkube.training.layerwise import evaluated
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -47,10 +48,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for outer, inner in zip(self._groups, self.inner.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name != "params"})
         given, taken = [], []
