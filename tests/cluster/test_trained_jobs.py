@@ -29,8 +29,8 @@ def checkpoints(namespace: Namespace, breakable: Cluster) -> Iterator[Path]:
 
 
 def sample(arguments: list[str], **spec: Any) -> dict[str, Any]:
-    """manifests/samples/char-gpt.yaml with other arguments."""
-    written: dict[str, Any] = yaml.safe_load((MANIFESTS / "samples/char-gpt.yaml").read_text())
+    """manifests/samples/char-gpt-checkpoints.yaml with other arguments."""
+    written: dict[str, Any] = yaml.safe_load((MANIFESTS / "samples/char-gpt-checkpoints.yaml").read_text())
     written["spec"]["template"]["spec"]["containers"][0]["args"] = arguments
     written["spec"] |= spec
     return written

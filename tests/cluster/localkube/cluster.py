@@ -20,6 +20,7 @@ from localkube.node import Node, lone_containerd
 from localkube.packages import TO_RUN, install, kubernetes
 
 GPUS_PER_NODE = 4
+VOLUMES = 8
 
 
 class Cluster:
@@ -64,6 +65,7 @@ class Cluster:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda node: node.start(authority, nodes, cluster.store, images), cluster.nodes.values()))
         network.reach_services(layout, cluster.nodes["node1"])
+        cluster.offer_volumes()
         cluster.wait_ready()
         return cluster
 
@@ -125,6 +127,24 @@ class Cluster:
             return "nvidia.com/gpu" in answer
 
         wait_until(given, f"{name} to take its GPUs", 20)
+
+    def offer_volumes(self) -> None:
+        """Volumes for claims, ReadWriteMany: folders of the machine, whose disk all nodes share."""
+        volumes = []
+        for number in range(1, VOLUMES + 1):
+            folder = self.layout.state / "volumes" / f"shared-{number}"
+            folder.mkdir(parents=True)
+            folder.chmod(0o777)
+            spec = {
+                "capacity": {"storage": "10Gi"},
+                "accessModes": ["ReadWriteMany", "ReadWriteOnce"],
+                "hostPath": {"path": str(folder)},
+                "persistentVolumeReclaimPolicy": "Retain",
+            }
+            metadata = {"name": f"shared-{number}"}
+            volumes.append({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": metadata, "spec": spec})
+        listed = {"apiVersion": "v1", "kind": "List", "items": volumes}
+        self.kubectl("create", "-f", "-", stdin=json.dumps(listed))
 
     # -- doing things to it
 
