@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from localkube.apt_sources import debian_sources
 from localkube.cgroups import Group
 from localkube.cluster import Cluster, down
 from localkube.daemons import Daemon, run, wait_until
@@ -56,6 +57,27 @@ def test_killing_a_group_leaves_no_child_behind() -> None:
         assert daemon.group.processes() == set()
     finally:
         down(layout)
+
+
+def test_debians_sources_are_found_in_either_format(tmp_path: Path) -> None:
+    """Others in the machine's lists are left alone: they may have no source packages."""
+    folder = tmp_path / "sources.list.d"
+    folder.mkdir()
+    stanza = (
+        "Types: deb\n# why\nURIs: http://a/debian\nSuites: trixie trixie-updates\nComponents: main\nSigned-By: /k\n"
+    )
+    (folder / "0.sources").write_text(f"{stanza}\nTypes: deb\nURIs: http://b\nSuites: nodistro\nComponents: main\n")
+    (folder / "cloud.list").write_text("deb http://c cloud-trixie main\n")
+    (tmp_path / "sources.list").write_text(
+        "deb [arch=amd64 signed-by=/s] http://d/security trixie-security main  # x\n"
+    )
+    found = debian_sources("deb-src", tmp_path, "trixie")
+    assert found.split("\n\n") == [
+        "Types: deb-src\nURIs: http://a/debian\nSuites: trixie trixie-updates\nComponents: main\nSigned-By: /k",
+        "Types: deb-src\nURIs: http://d/security\nSuites: trixie-security\nComponents: main\nSigned-By: /s\n",
+    ]
+    with pytest.raises(RuntimeError, match="sid"):
+        debian_sources("deb", tmp_path, "sid")
 
 
 def two_pods(namespace: Namespace) -> list[str]:

@@ -7,6 +7,7 @@ Debian's source package, the rest are Debian's packages; no registry and no cont
     layout.py          names, addresses and folders of a cluster; several clusters fit on one machine
     cgroups.py         a group of processes is a cgroup: started in it, found by it, killed by it
     daemons.py         a long-running program in a cgroup, with a log
+    apt_sources.py     where this machine takes Debian's packages from
     packages.py        Debian's packages, and the compiled Kubernetes
     certificates.py    the cluster's authority, certificates and kubeconfigs
     control_plane.py   etcd and the three control plane programs

@@ -26,8 +26,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from localkube.apt_sources import debian_sources
 from localkube.daemons import run
-from localkube.packages import SOURCES, lock
+from localkube.packages import lock
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BASE = "docker.io/library/debian:bookworm-slim"
@@ -202,7 +203,7 @@ class Store:
         print("making a local debian:bookworm-slim", flush=True)
         archive = self.folder / "base.tar"
         slim = [f"--dpkgopt=path-exclude=/usr/share/{part}/*" for part in ("doc", "man", "info", "locale", "lintian")]
-        run("mmdebstrap", "--quiet", "--variant=minbase", *slim, "bookworm", archive, "-", stdin=SOURCES.read_bytes())
+        run("mmdebstrap", "--quiet", "--variant=minbase", *slim, "bookworm", archive, "-", stdin=debian_sources())
         container = self._buildah("from", "scratch").strip()
         self._buildah("add", "-q", container, archive, "/")
         self._buildah("commit", "-q", "--rm", container, BASE)

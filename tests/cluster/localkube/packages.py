@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from localkube.apt_sources import debian_sources
 from localkube.daemons import run
 
 PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet", "kubectl")
@@ -20,7 +21,6 @@ TO_RUN = (
     "mmdebstrap", "gcc", "libc6-dev", "procps", "git", "ca-certificates",
 )  # fmt: skip
 TO_BUILD = ("golang-go", "golang-github-modern-go-reflect2-dev", "rsync", "jq", "make", "dpkg-dev", "libc6-dev", "gcc")
-SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def _compile(scratch: Path) -> tuple[str, Path]:
     # source packages are switched on in a copy of this machine's own list, its package lists are not touched
     lists = scratch / "lists"
     (lists / "partial").mkdir(parents=True)
-    (scratch / "source.sources").write_text(re.sub(r"(?m)^Types:.*$", "Types: deb-src", SOURCES.read_text()))
+    (scratch / "source.sources").write_text(debian_sources("deb-src"))
     options = [
         f"-oDir::Etc::sourcelist={scratch / 'source.sources'}",
         "-oDir::Etc::sourceparts=/dev/null",

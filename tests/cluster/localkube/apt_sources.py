@@ -1,0 +1,69 @@
+"""Where this machine takes Debian's packages from: its own lists, those of its release, whatever their format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+APT = Path("/etc/apt")
+RELEASE = Path("/etc/os-release")
+
+
+def codename(release: Path = RELEASE) -> str:
+    """Of the release that runs here: bookworm."""
+    found = re.search(r"(?m)^VERSION_CODENAME=(\w+)$", release.read_text())
+    if found is None:
+        raise RuntimeError(f"{release} names no release. Next: run this on Debian")
+    return found[1]
+
+
+def debian_sources(kind: str = "deb", apt: Path = APT, suite: str = "") -> str:
+    """The machine's sources of Debian's own packages as deb822 stanzas of `kind` (deb, deb-src).
+
+    Raises RuntimeError where there are none.
+    """
+    suite = suite or codename()
+    folder = apt / "sources.list.d"
+    stanzas: list[str] = []
+    for path in sorted(folder.glob("*.sources")):
+        stanzas += _stanzas(path.read_text())
+    for path in [apt / "sources.list", *sorted(folder.glob("*.list"))]:
+        if path.exists():
+            stanzas += _lines(path.read_text())
+    ours = [re.sub(r"(?m)^Types:.*$", f"Types: {kind}", one) for one in stanzas if _is_debian(one, suite)]
+    if not ours:
+        raise RuntimeError(f"{apt} names no source of Debian's {suite}. Next: add one to {folder}")
+    return "\n\n".join(dict.fromkeys(ours)) + "\n"
+
+
+def _stanzas(text: str) -> Iterator[str]:
+    """The stanzas of a deb822 file for binary packages, without comments."""
+    without = re.sub(r"(?m)^#.*\n?", "", text)
+    for stanza in re.split(r"\n\s*\n", without):
+        if re.search(r"(?m)^Types:.*\bdeb\b", stanza) and not re.search(r"(?mi)^Enabled:\s*no", stanza):
+            yield stanza.strip()
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines of a sources.list for binary packages, as stanzas."""
+    for line in text.splitlines():
+        found = re.match(r"^\s*deb\s+(?:\[([^]]*)\]\s+)?(\S+)\s+(\S+)\s+([^#]+)", line)
+        if found is None:
+            continue
+        options, uri, suite, components = found.groups()
+        stanza = [f"Types: deb\nURIs: {uri}\nSuites: {suite}\nComponents: {components.strip()}"]
+        for option in (options or "").split():
+            name, _, value = option.partition("=")
+            if name in ("signed-by", "trusted"):
+                stanza.append(f"{name.title()}: {value}")
+        yield "\n".join(stanza)
+
+
+def _is_debian(stanza: str, codename: str) -> bool:
+    suites = re.search(r"(?m)^Suites:(.*)$", stanza)
+    components = re.search(r"(?m)^Components:(.*)$", stanza)
+    if suites is None or components is None or "main" not in components[1].split():
+        return False
+    names = (codename, f"{codename}-updates", f"{codename}-security")
+    return any(one in names for one in suites[1].split())
