@@ -191,7 +191,7 @@ class Store:
                 shutil.rmtree(old)
             print("building TopKube's wheel", flush=True)
             objects = self.sources / "build" / "images"  # kept: a change of Python alone compiles nothing
-            settings = ("-C", f"build-dir={objects}", "-C", "cmake.define.TOPKUBE_CUDA=off")
+            settings = (f"--config-settings=build-dir={objects}", "--config-settings=cmake.define.TOPKUBE_CUDA=off")
             run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *settings, "-w", folder, self.sources)
             found = list(folder.glob("*.whl"))
         return found[0]
