@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from topkube.job import API_VERSION, KIND
+from topkube.launch.contract import child_name, worker_name
 
 MANAGER = "topkube.dev/operator"
 """Our spec.runPolicy.managedBy; jobs with another value are somebody else's."""
@@ -26,24 +25,10 @@ DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 
 LAUNCHER = "launcher"
 WORKER = "worker"
-LONGEST = 63
-
-
-def child_name(*parts: str | int) -> str:
-    """The parts joined by '-', cut and given a hash where they would be longer than a label or hostname may be."""
-    name = "-".join(str(part) for part in parts)
-    if len(name) <= LONGEST:
-        return name
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f"{name[: LONGEST - 9].rstrip('-.')}-{digest}"
 
 
 def launcher_name(job: str, attempt: int) -> str:
     return child_name(job, LAUNCHER, attempt)
-
-
-def worker_name(job: str, index: int, attempt: int) -> str:
-    return child_name(job, WORKER, index, attempt)
 
 
 def secret_name(job: str) -> str:
@@ -65,3 +50,6 @@ def owner(name: str, uid: str) -> dict[str, object]:
         "controller": True,
         "blockOwnerDeletion": True,
     }
+
+
+__all__ = ["child_name", "job_label", "launcher_name", "owner", "secret_name", "worker_name"]

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from topkube.errors import LaunchError
@@ -50,11 +51,32 @@ OPERATOR_TOKEN_FILE = "operator.token"
 """In the launcher's pod only."""
 TOKEN_FILE = "token"
 """In a worker's pod: its own token, item `token_item(index, attempt)` of the Secret."""
+LONGEST_NAME = 63
+"""Of a label's value or a hostname."""
+VARIABLE_BYTES = 128 << 10
+"""What Linux takes of one environment variable, its name included."""
 TERMINATION_MESSAGE_BYTES = 4096
 """What Kubernetes keeps of /dev/termination-log."""
 
 State = Literal["Waiting", "Starting", "Running", "Succeeded", "Failed"]
 """Waiting for workers; starting MPI; ranks run; over."""
+
+
+_LONG_TEXT = VARIABLE_BYTES // 4  # quotation may double it
+
+
+def child_name(*parts: str | int) -> str:
+    """The parts joined by '-', cut and given a hash where they would be longer than a label or hostname may be."""
+    name = "-".join(str(part) for part in parts)
+    if len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: LONGEST_NAME - 9].rstrip('-.')}-{digest}"
+
+
+def worker_name(job: str, index: int, attempt: int) -> str:
+    """The name of the pod of worker `index` that was made in `attempt`."""
+    return child_name(job, "worker", index, attempt)
 
 
 def token_item(index: int, attempt: int) -> str:
@@ -125,7 +147,8 @@ class LaunchPlan(Message):
     """The TrainingJob's."""
     attempt: int = Field(ge=1)
     workers: tuple[ExpectedWorker, ...] = Field(min_length=1)
-    """By index, 0 to n-1."""
+    """By index, 0 to n-1. Where the text would not fit a variable, it holds `made` instead: the attempts alone, from
+    which the names of the pods follow."""
     slots: int = Field(default=1, ge=1)
     """Ranks per worker."""
     mpi: Literal["MPICH", "OpenMPI"] = "MPICH"
@@ -147,6 +170,31 @@ class LaunchPlan(Message):
     port: int = Field(default=LAUNCHER_PORT, ge=0, le=65535)
     environment: dict[str, str] = Field(default={})
     """What the ranks get on top of their container's environment, the same on all workers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_attempts(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "workers" in data or not isinstance(data.get("made"), list):
+            return data
+        name = str(data.get("name"))
+        workers = [
+            {"index": index, "attempt": made, "pod": worker_name(name, index, made) if isinstance(made, int) else ""}
+            for index, made in enumerate(data["made"])
+        ]
+        return {**data, "workers": workers}
+
+    def text(self) -> str:
+        text = super().text()
+        if len(text) <= _LONG_TEXT:
+            return text
+        followed = tuple(
+            ExpectedWorker(index=index, attempt=one.attempt, pod=worker_name(self.name, index, one.attempt))
+            for index, one in enumerate(self.workers)
+        )
+        if followed != self.workers:
+            return text
+        data = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"workers"})
+        return json.dumps({**data, "made": [worker.attempt for worker in self.workers]}, separators=(",", ":"))
 
 
 class WorkerPlan(Message):

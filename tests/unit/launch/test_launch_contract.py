@@ -13,10 +13,12 @@ from topkube.errors import LaunchError
 from topkube.job import FirstFailure
 from topkube.launch.contract import (
     TERMINATION_MESSAGE_BYTES,
+    VARIABLE_BYTES,
     Ending,
     ExpectedWorker,
     LauncherStatus,
     LaunchPlan,
+    worker_name,
     worker_token,
 )
 
@@ -34,6 +36,25 @@ def test_a_plan_survives_the_environment_and_newer_fields() -> None:
     progress = LauncherStatus.read(nested).progress
     assert progress is not None
     assert progress.step == 3
+
+
+@pytest.mark.parametrize("attempts", [(1,), (1, 1, 7, 12345)])
+@pytest.mark.parametrize("name", ["a", "n" * 63])
+def test_the_plan_of_ten_thousand_workers_fits_a_variable(name: str, attempts: tuple[int, ...]) -> None:
+    made = [attempts[index % len(attempts)] for index in range(10_000)]
+    workers = tuple(
+        ExpectedWorker(index=index, attempt=one, pod=worker_name(name, index, one)) for index, one in enumerate(made)
+    )
+    plan = PLAN.model_copy(update={"name": name, "workers": workers, "attempt": 12345})
+    text = plan.text()
+    assert len(f"TOPKUBE_LAUNCH={text}\0".encode()) < VARIABLE_BYTES
+    assert LaunchPlan.read(text) == plan
+    subprocess.run(["true"], env={"TOPKUBE_LAUNCH": text}, check=True)
+
+
+def test_attempts_of_nonsense_are_named_too() -> None:
+    with pytest.raises(LaunchError, match=r"workers\.1\.attempt"):
+        LaunchPlan.read('{"name": "a", "namespace": "n", "uid": "u", "attempt": 1, "made": [1, "x"]}')
 
 
 def test_a_malformed_plan_is_named_field_by_field() -> None:
