@@ -120,6 +120,17 @@ class Cluster:
             return ""
         return bytes(response.data[-most:]).decode(errors="replace")
 
+    def claim(self, namespace: str, name: str) -> dict[str, Any] | None:
+        """A PersistentVolumeClaim; None where there is none, we may not see it, or the answer takes too long for
+        somebody who waits."""
+        path = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
+        try:
+            response = self._send("GET", path, timeout=urllib3.Timeout(total=1))
+        except ApiError:
+            return None
+        found: dict[str, Any] = json.loads(response.data)
+        return found
+
     def knows(self, group: str, version: str, plural: str) -> bool:
         """Whether the API server serves a resource."""
         try:

@@ -85,7 +85,14 @@ def registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorRegistry:
                 await asyncio.to_thread(operator.cluster.publish_bundle, hook.configuration, bundle)
 
             port = await stack.enter_async_context(
-                webhook.serve(operator.seed, hook.names, publish, port=hook.port, certificate=hook.certificate)
+                webhook.serve(
+                    operator.seed,
+                    hook.names,
+                    publish,
+                    port=hook.port,
+                    certificate=hook.certificate,
+                    claim=operator.cluster.claim,
+                )
             )
             _log.info("the webhook serves on port %d as %s", port, ", ".join(hook.names))
 

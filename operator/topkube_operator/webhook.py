@@ -14,6 +14,7 @@ import asyncio
 import base64
 import contextlib
 import datetime
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -33,7 +34,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from topkube.errors import ClusterError
-from topkube_operator.admission import review
+from topkube_operator.admission import Claim, review
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ async def serve(
     host: str = "",
     port: int = PORT,
     certificate: Path | None = None,
+    claim: Claim = lambda namespace, name: None,
 ) -> AsyncIterator[int]:
     """Serves until the block ends; gives the port, which is a free one for port 0.
 
@@ -120,12 +122,12 @@ async def serve(
     ValidatingWebhookConfiguration where it is not that already, and is called again every minute, because whoever
     installs a newer one empties it. What `publish` raises is logged: people may do without the webhook.
     `certificate`: a folder with tls.crt and tls.key that somebody else (cert-manager) keeps; then nothing is published,
-    and the files are read again every minute, because they are renewed.
+    and the files are read again every minute, because they are renewed. `claim` looks up claims, for a warning.
     """
     authority = Authority.derived(secret)
     context = authority.serving(names) if certificate is None else _kept_elsewhere(certificate)
     application = web.Application(client_max_size=LARGEST_BODY)
-    application.router.add_post(PATH, _answer)
+    application.router.add_post(PATH, functools.partial(_answer, claim))
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     try:
@@ -143,10 +145,10 @@ async def serve(
         await runner.cleanup()
 
 
-async def _answer(request: web.Request) -> web.Response:
+async def _answer(claim: Claim, request: web.Request) -> web.Response:
     try:
         asked = json.loads(await request.read())
-        answer = review(asked)
+        answer = await asyncio.to_thread(review, asked, claim)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return web.Response(status=400, text=f"not an AdmissionReview: {type(error).__name__}: {error}\n")
     return web.json_response(answer)

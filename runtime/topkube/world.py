@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from topkube.ending import end_together, goes_on, own_finalize
 from topkube.errors import CollectiveTimeout, WorldError
+from topkube.pulse import Pulse
 from topkube.roll_call import RollCall
 from topkube.settings import Settings, launched_ranks
 
@@ -64,6 +65,8 @@ class World:
     window: npt.NDArray[np.uint8]
     run_directory: Path | None = None
     """Where roll calls are left; None: nowhere."""
+    pulse: Pulse | None = None
+    """Counts collectives where others can read it."""
     crowded: bool = False
     """Whether this machine runs more ranks than it has processors, all nodes that it plays counted."""
     calls: int = 0
@@ -76,6 +79,8 @@ class World:
         goes_on()
         self.calls += 1
         self.entered = time.monotonic()
+        if self.pulse is not None:
+            self.pulse.beat(self.calls)
 
     def agree(self, flag: bool) -> bool:
         """Whether `flag` is true on every rank. A collective with a deadline, callable from any one thread at a
@@ -251,6 +256,7 @@ def init(settings: Settings | None = None) -> World:
         agreement=comm.Dup(),
         window=_share_window(MPI, node_comm),
         run_directory=settings.run_path,
+        pulse=Pulse(settings.run_path, comm.rank) if settings.run_path is not None else None,
         crowded=hosts.count(host) > len(os.sched_getaffinity(0)),
     )
     end_together(comm)

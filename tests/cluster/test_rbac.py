@@ -34,6 +34,7 @@ RARE: set[Call] = {
     ("topkube.dev", "trainingjobs/finalizers", "update"),  # the API server, where owner references need a right
     ("topkube.dev", "trainingjobs", "get"),  # after a conflict with another writer
     ("", "events", "patch"),  # the same event again
+    ("", "persistentvolumeclaims", "get"),  # the webhook, for a job with a checkpoint
     *(
         (group, "podgroups", verb)  # where a gang scheduler is installed
         for group in ("scheduling.volcano.sh", "scheduling.x-k8s.io")

@@ -111,6 +111,20 @@ def test_a_hung_collective_names_its_ranks(tmp_path: Path) -> None:
         assert "rank 1 never arrived" in (failure.message or "")
 
 
+def test_a_hang_in_a_script_that_reports_no_steps_ends_the_attempt_and_names_the_rank(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, numpy, topkube; topkube.init(); x = numpy.ones(8, 'f')\n"
+        "for step in range(10**6):\n"
+        "    if step == 40 and topkube.rank() == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    topkube.allreduce_(x)"
+    )
+    with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], startup_seconds=3.0) as job:
+        job.start()
+        failure = failed(job)
+        assert (failure.reason, failure.rank, failure.pod) == ("Stalled", 2, "j-worker-1-1")
+        assert "waited for: rank 2" in (failure.message or "")
+
+
 def test_a_worker_asked_to_end_saves_first_and_is_named(tmp_path: Path) -> None:
     with PlayedJob(tmp_path, marching("MPICH", 10000, 0.02)) as job:
         job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}

@@ -193,6 +193,9 @@ WARNED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda spec: spec.update(runPolicy={"ttlSecondsAfterFinished": 0}), "deletes the job, its status and its logs"),
     (lambda spec: spec.update(dataset={"uri": "s3://b", "cache": {"medium": "Memory"}}), "memoryLimit"),
     (lambda spec: (spec.update(workers=8), spec.pop("checkpoint")), "every restart begins at step 0"),
+    (lambda spec: spec.update(aggregation={"algorithm": "torus2d", "density": 0.1}), "has no effect: torus2d"),
+    (lambda spec: spec.update(runPolicy={"schedulingPolicy": {"minAvailable": 2}}), "ranks start when all 3 pods run"),
+    (lambda spec: spec["template"]["spec"].update(terminationGracePeriodSeconds=5), "5 s are little"),
 ]
 
 
@@ -203,6 +206,40 @@ def test_what_is_rarely_meant_is_warned_of(change: Callable[[dict[str, Any]], An
     response = answer(job)
     assert response["allowed"]
     assert [words in warning for warning in response["warnings"]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("workers", "spread", "claim", "words"),
+    [
+        (
+            2,
+            "Node",
+            {"spec": {"accessModes": ["ReadWriteOnce"]}},
+            "c is ReadWriteOnce, and the workers may be on 2 nodes",
+        ),
+        (3, "None", {"spec": {"accessModes": ["ReadWriteOncePod"]}}, "may be on several nodes"),
+        (2, "Node", {"spec": {"accessModes": ["ReadWriteOnce", "ReadWriteMany"]}}, ""),
+        (1, "Node", {"spec": {"accessModes": ["ReadWriteOnce"]}}, ""),
+        (2, "Node", None, ""),
+        (2, "Node", {"spec": None}, ""),
+    ],
+)
+def test_a_checkpoint_that_only_one_node_can_mount_is_warned_of(
+    workers: int, spread: str, claim: Any, words: str
+) -> None:
+    asked: list[tuple[str, str]] = []
+    job = changed("spread", spread, changed("workers", workers))
+    request = {"request": {"uid": "7", "operation": "CREATE", "object": job, "namespace": "team", "dryRun": True}}
+    response = review(request, lambda *name: (asked.append(name), claim)[1])["response"]
+    assert response["allowed"]
+    assert [words in warning for warning in response["warnings"]] == ([True] if words else [])
+    assert asked == ([("team", "c")] if workers > 1 else [])
+
+
+def test_a_dry_run_gets_the_same_answer() -> None:
+    for job in (JOB, changed("workers", 0)):
+        request = {"uid": "7", "operation": "CREATE", "object": job, "namespace": "team"}
+        assert review({"request": {**request, "dryRun": True}}) == review({"request": request})
 
 
 def test_a_pinned_image_is_not_warned_of() -> None:

@@ -41,6 +41,16 @@ def test_what_is_needed_comes_first() -> None:
         assert each["metadata"].get("namespace", NAMESPACE) == NAMESPACE
 
 
+def test_the_disruption_budget_selects_the_operators_pods_and_lets_a_drain_go_on() -> None:
+    budget = yaml.safe_load((MANIFESTS / "kubernetes-1.25/disruption-budget.yaml").read_text())
+    deployment = one("Deployment")
+    assert budget["apiVersion"] == "policy/v1"
+    labels, selector = deployment["spec"]["template"]["metadata"]["labels"], budget["spec"]["selector"]["matchLabels"]
+    assert selector.items() <= labels.items()
+    assert budget["metadata"]["namespace"] == NAMESPACE
+    assert budget["spec"]["minAvailable"] < deployment["spec"]["replicas"]
+
+
 def test_roles_name_their_verbs_and_resources() -> None:
     for role in (each for each in objects() if each["kind"] in ("Role", "ClusterRole")):
         for rule in role["rules"]:

@@ -45,6 +45,31 @@ def test_it_needs_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer_of(model_of())
 
 
+def test_steps_of_a_loop_of_ones_own_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once: by the first optimizer that steps, or by the run that knows more."""
+    world = topkube.world.current()
+    monkeypatch.setattr(world, "run_directory", tmp_path)
+    monkeypatch.setattr(world, "cache", {**world.cache})
+    world.cache.pop("reporter of steps", None)
+
+    def reported() -> list[int]:
+        return [record.step for record, _ in read_records(tmp_path / "progress.jsonl")]
+
+    model, other = model_of(), model_of()
+    optimizer, second = optimizer_of(model), optimizer_of(other)
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+        backward(other)
+        second.step()
+    assert reported() == [1, 2, 3]
+    with topkube.checkpointing(model, optimizer, settings=Settings(run_directory=str(tmp_path / "run"))) as run:
+        for _ in run.progress([1, 2]):
+            backward(model)
+            optimizer.step()
+    assert reported() == [1, 2, 3]
+
+
 def test_names_must_fit_the_optimizer() -> None:
     model, other = model_of(), model_of()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -29,7 +29,7 @@
   verbs: [create, patch]
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
-  verbs: [list, watch]
+  verbs: [get, list, watch]
 - apiGroups: [topkube.dev]
   resources: [cacheddatasets]
   verbs: [list, watch]

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from topkube import pulse
 from topkube.errors import LaunchError
 from topkube.launch.contract import NODE_NAME_VARIABLE, Message
 from topkube.launch.dataset import DatasetProcess
@@ -29,6 +30,8 @@ from topkube.telemetry.cache_counters import read_totals, reads
 from topkube.telemetry.progress import PROGRESS_FILE, read_records
 
 _STEP_SECONDS = 0.5
+_LIFE_SECONDS = 2.0
+"""Between two signs of life other than steps."""
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _PUNCH_BYTES = 4 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,7 +60,9 @@ class Attempt:
         self._logs = {rank: _Log(log_path(directory, rank), rank) for rank in start.ranks}
         self._running = self._over = False
         self._progress = 0
-        self._told_step = 0.0
+        self._told_step = self._told_life = 0.0
+        self._collectives: dict[int, int] = {}
+        self._printed = 0
         self._cache: NodeCache | None = None
         self._kills = memory_kills()
         self._kill_at = float("inf")
@@ -112,10 +117,23 @@ class Attempt:
         record = new[-1][0] if new else None
         self._progress = new[-1][1] if new else self._progress
         cache = self._read_cache()
-        if record is None and (cache is None or cache == self._cache):
+        collectives, printed = self._life(now)
+        if record is None and not collectives and not printed and (cache is None or cache == self._cache):
             return []
         self._cache = cache
-        return [StepDone(record=dataclasses.asdict(record) if record else {}, cache=cache)]
+        said = dataclasses.asdict(record) if record else {}
+        return [StepDone(record=said, cache=cache, collectives=collectives, printed=printed)]
+
+    def _life(self, now: float) -> tuple[dict[int, int], bool]:
+        """Which ranks have entered collectives, how many so far, and whether one has printed, since the last time."""
+        if now - self._told_life < _LIFE_SECONDS and not self._over:
+            return {}, False
+        self._told_life = now
+        counts = {rank: pulse.read(self.directory, rank) for rank in self.ranks}
+        new = {rank: count for rank, count in counts.items() if count != self._collectives.get(rank, 0)}
+        self._collectives |= new
+        before, self._printed = self._printed, sum(log.size for log in self._logs.values())
+        return new, self._printed != before
 
     def _read_cache(self) -> NodeCache | None:
         """None where there is no dataset."""
@@ -206,6 +224,11 @@ class _Log:
         self._file: BinaryIO | None = None
         self._partial = b""
         self._read = self._punched = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes that were printed."""
+        return self._read
 
     def relay(self, out: BinaryIO, all_of_it: bool = False) -> None:
         if self._file is None:

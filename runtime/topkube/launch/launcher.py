@@ -45,7 +45,7 @@ from topkube.launch.mpiexec import Mpiexec
 from topkube.launch.rendezvous import Rendezvous
 from topkube.launch.steps import Steps, together
 from topkube.launch.tunnel import Tunnel
-from topkube.launch.verdict import ASKED, ENDED_SECONDS, Member, late, settled, unexplained, unfit, verdict
+from topkube.launch.verdict import ASKED, ENDED_SECONDS, Member, late, pod_of, settled, unexplained, unfit, verdict
 from topkube.settings import Settings
 from topkube.telemetry.progress import StepRecord
 
@@ -217,6 +217,7 @@ class Launcher:
         elif isinstance(said, StepDone):
             if said.record:
                 self._steps.add(StepRecord.from_json(json.dumps(said.record)))
+            self._steps.heard(said.collectives, said.printed)
             if said.cache is not None:
                 self._caches[member.index] = said.cache
         elif isinstance(said, Terminating):
@@ -331,7 +332,9 @@ class Launcher:
     def _look_for_stalls(self) -> None:
         stalled = self._steps.stalled(self.plan.stall_seconds, self.plan.startup_seconds)
         if stalled:
-            raise Failed(FirstFailure(reason="Stalled", exit_code=1, message=stalled))
+            rank = next(iter(self._steps.behind()), None)
+            pod = pod_of(self.plan, rank) if rank is not None else None
+            raise Failed(FirstFailure(pod=pod, rank=rank, reason="Stalled", exit_code=1, message=stalled))
 
     async def _end_all(self) -> None:
         """Tells the workers, and waits a little for them to be done."""

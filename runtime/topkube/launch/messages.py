@@ -117,11 +117,16 @@ class NodeCache(Message):
 
 
 class StepDone(Message):
-    """The newest step (the fields of StepRecord), at most a few times per second; and what the cache says."""
+    """The newest step (the fields of StepRecord), at most a few times per second; what the cache says; and signs of
+    life besides."""
 
     kind: Literal["step"] = "step"
-    record: dict[str, Any]
+    record: dict[str, Any] = Field(default={})
     cache: NodeCache | None = None
+    collectives: dict[int, int] = Field(default={})
+    """How many collectives ranks of this worker have entered, where that has changed."""
+    printed: bool = False
+    """Whether a rank has printed something."""
 
 
 class Terminating(Message):

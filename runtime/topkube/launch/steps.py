@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 
 from topkube.job import CachedNode, CacheStatus, Progress
@@ -14,9 +14,7 @@ from topkube.telemetry.progress import StepRecord
 
 _WINDOW = 30
 """Records over which the rate of steps is taken."""
-
-
-_MOST_NODES = 256
+_MOST_NAMED, _MOST_NODES = 8, 256
 
 
 def together(caches: Iterable[NodeCache]) -> CacheStatus | None:
@@ -44,6 +42,8 @@ class Steps:
         self._records: deque[StepRecord] = deque(maxlen=_WINDOW)
         self._moved: float | None = None
         self._started: float | None = None
+        self._collectives: dict[int, int] = {}
+        """Entered so far, by rank."""
 
     def started(self) -> None:
         """The ranks are being started."""
@@ -70,28 +70,46 @@ class Steps:
             percent=min(100, 100 * last.step // total) if total else None,
             eta_seconds=max(0, eta) if eta is not None else None,
             loss=f"{last.loss:.4g}" if last.loss is not None else None,
-            samples_per_second=round(last.samples_per_second, 1),
+            samples_per_second=round(last.samples_per_second, 1) or None,
             updated_at=datetime.fromtimestamp(last.time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         )
 
+    def heard(self, collectives: Mapping[int, int], printed: bool) -> None:
+        """Signs of life besides steps: how many collectives ranks have entered; and output, which counts where a rank
+        says nothing else, because a program that uses none of ours has no other way."""
+        if any(count > self._collectives.get(rank, 0) for rank, count in collectives.items()):
+            self._moved = time.monotonic()
+        self._collectives |= collectives
+        if printed and not self._records and not self._collectives:
+            self._moved = time.monotonic()
+
+    def behind(self) -> list[int]:
+        """The ranks that have entered fewer collectives than others: others wait for them."""
+        furthest = max(self._collectives.values(), default=0)
+        return sorted(rank for rank, count in self._collectives.items() if count < furthest)
+
     def stalled(self, stall_seconds: float, startup_seconds: float) -> str:
-        """What to say when no step has been finished for `stall_seconds`, or none at all for `startup_seconds` after
-        the start (0: no limit); empty while all is well."""
-        now = time.monotonic()
-        if self._moved is not None and stall_seconds and now - self._moved > stall_seconds:
-            step = self._records[-1].step
-            return (
-                f"no rank has finished a step for {stall_seconds:g} s; the last was step {step}. Likely cause: a rank "
-                "hangs outside a collective (data loading, a checkpoint on a slow volume). Next: read the ranks' logs"
-            )
-        if (
-            self._moved is None
-            and self._started is not None
-            and startup_seconds
-            and now - self._started > startup_seconds
-        ):
-            return (
-                f"no rank has finished a first step within {startup_seconds:g} s of its start. Likely cause: slow "
-                "imports or data, or a hang before the first step. Next: read the ranks' logs"
-            )
-        return ""
+        """What to say when nothing has moved for `stall_seconds` since the last step, or for `startup_seconds` where
+        there was no step yet (0: no limit); empty while all is well."""
+        limit = stall_seconds if self._records else startup_seconds
+        last = self._moved or self._started
+        if not limit or last is None or time.monotonic() - last <= limit:
+            return ""
+        if self._records:
+            what = f"no rank has finished a step for {limit:g} s; the last was step {self._records[-1].step}"
+            cause = "a rank hangs outside a collective (data loading, a checkpoint on a slow volume)"
+        elif self._moved is not None:
+            what = f"no rank has finished a first step or shown another sign of life for {limit:g} s"
+            cause = "slow data, or a hang before the first step"
+        else:
+            what = f"no rank has finished a first step within {limit:g} s of its start"
+            cause = "slow imports or data, or a hang before the first step"
+        return f"{what}{self._behind_words()}. Likely cause: {cause}. Next: read the ranks' logs"
+
+    def _behind_words(self) -> str:
+        behind, furthest = self.behind(), max(self._collectives.values(), default=0)
+        if not behind:
+            return ""
+        shown = ", ".join(map(str, behind[:_MOST_NAMED])) + (", …" if len(behind) > _MOST_NAMED else "")
+        at = self._collectives[behind[0]]
+        return f"; waited for: rank {shown} (collective {at} of {furthest})"

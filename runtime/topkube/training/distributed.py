@@ -17,6 +17,7 @@ from topkube.training.backward import Backward
 from topkube.training.momentum import MomentumCorrection
 from topkube.training.norms import Norms
 from topkube.training.parameters import named
+from topkube.training.steps import StepReports
 from topkube.training.uneven import Turns
 from topkube.world import current
 
@@ -76,6 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._correction = MomentumCorrection(optimizer) if self.aggregation.momentum_correction else None
         momentum = self._correction.momentum if self._correction else lambda: (0.0, 1.0)
         self._backward = Backward(world, named(optimizer, named_parameters), self.aggregation, momentum)
+        self._reports = StepReports(world)
 
     # ---- what the script calls
 
@@ -166,6 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 else:
                     self.inner.step()
             self._backward.steps += 1
+        self._reports.step(self.steps, self.skipped_steps, self.density_used)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -29,6 +29,7 @@ from topkube.training.distributed import DistributedOptimizer
 from topkube.training.generators import generators, set_generators
 from topkube.training.norms import Norms
 from topkube.training.schedule import schedule
+from topkube.training.steps import REPORTER
 from topkube.training.terminal import TerminalBar
 from topkube.training.uneven import Sums
 from topkube.world import current
@@ -113,6 +114,7 @@ class Run:
                 self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         if self._settings.run_path is not None:
             self._measure(self._settings.run_path)
+        self._world.cache[REPORTER] = self
         if self._world.rank == 0:
             if self._settings.run_path is not None:
                 self._writer = ProgressWriter(self._settings.run_path)
@@ -129,6 +131,7 @@ class Run:
             self.save()
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
+        self._world.cache.pop(REPORTER, None)
         if self._writer is not None:
             self._writer.close()
         if self._metrics is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from topkube import pulse
 from topkube.errors import LaunchError
 from topkube.launch import shared_memory
 from topkube.launch.contract import Ending
@@ -134,6 +135,45 @@ def test_progress_has_an_eta_and_stalls_are_seen() -> None:
     fresh.started()
     time.sleep(0.02)
     assert "first step" in fresh.stalled(0, 0.01)
+
+
+def test_a_script_that_reports_no_steps_is_seen_by_its_collectives_and_who_is_behind_is_named() -> None:
+    steps = Steps()
+    steps.started()
+    time.sleep(0.02)
+    steps.heard({0: 7, 1: 5, 2: 7, 3: 5}, False)
+    assert steps.stalled(0.01, 1000) == "", "no step yet: the time for the first one counts"
+    assert steps.stalled(1000, 0.015) == ""
+    time.sleep(0.02)
+    steps.heard({}, True)  # a thread that prints is no sign of life where collectives are counted
+    steps.heard({0: 7}, False)  # and neither is the same count
+    words = steps.stalled(1000, 0.01)
+    assert "waited for: rank 1, 3 (collective 5 of 7)" in words
+    assert steps.behind() == [1, 3]
+    steps.heard({1: 7, 3: 7}, False)
+    assert steps.stalled(1000, 0.01) == ""
+    assert steps.behind() == []
+
+
+def test_output_is_the_sign_of_life_of_a_program_that_uses_nothing_of_ours() -> None:
+    steps = Steps()
+    steps.started()
+    time.sleep(0.02)
+    steps.heard({}, True)
+    assert steps.stalled(1, 0.01) == ""
+    time.sleep(0.02)
+    assert "another sign of life" in steps.stalled(1, 0.01)
+
+
+def test_a_pulse_is_read_by_others_and_failing_to_write_one_ends_nothing(tmp_path: Path) -> None:
+    own = pulse.Pulse(tmp_path / "run", 3)
+    assert pulse.read(tmp_path / "run", 3) == 0
+    own.beat(1)
+    own.beat(70000)
+    assert pulse.read(tmp_path / "run", 3) == 70000
+    assert pulse.read(tmp_path / "run", 2) == 0
+    write(tmp_path / "file", "x")
+    pulse.Pulse(tmp_path / "file", 0).beat(1)
 
 
 def test_bad_plans_and_credentials_become_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
