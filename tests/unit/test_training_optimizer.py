@@ -64,7 +64,7 @@ def test_steps_of_a_loop_of_ones_own_are_reported(monkeypatch: pytest.MonkeyPatc
         second.step()
     assert reported() == [1, 2, 3]
     with topkube.checkpointing(model, optimizer, settings=Settings(run_directory=str(tmp_path / "run"))) as run:
-        for _ in run.progress([1, 2]):
+        for _ in run.progress([torch.ones(1)] * 2):
             backward(model)
             optimizer.step()
     assert reported() == [1, 2, 3]
