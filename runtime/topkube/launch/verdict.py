@@ -24,6 +24,8 @@ _SILENT_SECONDS = 4.0
 """A worker that has said nothing for so long is a suspect when something else fails."""
 _SETTLE_SECONDS = 0.7
 """Between a failure and the verdict: reports of other workers are on their way."""
+_REPORTS_SECONDS = 2.5
+"""The same where a worker still owes reports: on a crowded machine the one that was first may come late."""
 ENDED_SECONDS = 3.0
 """For the workers to say that their ranks have ended."""
 ASKED = FirstFailure(
@@ -67,6 +69,10 @@ class Member:
         if not self.link.connected and self.closed is not None:
             return now - self.closed <= CLOSED_SECONDS
         return _SILENT_SECONDS < self.silent() <= lost_seconds
+
+    def owes_reports(self, slots: int) -> bool:
+        """Whether it has yet to say how its ranks have ended: as one ends, MPI ends them all."""
+        return self.link.connected and self.proxy is None and len(self.reports) < slots
 
     def take(self, said: Report) -> RankReport:
         """Keeps a rank's report, with our times. A rank that was killed where the kernel kills for memory was killed
@@ -124,6 +130,8 @@ def unfit(plan: LaunchPlan, member: Member, first: Member, mpi: str) -> FirstFai
 def settled(plan: LaunchPlan, members: Collection[Member], first_trouble: float, now: float) -> bool:
     """Whether it is clear what happened first. Times are monotonic."""
     if now - first_trouble < _SETTLE_SECONDS:
+        return False
+    if now - first_trouble < _REPORTS_SECONDS and any(member.owes_reports(plan.slots) for member in members):
         return False
     if any(member.terminating is not None and not member.ended for member in members):
         return now - first_trouble > plan.grace_seconds + ENDED_SECONDS
