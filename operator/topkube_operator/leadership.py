@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 _LEASE = 12.0
 _RENEW_WITHIN = 8.0
 _RENEW_EVERY = 2.5
+_LOOK_EVERY = 1.0
+"""Between two looks of those that do not lead."""
 
 
 class Leadership:
@@ -75,7 +77,7 @@ class Leadership:
                 self._told = self.acting()
                 _log.info("this replica %s", "leads" if self._told else "does not lead any more")
                 self._changed(self._told)
-            pause = _RENEW_EVERY if self.acting() else 1.0
+            pause = _RENEW_EVERY if self.acting() else _LOOK_EVERY
             self._stopped.wait(pause)
 
     def _hold(self) -> bool:
