@@ -108,7 +108,10 @@ def judge(attempt: Attempt, observed: Observed, now: datetime) -> Verdict:
     """How an attempt stands whose pods have all been made."""
     launcher, container = attempt.launcher, attempt.launching
     if launcher is None:
-        return _over(_first_of_workers(attempt, observed, now) or _gone("the launcher", "", now))
+        last = next((pod for pod in observed.last.values() if _launched(pod, attempt)), None)
+        if last is not None and last.launching.exit_code is not None:  # its pod went before we looked
+            return judge(replace(attempt, launcher=last), observed, now)
+        return _over(_first_of_workers(attempt, observed, now) or _gone("the launcher", "", observed, now))
     if container.exit_code is not None:
         ending = ending_of(container)
         if container.exit_code == 0:
@@ -282,9 +285,14 @@ def _dead(attempt: Attempt, observed: Observed, now: datetime) -> Iterator[tuple
     """The workers that will not come back, with why and since when."""
     for name, pod in zip(attempt.names, attempt.workers, strict=True):
         if pod is None:
-            yield None, _gone(name, name, now), observed.gone.get(name, datetime.min.replace(tzinfo=now.tzinfo))
+            yield (
+                None,
+                _gone(name, name, observed, now),
+                observed.gone.get(name, datetime.min.replace(tzinfo=now.tzinfo)),
+            )
         elif pod.over:
-            yield pod, pod_failure(pod, observed), pod.container.ended or now
+            # A pod that its node ended has no time of its end, and its reason says it all.
+            yield pod, pod_failure(pod, observed), pod.container.ended or datetime.min.replace(tzinfo=now.tzinfo)
         elif pod.node in observed.lost_nodes:
             yield pod, pod_failure(pod, observed), datetime.min.replace(tzinfo=now.tzinfo)
         elif pod.deletion is not None and now >= pod.deletion + _AFTER_DELETION:
@@ -298,7 +306,7 @@ def _first_of_workers(
     found: list[tuple[datetime, Failure]] = []
     for name, pod in zip(attempt.names, attempt.workers, strict=True):
         if pod is None:
-            found.append((observed.gone.get(name, now), _gone(name, name, now)))
+            found.append((observed.gone.get(name, now), _gone(name, name, observed, now)))
         elif _disruption(pod, observed) or (pod.over and not pod.succeeded):
             found.append((pod.container.ended or now, pod_failure(pod, observed)))
     if disruptions_only:
@@ -324,7 +332,15 @@ def _own_eviction(pod: Pod) -> bool:
     return pod.reason == "Evicted" and any(words in pod.message for words in _OWN_FAULT)
 
 
-def _gone(what: str, name: str, now: datetime) -> Failure:
+def _launched(pod: Pod, attempt: Attempt) -> bool:
+    return pod.attempt == attempt.number and (pod.role == names.LAUNCHER or pod.workers > 0)
+
+
+def _gone(what: str, name: str, observed: Observed, now: datetime) -> Failure:
+    """The failure of a pod that is not there any more: what was seen of it last, where that says something."""
+    last = observed.last.get(name)
+    if last is not None and (_disruption(last, observed) or (last.over and not last.succeeded)):
+        return replace(pod_failure(last, observed), at=now)
     return Failure(
         "Deleted", f"{what}: the pod is gone: a drain, a preemption, or by hand", name, disruption=True, at=now
     )

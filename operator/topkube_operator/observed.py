@@ -256,6 +256,8 @@ class Observed:
     report: Report | None = None
     gone: Mapping[str, datetime] = field(default_factory=dict)
     """When pods went that were seen to go, by name."""
+    last: Mapping[str, Pod] = field(default_factory=dict)
+    """Those pods, as they were seen last."""
     logs: Mapping[str, str] = field(default_factory=dict)
     """Log tails by pod name; empty text where there is no log."""
     policy: Policy = Policy()

@@ -52,8 +52,8 @@ class Store:
         """Of each CachedDataset its address, and what each node holds of it in percent."""
         self._gone: dict[str, datetime] = {}
         """When objects went, by UID."""
-        self._gone_of: dict[str, dict[str, datetime]] = {}
-        """The same by the owner's UID and the object's name."""
+        self._gone_of: dict[str, dict[str, tuple[datetime, Pod | None]]] = {}
+        """The same by the owner's UID and the object's name, and what pods looked like."""
 
     # Jobs.
 
@@ -112,9 +112,10 @@ class Store:
         """Forgets a child; gives the job that it is news for."""
         with self._lock:
             known = self._entries.get(kind, {}).get(name)
-            self._bury(uid, known.owner if known is not None and known.uid == uid else "", name[1])
             if known is None or known.uid != uid:
+                self._bury(uid, "", name[1])
                 return None
+            self._bury(uid, known.owner, name[1], known.value if isinstance(known.value, Pod) else None)
             self._drop(kind, name, known)
             return known.job
 
@@ -250,13 +251,16 @@ class Store:
             values = [entry.value for entry in self._of_owner.get(uid, {}).values()]
             pods = tuple(sorted((one for one in values if isinstance(one, Pod)), key=lambda pod: pod.name))
             # A node that was never seen is a new one, not a lost one.
-            lost = {pod.node for pod in pods if pod.node and not self._nodes.get(pod.node, True)}
-            gone = dict(self._gone_of.get(uid, {}))
+            went = dict(self._gone_of.get(uid, {}))
+            last = {name: pod for name, (_, pod) in went.items() if pod is not None}
+            seen = (*pods, *last.values())
+            lost = {pod.node for pod in seen if pod.node and not self._nodes.get(pod.node, True)}
+            gone = {name: time for name, (time, _) in went.items()}
             namespace = job["metadata"]["namespace"] if job is not None else ""
             has_cache = (namespace, CLAIM) in self._claims
             warm = self._warm(namespace, _uri(job)) if has_cache else {}
         children = {(one.kind, one.name): one for one in values if isinstance(one, Child)}
-        return Observed(pods, children, troubles, frozenset(lost), report, gone, logs, policy, has_cache, warm)
+        return Observed(pods, children, troubles, frozenset(lost), report, gone, last, logs, policy, has_cache, warm)
 
     # Inside.
 
@@ -267,18 +271,18 @@ class Store:
         if not siblings:
             self._of_owner.pop(entry.owner, None)
 
-    def _bury(self, uid: str, owner: str, name: str) -> None:
+    def _bury(self, uid: str, owner: str, name: str, pod: Pod | None = None) -> None:
         now = datetime.now(UTC)
         if len(self._gone) > _MOST_REMEMBERED:
             self._gone = {uid: time for uid, time in self._gone.items() if time > now - _REMEMBERED}
             self._gone_of = {
                 owner: kept
                 for owner, names in self._gone_of.items()
-                if (kept := {name: time for name, time in names.items() if time > now - _REMEMBERED})
+                if (kept := {name: entry for name, entry in names.items() if entry[0] > now - _REMEMBERED})
             }
         self._gone.setdefault(uid, now)
         if owner:
-            self._gone_of.setdefault(owner, {}).setdefault(name, now)
+            self._gone_of.setdefault(owner, {}).setdefault(name, (now, pod))
 
 
 def controller(thing: Mapping[str, Any]) -> tuple[str, str] | None:

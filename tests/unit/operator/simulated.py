@@ -66,6 +66,7 @@ class Simulated:
         self.foreign: set[tuple[str, str]] = set()
         self.lost: set[str] = set()
         self.gone: dict[str, datetime] = {}
+        self.last: dict[str, Pod] = {}
         self.report: Report | None = None
         self.troubles: dict[tuple[str, str], Trouble] = {}
         self.logs: dict[str, str] = {}
@@ -87,6 +88,7 @@ class Simulated:
             frozenset(self.lost),
             self.report,
             dict(self.gone),
+            dict(self.last),
             dict(self.logs),
             self.policy,
             self.node_cache,
@@ -111,7 +113,7 @@ class Simulated:
                 if not self.carry_out(plan):
                     return plan
             except Crash:
-                self.report, self.troubles, self.logs, self.gone = None, {}, {}, {}
+                self.report, self.troubles, self.logs, self.gone, self.last = None, {}, {}, {}, {}
                 self.crash_after = None
         self.violations.append(f"no rest after {rounds} rounds: {plan}")
         return plan
@@ -226,7 +228,7 @@ class Simulated:
         self.pods[name] = dataclasses.replace(self.pods[name], **changes)
 
     def remove(self, name: str) -> None:
-        del self.pods[name]
+        self.last[name] = self.pods.pop(name)
         self.gone[name] = self.now
 
     def schedule(self) -> None:

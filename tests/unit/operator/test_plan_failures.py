@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from simulated import Simulated, job, running
+from simulated import RANK_FAILED, Simulated, job, running
 
+from topkube.launch import contract
 from topkube_operator.observed import Container, Policy
 
 VICTIM = "train-worker-1-1"
@@ -171,3 +173,172 @@ def test_a_log_tail_is_kept_within_bounds() -> None:
     assert len(tail.encode()) <= 4096
     assert len(tail.splitlines()) <= 20
     assert tail.splitlines()[-1].startswith("49 ")
+
+
+LONG_LOG = "\n".join(f"line {number} " + "é" * 150 for number in range(60))
+TAIL = LONG_LOG.encode()[-4000:].decode(errors="ignore")  # what a launcher's last words can hold
+WORKER = "train-worker-1-1"
+
+
+def _ends(code: int, **more: Any) -> Callable[[Simulated], None]:
+    """Worker 1's pod ends, and the launcher has lost it."""
+
+    def act(world: Simulated) -> None:
+        world.end(WORKER, code, **more)
+        world.end_launcher(1, {"pod": WORKER, "reason": "WorkerLost", "message": "its connection was closed"})
+
+    return act
+
+
+def _says(**failure: Any) -> Callable[[Simulated], None]:
+    """The launcher ends with these words about worker 1."""
+    return lambda world: world.end_launcher(1, {"pod": WORKER, "exitCode": 1, "logTail": TAIL, **failure})
+
+
+def _waits(seconds: float, **change: Any) -> Callable[[Simulated], None]:
+    def act(world: Simulated) -> None:
+        world.change(WORKER, **change)
+        world.reconcile()
+        world.wait(seconds)
+
+    return act
+
+
+def _does_not_call(world: Simulated) -> None:
+    world.say("Waiting", missing=(1,))
+    world.reconcile()
+    world.wait(700)
+    world.say("Waiting", missing=(1,))
+
+
+def _node_lost(world: Simulated) -> None:
+    world.change(WORKER, node="node-x")
+    world.lost.add("node-x")
+    world.report = None
+    world.wait(60)
+
+
+IMAGE = {"worker": Container(waiting="ImagePullBackOff", waiting_message="Back-off pulling image")}
+DETAIL = {"worker": Container(waiting="ErrImagePull", waiting_message="manifest unknown")}
+OWN_MEMORY = {"pod": WORKER, "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": TAIL}
+CAUSES: dict[str, tuple[Callable[[Simulated], None], str, int | None, str, bool]] = {
+    "exit code": (_ends(7), "Error", 7, "exit code 7", True),
+    "exit code of a rank": (_says(reason="Error", rank=3, exitCode=7), "Error", 7, "exit code 7", True),
+    "a signal": (_ends(139), "Error", 139, "signal 11", True),
+    "memory of the container": (_ends(137, ended_reason="OOMKilled"), "OOMKilled", 137, "memory", True),
+    "memory, in a living pod": (lambda world: world.end_launcher(1, OWN_MEMORY), "OOMKilled", 137, "", True),
+    "memory, by the worker's words": (
+        _ends(
+            137,
+            ended_message=contract.Ending(
+                attempt=1, state="Failed", exit_code=137, index=1, oom_kills=2, first_failure=None
+            ).message(),
+        ),
+        "OOMKilled",
+        137,
+        "memory",
+        True,
+    ),
+    "a hung collective": (
+        _says(reason="CollectiveTimeout", rank=3, message="rank 3 never arrived"),
+        "CollectiveTimeout",
+        1,
+        "rank 3 never arrived",
+        True,
+    ),
+    "a stall": (_says(reason="Stalled", rank=2, message="waited for: rank 2"), "Stalled", 1, "rank 2", True),
+    "no such command": (
+        _says(reason="CommandNotFound", rank=2, exitCode=127, message="'trian' is not there"),
+        "CommandNotFound",
+        127,
+        "'trian' is not there",
+        True,
+    ),
+    "evicted for its own use": (
+        lambda world: world.change(WORKER, phase="Failed", reason="Evicted", message="EmptyDir exceeds the limit 1Gi"),
+        "Evicted",
+        None,
+        "exceeds the limit",
+        True,
+    ),
+    "evicted": (
+        lambda world: world.change(WORKER, phase="Failed", reason="Evicted", message="The node was low on memory."),
+        "Evicted",
+        None,
+        "low on memory",
+        True,
+    ),
+    "preempted": (
+        lambda world: world.change(WORKER, disruption="PreemptionByScheduler", deletion=world.now),
+        "Preempted",
+        None,
+        "Preemption",
+        False,
+    ),
+    "its node is lost": (_node_lost, "NodeLost", None, "node-x", False),
+    "deleted": (lambda world: world.remove(WORKER), "Deleted", None, "gone", False),
+    "does not call": (_does_not_call, "RendezvousTimeout", None, WORKER, True),
+}
+PENDING: dict[str, tuple[Callable[[Simulated], None], str, str]] = {
+    "the image": (_waits(0, containers=IMAGE), "ImagePullBackOff", "cannot be pulled"),
+    "the image, in its registry's words": (_waits(0, containers=DETAIL), "ImagePullBackOff", "manifest unknown"),
+    "no room": (_waits(0, unschedulable="0/3 nodes: 3 Insufficient cpu."), "Unschedulable", "3 Insufficient cpu."),
+    "nothing else": (_waits(0), "DeadlineExceeded", "activeDeadlineSeconds (100)"),
+}
+
+
+def _kept_after_cleanup(world: Simulated) -> None:
+    """The pods go, and what is known of the failure stays as it is."""
+    failure = dict(world.status()["firstFailure"])
+    for _ in range(3):
+        world.wait(60)
+        world.reconcile()
+        world.run()
+    assert (world.status()["phase"], world.pods) == ("Failed", {})
+    assert world.status()["firstFailure"] == failure
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_every_cause_is_named_with_its_last_words_which_outlive_the_pods(cause: str) -> None:
+    act, reason, code, words, has_log = CAUSES[cause]
+    world = running(runPolicy={"backoffLimit": 0, "cleanPodPolicy": "All"})
+    world.logs = {name: LONG_LOG for name in world.pods}
+    act(world)
+    for _ in range(3):
+        world.reconcile()
+        if world.status().get("firstFailure"):
+            break
+        world.wait(15)
+        world.run()
+    failure = world.status()["firstFailure"]
+    assert (failure["reason"], failure.get("exitCode"), failure["pod"]) == (reason, code, WORKER)
+    assert words in failure["message"]
+    assert ("logTail" in failure) == has_log
+    if has_log:
+        assert len(failure["logTail"].encode()) <= 4096
+        assert len(failure["logTail"].splitlines()) <= 20
+        assert failure["logTail"].splitlines()[-1].startswith("line 59 ")
+    world.lost.clear()
+    if world.status()["phase"] != "Failed":  # a disruption: the next attempt fails for good
+        world.wait(100)
+        world.to_running()
+        world.end_launcher(1, {**RANK_FAILED, "pod": None})
+        world.reconcile()
+    _kept_after_cleanup(world)
+
+
+@pytest.mark.parametrize("cause", PENDING)
+def test_what_never_began_fails_at_the_deadline_by_what_it_waited_for(cause: str) -> None:
+    act, reason, words = PENDING[cause]
+    world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100, "cleanPodPolicy": "All"}))
+    world.reconcile()
+    act(world)
+    world.reconcile()
+    assert world.status()["phase"] == "Pending"
+    world.wait(100)
+    world.reconcile()
+    failure = world.status()["firstFailure"]
+    assert (world.status()["phase"], failure["reason"]) == ("Failed", reason)
+    assert words in failure["message"]
+    assert words in world.condition("Failed")["message"]
+    _kept_after_cleanup(world)
