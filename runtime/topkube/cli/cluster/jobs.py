@@ -114,6 +114,19 @@ def phase(job: dict[str, Any]) -> str:
     return str((job.get("status") or {}).get("phase") or "Pending")
 
 
+def why(job: dict[str, Any]) -> str:
+    """What a job that does not run yet waits for, on one line; empty where nobody says, and while it runs."""
+    conditions = {one.get("type"): one for one in (job.get("status") or {}).get("conditions") or ()}
+    if phase(job) not in ("Pending", "Starting", "Restarting"):
+        return ""
+    return one_line(str((conditions.get("Running") or {}).get("message") or ""))
+
+
+def one_line(text: str) -> str:
+    """A message of several lines, as one."""
+    return " ".join(text.split())
+
+
 def exit_code(job: dict[str, Any]) -> int:
     """0 where it succeeded, the first failing rank's own code where it failed."""
     if phase(job) == "Succeeded":

@@ -27,6 +27,7 @@ from topkube.cli.cluster.jobs import (
     main_container,
     phase,
     pods_of,
+    why,
 )
 from topkube.errors import ClusterError
 
@@ -61,12 +62,18 @@ def show_logs(options: Options) -> int:
     printer = _Printer(options)
     if options.follow and phase(job) not in OVER:
         return _follow(api, options, printer)
-    pods = _chosen(pods_of(api, options.job), options)
+    pods, printed = _chosen(pods_of(api, options.job), options), False
     for pod in pods:
         for stamp, text in _lines(api, pod, options, follow=False):
             printer.line(pod, stamp, text)
+            printed = True
     if not pods:
         _kept(job, options)
+    elif not printed:
+        waits = f" ({why(job)})" if why(job) else ""
+        printer.note(
+            f"{options.job} is {phase(job)}{waits}; nothing has been printed; next: topkube status {options.job}"
+        )
     return exit_code(job) if options.follow else 0
 
 
@@ -117,9 +124,10 @@ def _announce(job: dict[str, Any], said: dict[str, Any], printer: _Printer) -> N
     if attempt > said["attempt"] > 0:
         reason = ((job.get("status") or {}).get("firstFailure") or {}).get("message")
         printer.note(f"attempt {attempt} begins" + (f"; the last one ended: {reason}" if reason else ""))
-    if phase(job) != said["phase"]:
-        printer.note(f"{job['metadata']['name']} is {phase(job)}")
-    said.update(phase=phase(job), attempt=attempt)
+    news = f"{phase(job)}: {why(job)}" if why(job) else phase(job)
+    if news != said["phase"]:
+        printer.note(f"{job['metadata']['name']} is {news}")
+    said.update(phase=news, attempt=attempt)
 
 
 def _verdict(job: dict[str, Any], name: str, printer: _Printer) -> None:

@@ -20,8 +20,10 @@ from topkube.cli.cluster.jobs import (
     events_of,
     find,
     index_of,
+    one_line,
     phase,
     pods_of,
+    why,
 )
 from topkube.cli.columns import columns
 from topkube.errors import ClusterError
@@ -30,6 +32,7 @@ from topkube.telemetry.bar import duration, rate, size
 MOST_EVENTS = 12
 MOST_PODS = 24
 _BAR = 30
+_REFUSED = "ChangeRefused"
 _COLOURS = {"Succeeded": "green", "Failed": "red", "Running": "cyan", "Suspended": "yellow", "Restarting": "yellow"}
 
 
@@ -122,7 +125,7 @@ def _nothing() -> Any:
 
 
 def _one_line(job: dict[str, Any]) -> str:
-    return "  ".join(part for part in (job["metadata"]["name"], phase(job), _facts(job)) if part)
+    return "  ".join(part for part in (job["metadata"]["name"], phase(job), _facts(job), why(job)) if part)
 
 
 def _table(api: Api, options: Options) -> int:
@@ -176,6 +179,9 @@ def report(view: View, now: datetime, bar: bool = False) -> Iterator[str]:
         yield "  [yellow]the operator has not seen the last change yet[/]"
     if not status and spec.get("runPolicy", {}).get("managedBy", "topkube.dev/operator") == "topkube.dev/operator":
         yield "  [yellow]no operator has looked at this job yet[/]: kubectl get pods -n topkube-system"
+    if refused := _refused(status):
+        yield "  [yellow]a change of the spec is refused; the job follows status.acceptedSpec[/]:"
+        yield from (f"  {escape(line)}" for line in refused)
     yield from _section("Conditions", [escape(line) for line in _conditions(status, now)])
     yield from _section("Pods", [escape(line) for line in _pods(view.pods, now)])
     yield from _section("First failure", [escape(line) for line in _failure(status)])
@@ -191,7 +197,8 @@ def _section(title: str, lines: list[str]) -> Iterator[str]:
 
 
 def _summary(job: dict[str, Any], now: datetime) -> Iterator[tuple[str, str]]:
-    spec, status, metadata = job.get("spec") or {}, job.get("status") or {}, job["metadata"]
+    status, metadata = job.get("status") or {}, job["metadata"]
+    spec = status.get("acceptedSpec") or job.get("spec") or {}
     aggregation, policy = spec.get("aggregation") or {}, spec.get("runPolicy") or {}
     workers, slots = spec.get("workers", 1), spec.get("slotsPerWorker", 1)
     ready = status.get("workersReady") or f"0/{workers}"
@@ -242,6 +249,12 @@ def _step(progress: dict[str, Any]) -> str:
     return f"{progress['step']}{total}" if "step" in progress else ""
 
 
+def _refused(status: dict[str, Any]) -> list[str]:
+    """The operator's words on a change that it does not follow."""
+    found = [one for one in status.get("conditions") or () if one.get("reason") == _REFUSED]
+    return [line for one in found for line in str(one.get("message") or "").splitlines()[1:]]
+
+
 def _conditions(status: dict[str, Any], now: datetime) -> list[str]:
     rows = [
         [
@@ -249,9 +262,10 @@ def _conditions(status: dict[str, Any], now: datetime) -> list[str]:
             one["status"],
             _age(one.get("lastTransitionTime"), now),
             one.get("reason") or "",
-            one.get("message") or "",
+            one_line(one.get("message") or ""),
         ]
         for one in status.get("conditions") or ()
+        if one.get("reason") != _REFUSED
     ]
     return columns(rows) if rows else []
 
@@ -313,7 +327,7 @@ def _events(events: list[dict[str, Any]], now: datetime) -> list[str]:
     for event in events[-MOST_EVENTS:]:
         count = event.get("count") or (event.get("series") or {}).get("count") or 1
         about = event["involvedObject"]
-        message = " ".join(str(event.get("message") or "").split())
+        message = one_line(str(event.get("message") or ""))
         rows.append(
             [
                 _age(event_time(event), now) + (f" (x{count})" if count > 1 else ""),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from topkube.cli.cluster.api import APPLY, FIELD_MANAGER, Api, Where, connect
-from topkube.cli.cluster.jobs import OVER, Watch, exit_code, job_path, phase
+from topkube.cli.cluster.jobs import OVER, Watch, exit_code, job_path, phase, why
 from topkube.errors import ClusterError, JobError
 from topkube.job import TrainingJob
 
@@ -109,12 +109,13 @@ def wait(api: Api, name: str, seconds: float | None) -> int:
         for job in Watch(api, name, seconds).states():
             if job is None:
                 raise ClusterError(f"the job {name} was deleted before it ended", status=404)
-            if phase(job) != said:
-                said = phase(job)
+            news = ": ".join(part for part in (phase(job), why(job)) if part)
+            if news != said:
+                said = news
                 print(f"{name}: {said}", file=sys.stderr, flush=True)
-            if said in OVER:
+            if phase(job) in OVER:
                 failure = (job.get("status") or {}).get("firstFailure") or {}
-                if said == "Failed" and failure.get("message"):
+                if phase(job) == "Failed" and failure.get("message"):
                     print(f"{name}: {failure['message']}", file=sys.stderr)
                 return exit_code(job)
     except TimeoutError:
