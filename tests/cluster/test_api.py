@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from play import create, minimal, set_status
+from target import wait_for
 
 from topkube.cli.cluster.api import Api, path_of
 from topkube.cli.cluster.jobs import job_path
@@ -76,13 +77,18 @@ def test_names_up_to_63_characters(api: Api) -> None:
         create(api, minimal("a" * 64))
 
 
+def lines(command: list[str]) -> list[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
+
+
 def test_columns(api: Api, kubectl: Path, kubeconfig: Path) -> None:
     create(api, minimal("shown"))
     progress = {"step": 5, "totalSteps": 10, "percent": 50, "samplesPerSecond": 12.5}
     set_status(api, "shown", phase="Running", workersReady="2/2", restarts=1, progress=progress)
     for kinds in (["tj"], ["trainingjobs.topkube.dev"], ["all"]):
         command = [str(kubectl), "--kubeconfig", str(kubeconfig), "-n", api.namespace, "get", *kinds]
-        head, row = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()[:2]
+        shown = wait_for(lambda command=command: lines(command), "kubectl to know the kind", 30)
+        head, row = shown[:2]
         assert head.split() == ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS", "RATE", "RESTARTS", "AGE"]
         assert row.split()[0].endswith("shown")
         assert row.split()[1:7] == ["Running", "2/2", "5", "50", "12.5", "1"]

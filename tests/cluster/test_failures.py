@@ -74,12 +74,14 @@ def urgent(namespace: Namespace) -> Iterator[str]:
 def test_preemption_is_no_failure(namespace: Namespace, urgent: str, breakable: Cluster) -> None:
     """A more important pod takes a worker's GPUs: the job goes on elsewhere, or when they are free again."""
     modest = job("modest", endless(), runPolicy={"backoffLimit": 0})
-    gpus = {"limits": {"nvidia.com/gpu": 4}}
-    modest["spec"]["template"]["spec"]["containers"][0]["resources"] = gpus
+    container = modest["spec"]["template"]["spec"]["containers"][0]
+    container["resources"] = {"limits": {"nvidia.com/gpu": 1}}
     name = namespace.create(modest)
     namespace.wait_phase(name, "Running")
     victim = namespace.pods("worker")[1]
-    container = {**modest["spec"]["template"]["spec"]["containers"][0], "command": ["sleep", "100000"]}
+    node = namespace.target.core.read_node(victim.spec.node_name)
+    everything = {"limits": {"nvidia.com/gpu": node.status.allocatable["nvidia.com/gpu"]}}
+    container = {**container, "command": ["sleep", "100000"], "resources": everything}
     where = {"kubernetes.io/hostname": victim.spec.node_name}
     spec = {"containers": [container], "nodeSelector": where, "priorityClassName": urgent}
     spec["terminationGracePeriodSeconds"] = 0

@@ -25,9 +25,12 @@ def test_success(namespace: Namespace) -> None:
         30,
     )
     assert namespace.status(name)["replicaStatuses"]["launcher"]["succeeded"] == 1
-    reasons = [event.split(":")[0] for event in namespace.events()]
-    for reason in ("PodsCreated", "Running", "Succeeded"):
-        assert any(reason in found for found in reasons), reasons
+    for reason in ("PodsCreated", "Running", "Succeeded"):  # written off the path of decisions
+        wait_for(
+            lambda reason=reason: any(event.startswith(f"{reason}:") for event in namespace.events()),
+            f"the Event {reason}",
+            30,
+        )
     # cleanPodPolicy Running leaves what has ended, so that logs can be read
     logs = "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker"))
     assert all(f"rank {rank} of 4 runs" in logs for rank in range(4)), logs

@@ -34,6 +34,7 @@ RARE: set[Call] = {
     ("topkube.dev", "trainingjobs/finalizers", "update"),  # the API server, where owner references need a right
     ("topkube.dev", "trainingjobs", "get"),  # after a conflict with another writer
     ("", "events", "patch"),  # the same event again
+    ("", "pods/log", "get"),  # where neither the dead nor the launcher has said why
     ("", "persistentvolumeclaims", "get"),  # the webhook, for a job with a checkpoint
     *(
         (group, "podgroups", verb)  # where a gang scheduler is installed

@@ -223,7 +223,7 @@ class Launcher:
         elif isinstance(said, Terminating):
             member.terminating = time.time()
         elif isinstance(said, ProxyEnded):
-            member.proxy = said
+            member.proxy, member.proxy_ended = said, time.monotonic()
             if said.problem:
                 self._trouble()
         elif isinstance(said, Ended):
@@ -309,6 +309,10 @@ class Launcher:
                 _say("all ranks run")
             for member in members:
                 if member.gone(now) or member.silent() > self.plan.lost_seconds:
+                    self._trouble()
+                # mpiexec may wait for ever for a proxy that ended before it was connected
+                missing = member.proxy is not None and len(member.reports) < self.plan.slots
+                if missing and now - member.proxy_ended > _REPORTS_SECONDS:
                     self._trouble()
             if self._mpiexec.code is not None and ended_at is None:
                 ended_at = now

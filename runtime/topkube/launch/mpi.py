@@ -38,11 +38,16 @@ class Mpi:
         return [str(self.mpiexec), *options, *program]
 
     def environment(self) -> dict[str, str]:
-        """What mpiexec needs in its environment: Open MPI refuses root without these, and containers often have only
-        root."""
+        """What mpiexec and its proxies need in their environment. Open MPI refuses root without the first two, and
+        containers often have only root. Without the third a prted whose host has only private addresses, as pods have,
+        does not even try its own loopback, a "public" address: here no address that anybody has is private."""
         if self.implementation == "MPICH":
             return {}
-        return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PMIX_MCA_pmix_net_private_ipv4": "240.0.0.0/4",
+        }
 
 
 def find(beside: Path | None = None, path: str | None = None) -> Mpi:

@@ -51,6 +51,8 @@ class Member:
     terminating: float | None = None
     """When it was asked to end (Unix time)."""
     proxy: ProxyEnded | None = None
+    proxy_ended: float = 0.0
+    """When it said so (monotonic)."""
     oom_kills: int = 0
     reports: dict[int, RankReport] = field(default_factory=dict)
 
@@ -168,13 +170,17 @@ def verdict(plan: LaunchPlan, members: Iterable[Member]) -> FirstFailure | None:
 
 
 def unexplained(code: int | None, members: Iterable[Member], said: Iterable[str]) -> FirstFailure:
-    """mpiexec ended with `code`, having printed `said`, and no rank reports why."""
+    """mpiexec ended with `code`, having printed `said`, or it still waits (None) for proxies that have ended; and no
+    rank reports why."""
     codes = [member.proxy.exit_code for member in members if member.proxy is not None]
+    what = f"mpiexec ended with exit code {code}"
+    if code is None:
+        what = f"{len(codes)} of mpiexec's proxies ended with exit code {max(codes, default=0)}"
     return FirstFailure(
         reason="LaunchFailed",
         exit_code=code or max(codes, default=0) or 1,
-        message=f"mpiexec ended with exit code {code}, and no rank says why. Likely cause: the ranks could not be "
-        "started, or were killed together with their shims. Next: read the launcher's log",
+        message=f"{what}, and no rank says why. Likely cause: the ranks could not be started, or were killed together "
+        "with their shims. Next: read the launcher's and the workers' logs",
         log_tail=tail_of(said),
     )
 
