@@ -159,6 +159,33 @@ def test_warnings_of_the_server_are_shown(server: Callable[[Answers], Path], tmp
     assert said.err == 'warning: a "tag" is missing\n'
 
 
+def test_a_launcher_beside_worker_0_is_heard_under_its_own_name(
+    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = {"topkube.dev/job-name": "j", "topkube.dev/worker-index": "0", "topkube.dev/attempt": "1"}
+    names = ("main", "side", "launcher")
+    states = [{"name": name, "state": {"terminated": {"exitCode": 0}}} for name in names]
+    pod = {
+        "metadata": {"name": "p", "uid": "1", "labels": labels},
+        "spec": {"containers": [{"name": name} for name in names]},
+        "status": {"containerStatuses": states},
+    }
+
+    def answers(method: str, path: str) -> Answer:
+        if "/log?" in path:
+            name = path.partition("container=")[2].partition("&")[0]
+            return 200, f"2025-01-01T00:00:01Z by {name}\n".encode(), {}
+        if "/pods?" in path:
+            return 200, json.dumps({"items": [pod]}).encode(), {}
+        return 200, json.dumps({"metadata": {"name": "j"}, "status": {"phase": "Succeeded"}}).encode(), {}
+
+    config = str(server(answers))
+    assert run_app(["logs", "j", "--kubeconfig", config]) == 0
+    assert capsys.readouterr().out == "[worker0] by main\n[launcher] by launcher\n"
+    assert run_app(["logs", "j", "--worker", "0", "--kubeconfig", config]) == 0
+    assert capsys.readouterr().out == "[worker0] by main\n"
+
+
 def test_a_log_stream_that_breaks_goes_on_where_it_was(
     server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

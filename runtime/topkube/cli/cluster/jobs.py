@@ -74,10 +74,10 @@ def main_container(pod: dict[str, Any]) -> str:
     return str(named or pod["spec"]["containers"][0]["name"])
 
 
-def container_state(pod: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """('waiting' | 'running' | 'terminated', details) of the main container."""
+def container_state(pod: dict[str, Any], container: str = "") -> tuple[str, dict[str, Any]]:
+    """('waiting' | 'running' | 'terminated', details) of a container; of the main one where none is named."""
     for status in (pod.get("status") or {}).get("containerStatuses") or ():
-        if status["name"] == main_container(pod):
+        if status["name"] == (container or main_container(pod)):
             for state, details in (status.get("state") or {}).items():
                 return state, details or {}
     return "waiting", {}

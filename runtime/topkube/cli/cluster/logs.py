@@ -36,6 +36,8 @@ SILENT_SECONDS = 3600.0
 DRAIN_SECONDS = 10.0
 """How long the last lines may take to arrive once the job has ended."""
 MOST_STREAMS = 256
+_LAUNCHER = "launcher"
+"""The name of the launcher's container, wherever it is."""
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 _RANK = re.compile(r"\[rank (\d+)\] ")
 _STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d)) ?")
@@ -62,12 +64,12 @@ def show_logs(options: Options) -> int:
     printer = _Printer(options)
     if options.follow and phase(job) not in OVER:
         return _follow(api, options, printer)
-    pods, printed = _chosen(pods_of(api, options.job), options), False
-    for pod in pods:
-        for stamp, text in _lines(api, pod, options, follow=False):
-            printer.line(pod, stamp, text)
+    sources, printed = _sources(pods_of(api, options.job), options), False
+    for source in sources:
+        for stamp, text in _lines(api, source, options, follow=False):
+            printer.line(source, stamp, text)
             printed = True
-    if not pods:
+    if not sources:
         _kept(job, options)
     elif not printed:
         waits = f" ({why(job)})" if why(job) else ""
@@ -86,8 +88,8 @@ def _follow(api: Api, options: Options, printer: _Printer) -> int:
     ended_at: float | None = None
     while True:
         following.look()
-        for pod, stamp, text in following.arrived(LOOK_SECONDS):
-            printer.line(pod, stamp, text)
+        for source, stamp, text in following.arrived(LOOK_SECONDS):
+            printer.line(source, stamp, text)
         while not watched.empty():
             news = watched.get()
             if isinstance(news, Exception):
@@ -101,8 +103,8 @@ def _follow(api: Api, options: Options, printer: _Printer) -> int:
         if last is not None and phase(last) in OVER:
             ended_at = ended_at or time.monotonic()
             if following.drained() or time.monotonic() - ended_at > DRAIN_SECONDS:
-                for pod, stamp, text in following.arrived(0):
-                    printer.line(pod, stamp, text)
+                for source, stamp, text in following.arrived(0):
+                    printer.line(source, stamp, text)
                 if not following.seen:
                     _kept(last, options)
                 _verdict(last, options.job, printer)
@@ -148,8 +150,33 @@ def _kept(job: dict[str, Any], options: Options) -> None:
         print(f"{options.job} is {phase(job)} and has no pods with logs; next: {note}", file=sys.stderr)
 
 
-def _chosen(pods: list[dict[str, Any]], options: Options) -> list[dict[str, Any]]:
-    return [pod for pod in pods if options.workers is None or index_of(pod) in options.workers]
+@dataclass(frozen=True)
+class _Source:
+    """One container of a pod that has something to say."""
+
+    pod: dict[str, Any]
+    container: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.pod["metadata"]["uid"], self.container
+
+    @property
+    def index(self) -> int:
+        """The worker's; -1 for a launcher, which may live beside worker 0."""
+        return -1 if self.container == _LAUNCHER else index_of(self.pod)
+
+    @property
+    def waits(self) -> bool:
+        return container_state(self.pod, self.container)[0] == "waiting"
+
+
+def _sources(pods: list[dict[str, Any]], options: Options) -> list[_Source]:
+    found = []
+    for pod in pods:
+        beside = [one["name"] for one in pod["spec"]["containers"] if one.get("name") == _LAUNCHER]
+        found += [_Source(pod, name) for name in dict.fromkeys([main_container(pod), *beside])]
+    return [one for one in found if options.workers is None or one.index in options.workers]
 
 
 @dataclass
@@ -158,30 +185,29 @@ class _Following:
 
     api: Api
     options: Options
-    seen: dict[str, threading.Thread] = field(default_factory=dict)
-    _lines: queue.Queue[tuple[dict[str, Any], str, bytes]] = field(default_factory=lambda: queue.Queue(10_000))
+    seen: dict[tuple[str, str], threading.Thread] = field(default_factory=dict)
+    _lines: queue.Queue[tuple[_Source, str, bytes]] = field(default_factory=lambda: queue.Queue(10_000))
     _listed: bool = False
 
     def look(self) -> None:
         """Starts to follow pods that have started."""
         try:
-            pods = _chosen(pods_of(self.api, self.options.job), self.options)
+            sources = _sources(pods_of(self.api, self.options.job), self.options)
         except ClusterError as error:
             if error.status in (401, 403, 404):
                 raise
             return  # the API server restarts
-        for pod in pods:
-            uid = pod["metadata"]["uid"]
-            if uid in self.seen or container_state(pod)[0] == "waiting":
+        for source in sources:
+            if source.key in self.seen or source.waits:
                 continue
             if len(self.seen) >= MOST_STREAMS and sum(one.is_alive() for one in self.seen.values()) >= MOST_STREAMS:
                 raise ClusterError(
                     f"the job has more than {MOST_STREAMS} pods to follow", next_step="choose some: --worker INDEX"
                 )
-            self.seen[uid] = threading.Thread(target=self._read, args=(pod,), daemon=True)
-            self.seen[uid].start()
+            self.seen[source.key] = threading.Thread(target=self._read, args=(source,), daemon=True)
+            self.seen[source.key].start()
 
-    def arrived(self, seconds: float) -> Iterator[tuple[dict[str, Any], str, bytes]]:
+    def arrived(self, seconds: float) -> Iterator[tuple[_Source, str, bytes]]:
         """Lines, as they come, for so long at the most."""
         deadline = time.monotonic() + seconds
         while True:
@@ -195,17 +221,16 @@ class _Following:
         """Whether all streams have ended and all their lines were taken."""
         return not any(one.is_alive() for one in self.seen.values()) and self._lines.empty()
 
-    def _read(self, pod: dict[str, Any]) -> None:
-        for stamp, text in _lines(self.api, pod, self.options, follow=True):
-            self._lines.put((pod, stamp, text))
+    def _read(self, source: _Source) -> None:
+        for stamp, text in _lines(self.api, source, self.options, follow=True):
+            self._lines.put((source, stamp, text))
 
 
-def _lines(api: Api, pod: dict[str, Any], options: Options, follow: bool) -> Iterator[tuple[str, bytes]]:
-    """(time stamp, line) of a pod's main container, to its end where `follow`."""
-    name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
-    path = path_of(api.namespace, "pods", name)
+def _lines(api: Api, source: _Source, options: Options, follow: bool) -> Iterator[tuple[str, bytes]]:
+    """(time stamp, line) of a container, to its end where `follow`."""
+    path = path_of(api.namespace, "pods", source.pod["metadata"]["name"])
     query: dict[str, Any] = {
-        "container": main_container(pod),
+        "container": source.container,
         "timestamps": True,
         "follow": follow,
         "tailLines": options.tail,
@@ -226,7 +251,7 @@ def _lines(api: Api, pod: dict[str, Any], options: Options, follow: bool) -> Ite
         except ClusterError as error:
             if error.status and error.status < 500:
                 return  # the pod is gone, or has never run
-        if not follow or not _goes_on(api, path, uid):
+        if not follow or not _goes_on(api, path, source):
             return
         query = {**query, "tailLines": None, "sinceTime": last or None}
         time.sleep(LOOK_SECONDS)
@@ -238,12 +263,13 @@ def _moment(stamp: str) -> str:
     return f"{seconds}.{fraction:<09}"
 
 
-def _goes_on(api: Api, path: str, uid: str) -> bool:
+def _goes_on(api: Api, path: str, source: _Source) -> bool:
     try:
         pod = api.get(path)
     except ClusterError as error:
         return error.status != 404
-    return pod["metadata"].get("uid") == uid and container_state(pod)[0] == "running"
+    same = pod["metadata"].get("uid") == source.pod["metadata"]["uid"]
+    return same and container_state(pod, source.container)[0] == "running"
 
 
 class _Printer:
@@ -256,9 +282,9 @@ class _Printer:
         self._out = Console(highlight=False)
         self._notes = Console(stderr=True, highlight=False)
 
-    def line(self, pod: dict[str, Any], stamp: str, raw: bytes) -> None:
+    def line(self, source: _Source, stamp: str, raw: bytes) -> None:
         text = raw.decode(errors="replace").rstrip("\r")
-        index = index_of(pod)
+        index = source.index
         said = _RANK.match(text) if index >= 0 else None  # a worker puts the rank before what its ranks print
         rank = int(said[1]) if said else None
         text = text[said.end() :] if said else text
@@ -266,7 +292,7 @@ class _Printer:
             print(
                 json.dumps(
                     {
-                        "pod": pod["metadata"]["name"],
+                        "pod": source.pod["metadata"]["name"],
                         "worker": index if index >= 0 else None,
                         "rank": rank,
                         "time": stamp,
