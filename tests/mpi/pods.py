@@ -207,7 +207,7 @@ class PlayedJob:
         temporary.mkdir(exist_ok=True)
         plan = WorkerPlan(
             name="j", namespace="n", uid=UID, index=index, attempt=self.made[index], pod=f"j-{name}",
-            slots=self.slots, launcher=f"127.0.0.1:{self.port}", grace_seconds=10.0,
+            slots=self.slots, workers=len(self.made), launcher=f"127.0.0.1:{self.port}", grace_seconds=10.0,
         )  # fmt: skip
         environment = {
             **self.environment,

@@ -1,0 +1,99 @@
+"""A job's dataset in its pods: plain files for scripts that know nothing of us, samples for those that do, and what the
+launcher tells of it."""
+
+from __future__ import annotations
+
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from pods import PlayedJob, records
+
+PLAIN = """
+import json, os, pathlib, time
+view = pathlib.Path(os.environ["TOPKUBE_DATASET_VIEW"])
+while not (view / ".topkube-complete").exists():
+    time.sleep(0.05)
+files = [path for path in view.rglob("*.tar")]
+print(json.dumps({"files": len(files), "bytes": sum(len(path.read_bytes()) for path in files)}))
+"""
+SAMPLES = """
+import json, topkube
+from topkube.data import CachedDataset
+topkube.init()
+dataset = CachedDataset("/data")
+print(json.dumps({"samples": sum(len(sample["bin"]) for sample in map(dataset.__getitem__, range(len(dataset))))}))
+"""
+SHARDS, SAMPLES_EACH, SAMPLE = 6, 5, 20_000
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    sample = folder / "sample"
+    sample.write_bytes(bytes(range(250)) * (SAMPLE // 250))
+    for shard in range(SHARDS):
+        with tarfile.open(folder / f"{shard:03}.tar", "w") as tar:
+            for number in range(SAMPLES_EACH):
+                tar.add(sample, f"{shard}-{number}.bin")
+    sample.unlink()
+    return folder
+
+
+def run(folder: Path, source: Path, script: str, workers: int) -> tuple[PlayedJob, str]:
+    """A job to its end. Each worker is a node of its own; what its cache holds outlives the job."""
+    (folder / "run").mkdir(exist_ok=True)
+    directory = folder / "run" / str(len(list((folder / "run").iterdir())))
+    directory.mkdir()
+    dataset = {"TOPKUBE_DATASET_URI": source.as_uri(), "TOPKUBE_DATASET_MOUNT": "/data"}
+    with PlayedJob(directory, [sys.executable, "-c", script], workers=workers) as job:
+        launcher = job.start_launcher()
+        for index in range(workers):
+            node = folder / f"node{index}"
+            own = {
+                "TOPKUBE_CACHE_DIRECTORY": str(node / "cache"),
+                "TOPKUBE_DATASET_VIEW": str(node / "view"),
+                "TOPKUBE_CACHE_MEMORY_DIRECTORY": str(directory / f"shm{index}"),
+                "TOPKUBE_NODE_NAME": f"node{index}",
+            }
+            job.start_worker(index, **dataset, **own)
+        assert launcher.wait() == 0, job.everything()
+        output = "".join(worker.output for worker in job.workers.values() if worker.wait() == 0)
+    return job, output
+
+
+def size(source: Path) -> int:
+    return sum(path.stat().st_size for path in source.iterdir())
+
+
+def test_a_plain_script_reads_files(tmp_path: Path, source: Path) -> None:
+    job, output = run(tmp_path, source, PLAIN, workers=1)
+    assert list(records(output)) == [{"files": SHARDS, "bytes": size(source)}] * 2
+    assert job.launcher is not None
+    cache = job.launcher.ending.cache
+    assert cache is not None
+    assert [(node.name, node.cached_bytes) for node in cache.nodes] == [("node0", size(source))]
+    assert cache.remote_bytes == size(source), "each byte came once"
+    assert cache.hit_ratio is None, "nobody asked for samples"
+
+
+def test_the_second_job_on_the_same_nodes_reads_nothing_from_the_remote(tmp_path: Path, source: Path) -> None:
+    first, output = run(tmp_path, source, SAMPLES, workers=2)
+    expected = [{"samples": SHARDS * SAMPLES_EACH * SAMPLE}] * 4
+    assert list(records(output)) == expected
+    second, output = run(tmp_path, source, SAMPLES, workers=2)
+    assert list(records(output)) == expected
+    for job in (first, second):
+        assert job.launcher is not None
+        cache = job.launcher.ending.cache
+        assert cache is not None
+        assert [(node.name, node.cached_bytes) for node in cache.nodes] == [
+            ("node0", size(source)),
+            ("node1", size(source)),
+        ]
+        if job is first:
+            assert cache.remote_bytes == size(source), "once per job, not once per node"
+        else:
+            assert (cache.hit_ratio, cache.remote_bytes) == ("1.0000", 0)
