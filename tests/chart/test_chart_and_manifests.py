@@ -65,13 +65,15 @@ def _bare(found: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_node_cache_is_off_until_it_is_turned_on_and_then_the_same() -> None:
     assert of("DaemonSet", render()) == of("PersistentVolume", render()) == []
-    chart = render({"cache": {"node": {"enabled": True, "namespaces": ["team-a"]}}})
+    own = {"enabled": True, "namespaces": ["team-a"], "namespace": "topkube-node-cache"}
+    chart = render({"cache": {"node": own}})
     plain = manifests("node-cache/agent") + manifests("node-cache/namespace")
     pods = []
     for objects in (plain, chart):
         pod = one("DaemonSet", objects)["spec"]["template"]["spec"]
         pods.append((pod, vars(agent_parser().parse_args(pod["containers"][0].pop("args")))))
     assert pods[0] == pods[1]
+    assert one("DaemonSet", chart)["metadata"]["namespace"] == one("DaemonSet", plain)["metadata"]["namespace"]
     for kind in ("ClusterRole", "ClusterRoleBinding"):
         role = next(found for found in of(kind, chart) if found["metadata"]["name"] == "topkube-node-cache")
         assert _bare(role) == _bare(one(kind, plain))

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from topkube import __version__
-from topkube_operator import webhook
+from topkube_operator import datasets, names, webhook
+from topkube_operator.node_cache.agent import bound
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 NAMESPACE, NAME = "topkube-system", "topkube-operator"
@@ -97,6 +98,32 @@ def test_the_operator_is_a_restricted_pod() -> None:
         }
         assert container["image"].endswith(f":{__version__}")
         assert {"livenessProbe", "readinessProbe"} <= set(container)
+
+
+def test_the_node_cache_is_not_part_of_the_usual_installation_and_may_do_little() -> None:
+    assert not {"DaemonSet", "PersistentVolume"} & {each["kind"] for each in objects()}
+    found = {each["kind"]: each for each in yaml.safe_load_all((MANIFESTS / "node-cache/agent.yaml").read_text())}
+    assert {(rule["resources"][0], *rule["verbs"]) for rule in found["ClusterRole"]["rules"]} == {
+        ("persistentvolumeclaims", "list"),
+        ("cacheddatasets", "get", "create"),
+        ("cacheddatasets/status", "patch"),
+    }
+    pod = found["DaemonSet"]["spec"]["template"]["spec"]
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+    (container,) = pod["containers"]
+    assert container["image"].endswith(f":{__version__}")
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"], "add": ["DAC_OVERRIDE", "SYS_CHROOT"]},
+    }
+    (folder,) = (volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume)
+    volume, claim = yaml.safe_load_all((MANIFESTS / "node-cache/namespace.yaml").read_text())
+    assert volume["spec"]["hostPath"] == {"path": f"{folder}/team-a", "type": "Directory"}, "only the agent makes it"
+    assert claim["metadata"]["name"] == datasets.CLAIM
+    assert volume["metadata"]["name"] == claim["spec"]["volumeName"] == f"{datasets.CLAIM}-team-a"
+    assert bound({**claim, "status": {"phase": "Bound"}})
+    assert names.NODE_CACHE in claim["metadata"]["labels"]
 
 
 def test_the_webhook_is_called_by_the_name_in_its_certificate() -> None:

@@ -1,0 +1,296 @@
+"""Datasets on a cluster: a volume of the pod's own, and the cache that nodes keep from one job to the next."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from conftest import Once, manifest
+from jobs import job
+from kubernetes.client.exceptions import ApiException
+from kubernetes.stream import stream
+from localkube.images import RUNTIME
+from target import GROUP, VERSION, Namespace, Target, wait_for
+
+from topkube.job.cached_dataset import object_name
+
+SHARDS, SHARD = 8, 1 << 20
+AGENTS = "topkube-node-cache"
+# The remote: a folder of tar shards with ranges and etags; it counts the bytes of shards that it has sent.
+REMOTE = f"""
+import http.server, io, os, tarfile, threading
+os.makedirs("/tmp/data"); os.chdir("/tmp/data"); sent = 0
+for shard in range({SHARDS}):
+    with tarfile.open(f"{{shard:03}}.tar", "w") as tar:
+        for sample in range(16):
+            member = tarfile.TarInfo(f"{{shard:03}}{{sample:02}}.bin"); member.size = {SHARD} // 16
+            tar.addfile(member, io.BytesIO(os.urandom(member.size)))
+class Handler(http.server.SimpleHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *_): pass
+    def do_GET(self):
+        global sent
+        name = self.path.split("?")[0]
+        if name == "/sent":
+            data, status = str(sent).encode(), 200
+        elif name.endswith(".tar") and os.path.exists("." + name):
+            data, status = open("." + name, "rb").read(), 200
+            if wanted := self.headers.get("Range"):
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                data, status = data[int(first):int(last) + 1 if last else None], 206
+            sent += len(data)
+        else:
+            return super().do_GET()
+        self.send_response(status); self.send_header("ETag", '"' + name + '"')
+        self.send_header("Content-Length", str(len(data))); self.end_headers(); self.wfile.write(data)
+http.server.ThreadingHTTPServer(("", 8000), Handler).serve_forever()
+"""
+# Plain files, under mountPath, read-only; and then samples of the same dataset.
+PLAIN = """
+import errno, json, pathlib, time
+data = pathlib.Path("/data")
+while not (data / ".topkube-complete").exists():
+    time.sleep(0.05)
+found = sorted(path.name for path in data.glob("*.tar"))
+try:
+    (data / "mine").write_text("x"); refused = None
+except OSError as error:
+    refused = errno.errorcode[error.errno]
+print(json.dumps({"files": found, "refused": refused}), flush=True)
+"""
+SAMPLES = """
+import json, sys, time, topkube
+from topkube.data import CachedDataset
+topkube.init()
+dataset = CachedDataset("/data")
+count = sum(len(sample["bin"]) for sample in map(dataset.__getitem__, range(len(dataset))))
+found = dataset.statistics()
+print(json.dumps({"bytes": count, "remote": found["remote_bytes"], "misses": found["disk_misses"]}), flush=True)
+time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 0)
+"""
+
+
+@dataclass
+class Remote:
+    """The pod that serves the dataset."""
+
+    address: str
+
+    @property
+    def uri(self) -> str:
+        return f"http://{self.address}:8000"
+
+    @property
+    def sent(self) -> int:
+        with urlopen(f"{self.uri}/sent", timeout=5) as answer:
+            return int(answer.read())
+
+    @property
+    def id(self) -> str:
+        """The name of its CachedDataset."""
+        return object_name(self.uri)
+
+
+@pytest.fixture
+def remote(namespace: Namespace) -> Remote:
+    container = {
+        "name": "remote",
+        "image": RUNTIME.name,
+        "command": ["python", "-c", REMOTE],
+        "imagePullPolicy": "IfNotPresent",
+    }
+    body = {"metadata": {"name": "remote"}, "spec": {"containers": [container], "terminationGracePeriodSeconds": 0}}
+    core = namespace.target.core
+    core.create_namespaced_pod(namespace.name, body)
+
+    def serves() -> Remote | None:
+        address = core.read_namespaced_pod("remote", namespace.name).status.pod_ip
+        try:
+            return Remote(address) if address and Remote(address).sent == 0 else None
+        except OSError:
+            return None
+
+    return wait_for(serves, "the remote", 60)
+
+
+def dataset(remote: Remote, medium: str, **more: Any) -> dict[str, Any]:
+    return {"uri": remote.uri, "mountPath": "/data", "cache": {"medium": medium, **more}}
+
+
+def printed(namespace: Namespace, name: str) -> list[dict[str, Any]]:
+    """The JSON lines of a job's ranks."""
+    logs = "\n".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker", name))
+    return [json.loads(line) for line in re.findall(r"^\[rank \d+\] (\{.*\})$", logs, re.MULTILINE)]
+
+
+def nodes_of(namespace: Namespace, name: str) -> set[str]:
+    return {pod.spec.node_name for pod in namespace.pods("worker", name)}
+
+
+def test_a_volume_of_the_pods_own_shows_the_files_to_a_plain_script(namespace: Namespace, remote: Remote) -> None:
+    """And the store's credentials are in the workers' environment, from the Secret alone."""
+    namespace.target.core.create_namespaced_secret(
+        namespace.name, {"metadata": {"name": "keys"}, "stringData": {"AWS_SECRET_ACCESS_KEY": "hunter2"}}
+    )
+    script = PLAIN + "import os; assert os.environ['AWS_SECRET_ACCESS_KEY'] == 'hunter2'\n"
+    given = {**dataset(remote, "Ephemeral", sizeLimit="100Mi"), "secretName": "keys"}
+    name = namespace.create(job("plain", ["python", "-c", script], workers=1, dataset=given))
+    status = namespace.wait_phase(name, "Succeeded")
+    names = [f"{shard:03}.tar" for shard in range(SHARDS)]
+    assert printed(namespace, name) == [{"files": names, "refused": "EROFS"}]
+    (node,) = status["cache"]["nodes"]
+    assert node == {"name": nodes_of(namespace, name).pop(), "cachedBytes": remote.sent}
+    launcher = namespace.target.core.list_namespaced_pod(namespace.name, label_selector="topkube.dev/role=launcher")
+    assert "hunter2" not in str(launcher.items) + str(namespace.job(name))
+    assert "keys" not in str([one.env_from for pod in launcher.items for one in pod.spec.containers])
+
+
+def test_a_namespace_without_a_node_cache_is_refused_with_words(namespace: Namespace) -> None:
+    given = {"uri": "http://10.0.0.1/x", "cache": {"medium": "Node"}}
+    name = namespace.create(job("refused", ["true"], workers=1, dataset=given))
+    condition = wait_for(lambda: namespace.condition(name, "Created"), "a condition")
+    assert (condition["status"], condition["reason"]) == ("False", "NodeCacheNotAllowed")
+    assert f"namespace {namespace.name} has no node cache" in condition["message"]
+    assert namespace.pods(job=name) == []
+    wait_for(lambda: any("no node cache" in event for event in namespace.events()), "an Event that says so")
+
+
+@pytest.fixture(scope="session")
+def agents(installed: Target, once: Once) -> Target:
+    """The node agent of manifests/node-cache on every node."""
+    with once("node-cache") as first:
+        if first:
+            installed.apply(manifest("node-cache/agent"))
+            installed.core.delete_collection_namespaced_pod(
+                AGENTS, label_selector="app.kubernetes.io/component=node-cache", grace_period_seconds=1
+            )
+
+        def ready() -> bool:
+            status = installed.apps.read_namespaced_daemon_set("topkube-node-cache", AGENTS).status
+            return status.number_ready == status.desired_number_scheduled == len(installed.nodes())
+
+        wait_for(ready, "an agent on every node", 60)
+    return installed
+
+
+@pytest.fixture
+def allowed(agents: Target, namespace: Namespace) -> Iterator[Namespace]:
+    """A namespace with a node cache, as the admin's file makes it."""
+    text = manifest("node-cache/namespace").replace("team-a", namespace.name)
+    agents.apply(text)
+    yield namespace
+    custom = agents.custom
+    for found in cached(namespace):
+        custom.delete_namespaced_custom_object(GROUP, VERSION, namespace.name, "cacheddatasets", found)
+    agents.core.delete_persistent_volume(f"topkube-node-cache-{namespace.name}")
+
+
+def cached(namespace: Namespace) -> dict[str, dict[str, Any]]:
+    """The namespace's CachedDatasets by name."""
+    listed = namespace.target.custom.list_namespaced_custom_object(GROUP, VERSION, namespace.name, "cacheddatasets")
+    return {one["metadata"]["name"]: one for one in listed["items"]}
+
+
+def kubectl_says(kubectl: Path, namespace: Namespace) -> list[dict[str, str]]:
+    """`kubectl get cacheddatasets`, by column."""
+    command = [kubectl, f"--kubeconfig={namespace.target.kubeconfig}", "-n", namespace.name, "get", "cacheddatasets"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    if not lines:
+        return []
+    starts = [match.start() for match in re.finditer(r"\S+", lines[0])]
+
+    def cut(line: str) -> list[str]:
+        return [line[start:stop].strip() for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+
+    return [dict(zip(cut(lines[0]), cut(line), strict=True)) for line in lines[1:]]
+
+
+def test_a_second_job_lands_on_the_warm_node_and_reads_nothing_from_the_remote(
+    allowed: Namespace, remote: Remote, kubectl: Path
+) -> None:
+    command, given = ["python", "-c", SAMPLES], dataset(remote, "Node")
+    first = allowed.create(job("first", command, workers=1, dataset=given))
+    allowed.wait_phase(first, "Succeeded")
+    (warm,) = nodes_of(allowed, first)
+    total, sent = SHARDS * SHARD, remote.sent
+    assert [one["bytes"] for one in printed(allowed, first)] == [total]
+
+    def told() -> dict[str, str] | None:
+        rows = [row for row in kubectl_says(kubectl, allowed) if row["CACHED%"] == "100"]
+        return rows[0] if rows else None
+
+    row = wait_for(told, "kubectl get cacheddatasets to say so", 30)
+    assert (row["NAME"], row["DATASET"], row["NODES"], row["PINNED"]) == (remote.id, remote.uri, warm, "false")
+    for turn in range(2):
+        name = allowed.create(job(f"again-{turn}", command, workers=1, dataset=given))
+        status = allowed.wait_phase(name, "Succeeded")
+        assert nodes_of(allowed, name) == {warm}, "it lands where the data is"
+        assert printed(allowed, name) == [{"bytes": total, "remote": 0.0, "misses": 0.0}]
+        assert remote.sent == sent, "the remote itself says so"
+        assert (status["cache"]["hitRatio"], status["cache"]["remoteBytes"]) == ("1.0000", 0)
+        assert [node["name"] for node in status["cache"]["nodes"]] == [warm]
+
+
+def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Namespace, remote: Remote) -> None:
+    """SIGKILL to the agent while a job publishes; a job of another user; then `kubectl delete cacheddataset`."""
+    target = allowed.target
+    given = dataset(remote, "Node")
+    name = allowed.create(job("busy", ["python", "-c", SAMPLES, "6"], workers=1, dataset=given))
+    wait_for(lambda: nodes_of(allowed, name) - {None}, "a node")
+    if target.local is not None:
+        (node,) = nodes_of(allowed, name)
+        wait_for(lambda: remote.sent > 0, "the first byte", interval=0.01)
+        (agent,) = target.core.list_namespaced_pod(
+            AGENTS,
+            label_selector="app.kubernetes.io/component=node-cache",
+            field_selector=f"spec.nodeName={node}",
+        ).items
+        target.kill_container(agent, "agent")
+    entry = wait_for(
+        lambda: next((one for one in cached(allowed).values() if one["status"].get("cachedPercent") == 100), None),
+        "the agent to tell of the dataset",
+        60,
+    )
+    assert entry["status"]["nodes"][0]["inUse"] is True
+    delete: Any = target.custom.delete_namespaced_custom_object
+    delete(GROUP, VERSION, allowed.name, "cacheddatasets", remote.id)
+    allowed.wait_phase(name, "Succeeded")
+    assert [one["bytes"] for one in printed(allowed, name)] == [SHARDS * SHARD], "what is read stays"
+
+    # Nobody reads it any more: it goes. The next job, of another user, fetches it anew into the same folder.
+    sent = remote.sent
+    other = job("other", ["python", "-c", SAMPLES], workers=1, dataset=given)
+    other["spec"]["template"]["spec"] |= {
+        "nodeSelector": {"kubernetes.io/hostname": entry["status"]["where"]},
+        "securityContext": {"runAsUser": 4321, "runAsNonRoot": True},
+    }
+    wait_for(lambda: not on_disk(target, entry["status"]["where"], allowed.name), "the eviction", 30)
+    allowed.create(other)
+    allowed.wait_phase("other", "Succeeded")
+    assert remote.sent == 2 * sent
+    wait_for(lambda: remote.id in cached(allowed), "it to be told of again", 30)
+
+
+def on_disk(target: Target, node: str, namespace: str) -> list[str]:
+    """Datasets in the node's cache, as seen from its agent."""
+    (agent,) = target.core.list_namespaced_pod(
+        AGENTS,
+        label_selector="app.kubernetes.io/component=node-cache",
+        field_selector=f"spec.nodeName={node}",
+    ).items
+    script = f"import os; print(*os.listdir('/cache/{namespace}/datasets'))"
+    try:
+        said = stream(
+            target.core.connect_get_namespaced_pod_exec, agent.metadata.name, AGENTS,
+            command=["python", "-c", script], stdout=True, stderr=True, stdin=False, tty=False,
+        )  # fmt: skip
+    except ApiException:
+        return ["unknown"]
+    return str(said).split()
