@@ -159,6 +159,21 @@ def test_it_loads_neither_torch_nor_mpi_nor_numpy() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+def test_what_is_cached_in_memory_counts_against_the_workers_limit() -> None:
+    container = {"image": "i", "command": ["x"], "resources": {"limits": {"memory": "10Gi"}}}
+
+    def with_cache(**cache: Any) -> dict[str, Any]:
+        return job(template={"spec": {"containers": [container]}}, dataset={"uri": "s3://b/x", "cache": cache})
+
+    TrainingJob.parse(with_cache(medium="Memory", sizeLimit="6Gi", memoryLimit="4Gi"))
+    TrainingJob.parse(with_cache(sizeLimit="500Gi", memoryLimit="10Gi"))
+    words = r"spec\.dataset\.cache\.sizeLimit: 7Gi and 4Gi in memory are more than .* limit of 10,737,418,240 bytes"
+    with pytest.raises(JobError, match=words):
+        TrainingJob.parse(with_cache(medium="Memory", sizeLimit="7Gi", memoryLimit="4Gi"))
+    with pytest.raises(JobError, match=r"cache\.memoryLimit: 11Gi in memory are more"):
+        TrainingJob.parse(with_cache(memoryLimit="11Gi"))
+
+
 # Mistakes in fields
 
 

@@ -247,12 +247,12 @@ class Spec(Part):
         if dataset is None or limit is None:
             return dataset
         cache, parts = dataset.cache, list[str]()
-        if cache.medium == "Memory" and cache.size_limit:
-            parts.append(cache.size_limit)
+        if cache.medium == "Memory" and (cache.size_limit or cache.memory_limit):
+            parts.append(cache.size_limit or cache.memory_limit or "0")
         if cache.memory_limit:
             parts.append(cache.memory_limit)
         if sum(map(in_bytes, parts)) > limit:
-            field = "sizeLimit" if len(parts) > 1 or not cache.memory_limit else "memoryLimit"
+            field = "sizeLimit" if cache.medium == "Memory" and cache.size_limit else "memoryLimit"
             text = f"{' and '.join(parts)} in memory are more than the worker's memory limit of {limit:,} bytes"
             path: Path = ("cache", field)
             problems([(path, f"{text}, which they count against: raise resources.limits.memory, or cache less")])
