@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         startup_seconds=options.startup_seconds,
         lost_seconds=options.lost_seconds,
         backoff_seconds=options.backoff_seconds,
+        cache_free_percent=options.cache_free_percent,
     )
     from topkube_operator import handlers  # kopf is slow to load; --help is not
 
@@ -104,6 +105,13 @@ def _parser() -> argparse.ArgumentParser:
     ):
         value = getattr(default, f"{name}_seconds")
         add(f"--{name}-seconds", type=float, default=value, help=f"{text} (default: {value:g})")
+    add(
+        "--cache-free-percent",
+        type=int,
+        default=default.cache_free_percent,
+        metavar="PERCENT",
+        help=f"share of a node's disk that jobs' caches leave free (default: {default.cache_free_percent})",
+    )
     levels = ("debug", "info", "warning", "error")
     add("--log-level", choices=levels, default="info", help="what is logged (default: info)")
     return parser

@@ -15,6 +15,7 @@ from topkube.job import TrainingJob
 from topkube.job.cached_dataset import dataset_id
 from topkube.job.quantity import in_bytes
 from topkube.job.spec import Dataset
+from topkube_operator.observed import Policy
 from topkube_operator.templates import list_in
 
 VOLUME = "topkube-dataset"
@@ -23,8 +24,6 @@ CLAIM = "topkube-node-cache"
 ROOT = "/var/cache/topkube"
 """Where the volume is mounted for TopKube."""
 _CONTAINER, _POD = "the container", "the pod template's spec"
-_FREE_PERCENT = 15
-"""Of a disk that the cache shares with others. The kubelet evicts pods when less than 10% are free."""
 _HEADROOM_PERCENT, _HEADROOM_BYTES = 5, 256 << 20
 """Of the volume, beside the shards: indexes, records, temporary names. A pod that writes more is evicted."""
 _SETTINGS = ("TOPKUBE_DATASET_", "TOPKUBE_CACHE_", "TOPKUBE_JOB_NAME")
@@ -44,24 +43,15 @@ def refusal(job: TrainingJob) -> str:
     )
 
 
-def settings(job: TrainingJob) -> dict[str, str]:
-    """What the runtime is told about the dataset, as changes of the job's settings."""
+def changes(job: TrainingJob, policy: Policy) -> dict[str, Any]:
+    """Fields of Settings for workers and ranks, on top of the job's own."""
     dataset = job.spec.dataset
     if dataset is None:
         return {}
-    return job.environment(**_changes(dataset))
-
-
-def _changes(dataset: Dataset) -> dict[str, Any]:
     changes: dict[str, Any] = {"cache_directory": _cache(dataset), "dataset_view": f"{ROOT}/{_view(dataset)}"}
     if dataset.cache.medium == "Node" or (dataset.cache.medium == "Ephemeral" and not dataset.cache.size_limit):
-        changes["cache_free_percent"] = _FREE_PERCENT
+        changes["cache_free_percent"] = policy.cache_free_percent
     return changes
-
-
-def changes(job: TrainingJob) -> dict[str, Any]:
-    """Fields of Settings for the ranks, on top of the job's own."""
-    return _changes(job.spec.dataset) if job.spec.dataset is not None else {}
 
 
 def _cache(dataset: Dataset) -> str:
@@ -79,7 +69,7 @@ def shared_memory_bytes(job: TrainingJob) -> int:
     return in_bytes(dataset.cache.memory_limit) if dataset is not None and dataset.cache.memory_limit else 0
 
 
-def give(pod: dict[str, Any], container: dict[str, Any], job: TrainingJob) -> None:
+def give(pod: dict[str, Any], container: dict[str, Any], job: TrainingJob, policy: Policy) -> None:
     """Adds the dataset to a worker's pod. What the template mounts at these places itself is kept. Raises JobError."""
     dataset = job.spec.dataset
     if dataset is None:
@@ -96,7 +86,7 @@ def give(pod: dict[str, Any], container: dict[str, Any], job: TrainingJob) -> No
     named = {entry.get("name") for entry in entries if isinstance(entry, dict)}
     entries += [
         {"name": name, "value": value.replace("$", "$$")}
-        for name, value in sorted(settings(job).items())
+        for name, value in sorted(job.environment(**changes(job, policy)).items())
         if name.startswith(_SETTINGS) and name not in named
     ]
     if dataset.secret_name:

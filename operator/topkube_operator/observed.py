@@ -240,6 +240,8 @@ class Policy:
     """How long a worker may be silent before its launcher ends the attempt."""
     backoff_seconds: float = 5.0
     """Wait before the second of several quick restarts; doubled each time, at most five minutes."""
+    cache_free_percent: int = 15
+    """Of a disk that a job's cache shares with others. The kubelet evicts pods when less than 10% are free."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def worker(
     _environment(container, {contract.WORKER_VARIABLE: plan.text()})
     _unprivileged(container, spec)
     _scratch(spec, container, job.spec.slots_per_worker, datasets.shared_memory_bytes(job))
-    datasets.give(spec, container, job)
+    datasets.give(spec, container, job, policy)
     _volume(
         spec,
         container,
@@ -158,7 +158,7 @@ def _launch(
 ) -> None:
     """Makes `container` the launcher."""
     image = worker_container(job.spec.template)
-    changes = datasets.changes(job)
+    changes = datasets.changes(job, policy)
     if job.spec.checkpoint:
         changes["checkpoint_directory"] = f"{CHECKPOINTS}/{job.spec.checkpoint.path}"
     plan = contract.LaunchPlan(

@@ -139,12 +139,12 @@ def test_a_volume_of_the_pods_own_shows_the_files_to_a_plain_script(namespace: N
     namespace.target.core.create_namespaced_secret(
         namespace.name, {"metadata": {"name": "keys"}, "stringData": {"AWS_SECRET_ACCESS_KEY": "hunter2"}}
     )
-    script = PLAIN + "import os; assert os.environ['AWS_SECRET_ACCESS_KEY'] == 'hunter2'\n"
+    script = PLAIN + "import os; print(json.dumps({'key': len(os.environ['AWS_SECRET_ACCESS_KEY'])}))\n"
     given = {**dataset(remote, "Ephemeral", sizeLimit="100Mi"), "secretName": "keys"}
     name = namespace.create(job("plain", ["python", "-c", script], workers=1, dataset=given))
     status = namespace.wait_phase(name, "Succeeded")
     names = [f"{shard:03}.tar" for shard in range(SHARDS)]
-    assert printed(namespace, name) == [{"files": names, "refused": "EROFS"}]
+    assert printed(namespace, name) == [{"files": names, "refused": "EROFS"}, {"key": len("hunter2")}]
     (node,) = status["cache"]["nodes"]
     assert node == {"name": nodes_of(namespace, name).pop(), "cachedBytes": remote.sent}
     launcher = namespace.target.core.list_namespaced_pod(namespace.name, label_selector="topkube.dev/role=launcher")

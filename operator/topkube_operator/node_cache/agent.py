@@ -63,7 +63,8 @@ class Agent:
             _log.info("%s has a node cache now", namespace)
         gone = self._act(decided)
         if decided.lacking:
-            self._complain("room", f"{decided.lacking:,} bytes are lacking, and all that is left is pinned or in use")
+            lacking = -(-decided.lacking >> 30)
+            self._complain("room", f"{lacking} GiB more should be free, and no dataset is left that may go")
         else:
             self._complaints.pop("room", None)
         for name in gone:
