@@ -228,14 +228,16 @@ def test_a_second_job_lands_on_the_warm_node_and_reads_nothing_from_the_remote(
 
     row = wait_for(told, "kubectl get cacheddatasets to say so", 30)
     assert (row["NAME"], row["DATASET"], row["NODES"], row["PINNED"]) == (remote.id, remote.uri, warm, "false")
-    for turn in range(2):
-        name = allowed.create(job(f"again-{turn}", command, workers=1, dataset=given))
-        status = allowed.wait_phase(name, "Succeeded")
-        assert nodes_of(allowed, name) == {warm}, "it lands where the data is"
-        assert printed(allowed, name) == [{"bytes": total, "remote": 0.0, "misses": 0.0}]
-        assert remote.sent == sent, "the remote itself says so"
-        assert (status["cache"]["hitRatio"], status["cache"]["remoteBytes"]) == ("1.0000", 0)
-        assert [node["name"] for node in status["cache"]["nodes"]] == [warm]
+    second = allowed.create(job("second", command, workers=1, dataset=given))
+    status = allowed.wait_phase(second, "Succeeded")
+    assert nodes_of(allowed, second) == {warm}, "it lands where the data is"
+    (pod,) = allowed.pods("worker", second)
+    (rule,) = pod.spec.affinity.node_affinity.preferred_during_scheduling_ignored_during_execution
+    assert (rule.weight, rule.preference.match_expressions[0].values) == (100, [warm]), "because it is asked to"
+    assert printed(allowed, second) == [{"bytes": total, "remote": 0.0, "misses": 0.0}]
+    assert remote.sent == sent, "the remote itself says so"
+    assert (status["cache"]["hitRatio"], status["cache"]["remoteBytes"]) == ("1.0000", 0)
+    assert [node["name"] for node in status["cache"]["nodes"]] == [warm]
 
 
 def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Namespace, remote: Remote) -> None:
