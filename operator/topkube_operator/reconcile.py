@@ -8,7 +8,6 @@ exists, and names of pods carry it: killed between any two calls, the operator g
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -16,14 +15,12 @@ from typing import Any
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
-from topkube.job.changes import change_problems, in_force
-from topkube.job.template import without_nulls
-from topkube_operator import admission, attempts, datasets, failures, names, placement
+from topkube_operator import admission, attempts, datasets, failures, following, names, placement
 from topkube_operator.failures import Failure, Verdict
 from topkube_operator.observed import Observed, Pod, Report
 from topkube_operator.status import Event, Record, Urgency, urgency
 
-INVALID, REFUSED = "InvalidSpec", "ChangeRefused"
+_REFUSED = "ChangeRefused"
 _TERMINAL = ("Succeeded", "Failed")
 _QUICK = timedelta(seconds=60)
 _LONGEST_BACKOFF = 300.0
@@ -82,7 +79,7 @@ def plan(job: Mapping[str, Any], observed: Observed, now: datetime) -> Plan:
     generation = metadata.get("generation")
     record = Record.read(job.get("status"), generation, observed.pods, now)
     try:
-        followed, refused = _followed(job, record)
+        followed, refused = following.followed(job, record)
         return _Planner(followed, metadata["uid"], record, observed, now).decide(refused)
     except JobError as error:
         # The words of admission, which did not see this object, or saw it with a template that no pod comes from.
@@ -98,60 +95,19 @@ def managed(job: Mapping[str, Any]) -> bool:
     return manager is None or not isinstance(manager, str) or manager == names.MANAGER
 
 
-def _followed(job: Mapping[str, Any], record: Record) -> tuple[TrainingJob, str]:
-    """The job as it is to be followed, and why its last change is not (empty: it is). Admission refuses what may not
-    change; where there was none, the accepted spec stays in force, but for what takes effect at once.
-
-    Raises JobError where no spec can be followed.
-    """
-    data = {name: value for name, value in job.items() if name != "status"}
-    accepted, wanted = record.accepted, without_nulls(job.get("spec"))
-    before: TrainingJob | None = None
-    if accepted is not None and accepted != wanted:
-        with contextlib.suppress(JobError):  # one of another version may have become invalid
-            before = TrainingJob.from_cluster({**data, "spec": accepted})
-    try:
-        after = TrainingJob.from_cluster(data)
-    except JobError:
-        if before is None or not _over(record):
-            raise
-        return before, ""  # what is left to do is to clean up
-    problems = change_problems(before.spec, after.spec) if before is not None else []
-    if not problems or accepted is None:
-        record.accepted = wanted
-        return after, ""
-    record.accepted = in_force(accepted, wanted)
-    return TrainingJob.from_cluster({**data, "spec": record.accepted}), admission.change_refusal(problems)
-
-
-def _over(record: Record) -> bool:
-    """Whether the job has ended by itself."""
-    return record.phase == "Succeeded" or (record.phase == "Failed" and not record.holds("Failed", INVALID))
-
-
 def _invalid(job: Mapping[str, Any], record: Record, observed: Observed, words: str) -> Plan:
     """A spec that cannot be used: said in the status, nothing made, nothing taken away before its time is over."""
-    if not _over(record):
+    if not following.over(record):
         record.phase = "Failed"
-        record.set("Failed", True, INVALID, words, "Warning")
+        record.set("Failed", True, following.INVALID, words, "Warning")
         if any(pod.active for pod in observed.pods):  # it was edited to nonsense and trains on
             patch = record.patch()
             return Plan(status=patch, events=tuple(record.events), phase=record.phase)
     record.completion = record.completion or record.now
-    left = _time_to_live(job, record.completion, record.now)
+    left = following.time_left(job, record.completion, record.now)
     if left is not None and left <= 0:
         return Plan(delete=(Deletion("TrainingJob", job["metadata"]["name"], job["metadata"]["uid"]),))
     return Plan(status=record.patch(), events=tuple(record.events), phase=record.phase, requeue=left)
-
-
-def _time_to_live(job: Mapping[str, Any], completion: datetime, now: datetime) -> float | None:
-    """Seconds that are left to a job of which nothing but this field needs to be valid; None: no end."""
-    spec = job.get("spec")
-    policy = spec.get("runPolicy") if isinstance(spec, Mapping) else None
-    seconds = policy.get("ttlSecondsAfterFinished") if isinstance(policy, Mapping) else None
-    if not isinstance(seconds, int) or isinstance(seconds, bool) or seconds < 0:
-        return None
-    return seconds - (now - completion).total_seconds()
 
 
 class _Planner:
@@ -202,7 +158,7 @@ class _Planner:
     def note_spec(self, refused: str) -> None:
         """Says that an invalid spec has been corrected, that a change is refused, or that it was taken back."""
         record = self.record
-        if record.holds("Failed", INVALID):
+        if record.holds("Failed", following.INVALID):
             record.set("Failed", False, "Corrected", "the spec is valid", "Normal")
             record.completion = None
             if record.phase == "Failed":
@@ -211,10 +167,10 @@ class _Planner:
             return
         before = record.conditions.get("Failed", {})
         if refused:
-            record.set("Failed", False, REFUSED, refused)
+            record.set("Failed", False, _REFUSED, refused)
             if record.conditions["Failed"]["message"] != before.get("message"):
-                record.events.append(Event("Warning", REFUSED, refused))
-        elif before.get("reason") == REFUSED:
+                record.events.append(Event("Warning", _REFUSED, refused))
+        elif before.get("reason") == _REFUSED:
             record.set("Failed", False, "Corrected", "the spec is the accepted one again", "Normal")
 
     # An attempt that goes on.

@@ -118,7 +118,7 @@ def test_a_hang_in_a_script_that_reports_no_steps_ends_the_attempt_and_names_the
         "    if step == 40 and topkube.rank() == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "    topkube.allreduce_(x)"
     )
-    with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], startup_seconds=3.0) as job:
+    with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], startup_seconds=8.0) as job:
         job.start()
         failure = failed(job)
         assert (failure.reason, failure.rank, failure.pod) == ("Stalled", 2, "j-worker-1-1")
