@@ -1,4 +1,4 @@
-"""The sections of docs/benchmarks.md about the cluster: the operator, recovery, a job's steps over slow links."""
+"""The sections of docs/benchmarks.md about the cluster: the operator, recovery, starts, steps over slow links."""
 
 from __future__ import annotations
 
@@ -78,4 +78,29 @@ def step_section(stored: dict[str, Any]) -> dict[str, str]:
     return {"STEP": f"{about}\n\n{table(headings, rows)}\n\n{gain}\n\n{facts}"}
 
 
-SECTIONS = {"operator-scale": operator_section, "cluster-recovery": recovery_section, "cluster-step": step_section}
+def launch_section(stored: dict[str, Any]) -> dict[str, str]:
+    rows = []
+    for run in stored["runs"]:
+        start, floor, ratio = run["start_seconds"], run["floor_seconds"], run.get("times_the_floor")
+        rows.append(
+            [
+                f"{run['mpi']}, {run['workers']} workers",
+                f"{start:.1f}" if run["ok"] else "not all ranks left it",
+                f"{floor:.1f}" if floor is not None else "not all ranks left it",
+                f"{ratio:.1f}×" if ratio else "",
+                f"{run['launcher_processor_seconds']:.1f}",
+                f"{run['workers_processor_seconds']:.1f}",
+                run["date"],
+            ]
+        )
+    headings = ["", "start, s", "floor, s", "start / floor", "launcher's CPU, s", "all workers' CPU, s", "date"]
+    facts = " · ".join(f"{name}: {value}" for name, value in stored["machine"].items())
+    return {"LAUNCH": f"{table(headings, rows)}\n\n{facts}"}
+
+
+SECTIONS = {
+    "operator-scale": operator_section,
+    "cluster-recovery": recovery_section,
+    "cluster-step": step_section,
+    "launch-scale": launch_section,
+}

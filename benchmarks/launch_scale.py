@@ -1,14 +1,18 @@
-"""How long a job of many workers takes from its last worker's call until every rank knows all others.
+"""How long a job of many workers takes from its last worker's call until every rank has left MPI_Init.
 
-Real: the launcher (`topkube launch`, its TLS, its sessions), mpiexec, and one proxy per worker (hydra_pmi_proxy or
-prted) that reaches mpiexec through its worker's tunnel.
-Simulated, as 256 workers share this machine: all workers are coroutines of this one process, each with an address,
-a token, a TLS session and a tunnel of its own; there are no pods. One rank per worker, a C program without the shim.
-Under MPICH it says to its proxy what MPI_Init says (join, publish an address, wait for all, read all addresses) without
-MPI's own devices: 256 of MPICH's ranks spin on a few processors while they wait, and would measure that. Under Open MPI
-it is MPI_Init itself, told to give the processor away while it waits, and with its TCP device alone.
+Real: the launcher (`topkube launch`, its TLS, its sessions), mpiexec, one proxy per worker (hydra_pmi_proxy or prted)
+that reaches mpiexec through its worker's tunnel, and one rank per worker, a C program that calls MPI_Init.
+Simulated, as all workers share this machine: they are coroutines of this one process, each with an address, a token, a
+TLS session and a tunnel of its own; there are no pods. Under Open MPI the ranks give the processor away while they wait
+and use its TCP device alone.
 
-    .venv/bin/python benchmarks/launch_scale.py            # both MPIs, 2 to 256 workers; needs root for Open MPI
+Most of the time is the machine's: hundreds of processes start and call MPI_Init on its few processors. So each size is
+measured twice in turn: as above, and without TopKube (the floor): mpiexec starts the same number of the same proxies
+itself, they connect to it directly, the same ranks run. What counts is the ratio, and the processor time of the parts.
+
+    .venv/bin/python benchmarks/launch_scale.py            # both MPIs, 2 to 256 workers; needs root
+
+As root of a PID namespace of its own: whatever ends it, no process stays behind.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import datetime
 import json
 import os
 import platform
+import resource
 import shutil
 import signal
 import subprocess
@@ -56,6 +62,29 @@ from topkube.launch.tunnel import Tunnel  # noqa: E402
 
 SIZES = (2, 16, 64, 65, 128, 129, 256)
 GOAL_SECONDS = 10.0
+INSIDE = "TOPKUBE_BENCH_INSIDE"
+
+
+def addresses(workers: int) -> list[str]:
+    return [f"127.60.{index // 250}.{index % 250 + 2}" for index in range(workers)]
+
+
+@dataclass
+class Programs:
+    """What is compiled once per MPI."""
+
+    rank: Path
+    host: Path
+
+    def on_host(self, mpi: Mpi, index: int, command: list[str]) -> list[str]:
+        return [str(self.host), f"w{index}", *command] if mpi.implementation == "OpenMPI" else command
+
+
+def rank_environment(mpi: Mpi, directory: Path) -> dict[str, str]:
+    found = {**mpi.environment(), "TOPKUBE_RUN_DIRECTORY": str(directory)}
+    if mpi.implementation == "OpenMPI":
+        found |= {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"}
+    return found
 
 
 @dataclass
@@ -66,19 +95,17 @@ class SimulatedWorker:
     ip: str
     port: int
     mpi: Mpi
-    program: Path
+    programs: Programs
     directory: Path
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     proxy: subprocess.Popen[bytes] | None = None
-    refused: str = ""
 
     async def call(self, client: aiohttp.ClientSession) -> None:
         headers = {"Authorization": f"Bearer {worker_token(KEY, UID, self.index, 1)}"}
         url = f"https://127.0.0.1:{self.port}{JOIN_PATH}?index={self.index}&attempt=1"
         socket = await client.ws_connect(url, headers=headers, max_msg_size=FRAME_BYTES)
-        hello = Hello(
-            session=str(self.index), ip=self.ip, slots=1, python=str(self.program), mpi=str(self.mpi), time=time.time()
-        )
+        program = str(self.programs.rank)
+        hello = Hello(session=str(self.index), ip=self.ip, slots=1, python=program, mpi=str(self.mpi), time=time.time())
         await socket.send_str(hello.text())
         answer = read(await socket.receive_str())
         assert isinstance(answer, Welcome)
@@ -92,7 +119,6 @@ class SimulatedWorker:
         elif isinstance(said, Close):
             self.tunnel.closed(said.stream)
         elif isinstance(said, End):
-            self.refused = "" if said.over else "the launcher ended the attempt"
             if self.proxy is not None and self.proxy.poll() is None:
                 self.proxy.kill()
             self.link.send(Ended())
@@ -100,109 +126,191 @@ class SimulatedWorker:
 
     async def start(self, start: Start) -> None:
         command = proxy_command(start.proxy, self.mpi, await self.tunnel.listen())
-        if self.mpi.implementation == "OpenMPI":  # nodes are told apart by their host names, as pods have
-            command = ["unshare", "--uts", "sh", "-c", f'hostname w{self.index}; exec "$@"', "sh", *command]
         temporary = self.directory / f"t{self.index}"
         temporary.mkdir()
         environment = {"PATH": os.environ["PATH"], "HOME": str(temporary), "TMPDIR": str(temporary)}
-        environment |= {**start.environment, **self.mpi.environment(), "TOPKUBE_RUN_DIRECTORY": str(self.directory)}
-        if self.mpi.implementation == "OpenMPI":
-            environment |= {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"}
+        environment |= {**start.environment, **rank_environment(self.mpi, self.directory)}
         with (self.directory / f"proxy-{self.index}.log").open("wb") as log:
             self.proxy = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/"
-            )
-        left = self.directory / f"rank-{self.index}.left"
-        while not left.exists() and self.proxy.poll() is None:
-            await asyncio.sleep(0.2)
+                self.programs.on_host(self.mpi, self.index, command),
+                env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/",
+            )  # fmt: skip
         self.link.send(Running())
-        while self.proxy.poll() is None:
-            await asyncio.sleep(0.2)
-        code = self.proxy.returncode
+        await ended(self.proxy)
         now = time.time()
+        code = self.proxy.wait()
         report = {"rank": self.index, "host": "", "command": [], "started": now, "ended": now, "exit_code": code}
         self.link.send(Report(report=report))
         self.link.send(ProxyEnded(exit_code=code))
 
 
-async def measure(mpi: Mpi, workers: int, program: Path) -> dict[str, object]:
-    """One launch of `workers` workers with one rank each."""
-    directory = Path(tempfile.mkdtemp(prefix="ts-"))
+async def ended(process: subprocess.Popen[bytes]) -> None:
+    """Returns when the process ends, without a thread and without looking again and again."""
+    descriptor, over = os.pidfd_open(process.pid), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, over.set)
+    await over.wait()
+    loop.remove_reader(descriptor)
+    os.close(descriptor)
+
+
+def processor_seconds(pid: int) -> float:
+    """That a living process and its ended children have used."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(int(fields[i]) for i in (11, 12)) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def left_at(directory: Path, workers: int) -> float | None:
+    """When the last rank left MPI_Init; None where one did not, or saw another number of ranks."""
+    left = [path.read_text().split() for path in directory.glob("rank-*.left")]
+    complete = len(left) == workers and all(int(size) == workers for size, _ in left)
+    return max(float(at) for _, at in left) if complete else None
+
+
+async def launched(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: float) -> dict[str, object]:
+    """One launch by TopKube."""
     with PlayedJob(directory, [], workers, 1, mpi.implementation) as job:
-        began = time.time()
+        began, used_before = time.time(), time.process_time()
         launcher = job.start_launcher(rendezvous_seconds=120.0)
         while "waiting for" not in launcher.output:
             await asyncio.sleep(0.02)
         tasks, all_workers, sessions = [], [], []
-        for index in range(workers):
-            ip = f"127.60.{index // 250}.{index % 250 + 2}"
-            worker = SimulatedWorker(index, ip, job.port, mpi, program, directory)
-            connector = aiohttp.TCPConnector(ssl=job.tls, local_addr=(ip, 0), limit=0)
-            client = aiohttp.ClientSession(connector=connector)
+        for index, ip in enumerate(addresses(workers)):
+            worker = SimulatedWorker(index, ip, job.port, mpi, programs, directory)
+            client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=job.tls, local_addr=(ip, 0), limit=0))
             all_workers.append(worker)
             sessions.append(client)
             tasks.append(asyncio.create_task(worker.call(client)))
         while launcher.output.count("has joined") < workers and launcher.process.poll() is None:
             await asyncio.sleep(0.02)
-        joined = time.time()
+        joined, joined_used = time.time(), (processor_seconds(launcher.process.pid), time.process_time() - used_before)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(150):
+            async with asyncio.timeout(seconds):
+                while left_at(directory, workers) is None and launcher.process.poll() is None:
+                    await asyncio.sleep(0.25)
+        used = processor_seconds(launcher.process.pid), time.process_time() - used_before
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(20):
                 await asyncio.gather(*(worker.ended.wait() for worker in all_workers))
         for worker in all_workers:
             if worker.proxy is not None and worker.proxy.poll() is None:
                 worker.proxy.send_signal(signal.SIGKILL)
+        if launcher.process.poll() is None:
+            launcher.process.terminate()
         code = await asyncio.to_thread(launcher.wait, 30)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for client in sessions:
             await client.close()
-        left = [path.read_text().split() for path in directory.glob("rank-*.left")]
-        everyone = code == 0 and len(left) == workers and all(int(size) == workers for size, _ in left)
+        last = left_at(directory, workers)
         result: dict[str, object] = {
-            "mpi": str(mpi),
-            "workers": workers,
-            "ok": everyone,
+            "ok": code == 0 and last is not None,
             "rendezvous_seconds": round(joined - began, 2),
-            "start_seconds": round(max(float(at) for _, at in left) - joined, 2) if left else None,
+            "start_seconds": round(last - joined, 2) if last is not None else None,
+            "launcher_processor_seconds": round(used[0] - joined_used[0], 2),
+            "workers_processor_seconds": round(used[1] - joined_used[1], 2),
         }
-        if not everyone:
+        if not result["ok"]:
             result["said"] = launcher.output[-2000:]
-    shutil.rmtree(directory, ignore_errors=True)
     return result
 
 
-def compiled(mpi: Mpi, directory: Path) -> Path:
-    """The rank for this MPI."""
+def floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: float) -> dict[str, object]:
+    """The same proxies and ranks, started by mpiexec itself."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "TMPDIR": str(directory)}
+    environment |= rank_environment(mpi, directory)
+    command = [str(mpi.mpiexec)]
+    if mpi.implementation == "MPICH":
+        command += ["-launcher", "fork", "-hosts", ",".join(addresses(workers)), "-bind-to", "none"]
+    else:
+        agent = directory / "agent"
+        agent.write_text(f'#!/bin/sh\nhost=$1; shift; exec {programs.host} "$host" /bin/sh -c "$*"\n')
+        agent.chmod(0o755)
+        command += ["--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
+        command += ["--prtemca", "prte_if_do_not_resolve", "1", "--allow-run-as-root", "--bind-to", "none"]
+        command += ["--leave-session-attached", "--map-by", ":OVERSUBSCRIBE"]
+        command += ["--host", ",".join(f"w{index}:1" for index in range(workers))]
+    with (directory / "mpiexec.log").open("wb") as log:
+        began = time.time()
+        process = subprocess.Popen(
+            [*command, "-n", str(workers), str(programs.rank)],
+            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    last = left_at(directory, workers)
+    result: dict[str, object] = {"floor_seconds": round(last - began, 2) if last is not None else None}
+    if last is None:
+        result["floor_said"] = (directory / "mpiexec.log").read_text(errors="replace")[-1000:]
+    return result
+
+
+def measure(mpi: Mpi, workers: int, programs: Programs, seconds: float) -> dict[str, object]:
+    """Both ways, the floor first."""
+    result: dict[str, object] = {"mpi": str(mpi), "workers": workers}
+    for run in (floor, launched):
+        directory = Path(tempfile.mkdtemp(prefix="ts-"))
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found = run(mpi, workers, programs, directory, seconds)
+        result |= found if isinstance(found, dict) else asyncio.run(found)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        name = "floor" if run is floor else "all"
+        used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        result[f"{name}_children_processor_seconds"] = round(used, 2)
+        shutil.rmtree(directory, ignore_errors=True)
+    ours, theirs = result["start_seconds"], result["floor_seconds"]
+    if isinstance(ours, float) and isinstance(theirs, float):
+        result["times_the_floor"] = round(ours / theirs, 2)
+    return result
+
+
+def compiled(mpi: Mpi, directory: Path) -> Programs:
+    """The rank for this MPI, and what gives a process a host name."""
     prefix = mpi.mpiexec.parent.parent
-    program = directory / f"rank-{mpi.implementation}"
-    source, more = "launch_rank_pmi.c", list[str]()
-    if mpi.implementation == "OpenMPI":
-        source, library = "launch_rank_mpi.c", prefix / "lib"
-        more = [f"-I{prefix / 'include'}", f"-L{library}", f"-Wl,-rpath,{library}", "-lmpi"]
-    subprocess.run(["gcc", "-O1", "-o", str(program), str(ROOT / "benchmarks" / source), *more], check=True)
-    return program
+    programs = Programs(directory / f"rank-{mpi.implementation}", directory / "host")
+    library = prefix / "lib"
+    flags = [f"-I{prefix / 'include'}", f"-L{library}", f"-Wl,-rpath,{library}", "-lmpi"]
+    for program, source, more in ((programs.rank, "launch_rank.c", flags), (programs.host, "launch_host.c", [])):
+        subprocess.run(["gcc", "-O1", "-o", str(program), str(ROOT / "benchmarks" / source), *more], check=True)
+    return programs
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--mpi", nargs="+", choices=("MPICH", "OpenMPI"), default=("MPICH", "OpenMPI"))
+    parser.add_argument("--seconds", type=float, default=60.0, help="that one start may take (%(default)s)")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/launch-scale.json")
     options = parser.parse_args()
+    if INSIDE not in os.environ:
+        if os.geteuid() != 0:
+            print("benchmarks/launch_scale.py needs root. Next: sudo .venv/bin/python benchmarks/launch_scale.py")
+            return 2
+        os.environ[INSIDE] = "1"
+        alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        os.execvp(alone[0], [*alone, sys.executable, *sys.argv])
     results = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
     for name in options.mpi:
         mpi = find(PYTHONS[name].parent)
         with tempfile.TemporaryDirectory() as directory:
-            program = compiled(mpi, Path(directory))
+            programs = compiled(mpi, Path(directory))
             for workers in options.sizes:
-                result = asyncio.run(measure(mpi, workers, program))
+                result = measure(mpi, workers, programs, options.seconds)
+                result["date"] = datetime.date.today().isoformat()
                 print(json.dumps(result), flush=True)
                 results = [one for one in results if (one["mpi"], one["workers"]) != (str(mpi), workers)] + [result]
+                results.sort(key=lambda one: (one["mpi"], one["workers"]))
                 machine = {"processors": os.cpu_count(), "system": platform.platform()}
                 text = {"machine": machine, "goal_seconds": GOAL_SECONDS, "runs": results}
                 options.json.write_text(json.dumps(text, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

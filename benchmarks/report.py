@@ -18,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cluster_report
-from datacache import section as cache
 from tables import number, table
 
 ROOT = Path(__file__).parents[1]
@@ -314,7 +313,7 @@ def gpu_section(stored: dict[str, Any]) -> dict[str, str]:
 
 
 def cache_section(stored: dict[str, Any]) -> dict[str, str]:
-    return cache.filled(stored)
+    return {"CACHE": generic(stored)}
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
@@ -351,11 +350,11 @@ def render(results: Path = RESULTS) -> str:
     return text
 
 
-def pictures(results: Path = RESULTS) -> dict[str, tuple[Callable[..., None], Any]]:
-    """Each picture's file, the function that draws it and what it is drawn from."""
+def pictures(results: Path = RESULTS) -> dict[str, tuple[Callable[..., None], list[Row]]]:
+    """Each picture's file, the function that draws it and the rows it is drawn from."""
     import plots
 
-    found: dict[str, tuple[Callable[..., None], Any]] = {}
+    found: dict[str, tuple[Callable[..., None], list[Row]]] = {}
     stored = load("allreduce", results)
     if stored:
         rows: list[Row] = stored["rows"]
@@ -366,9 +365,6 @@ def pictures(results: Path = RESULTS) -> dict[str, tuple[Callable[..., None], An
     stored = load("convergence", results)
     if stored:
         found["convergence.png"] = (plots.convergence, stored["runs"])
-    stored = load("cache", results)
-    if stored:
-        found["cache.png"] = (cache.picture, stored)
     return found
 
 

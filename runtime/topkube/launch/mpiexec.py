@@ -83,11 +83,14 @@ class Mpiexec:
 
     async def _agent_calls(self) -> AsyncIterator[tuple[int, int, ProxyParameters]]:
         taken = set[str]()
+        end = b"\0%s.end\0" % os.fsencode(self._agent)
         while self.code is None:
-            for call in sorted(self._directory.glob("agent.*.call")):
-                if call.name not in taken:
-                    taken.add(call.name)
-                    yield agent_parameters(call.read_bytes())
+            for name in os.listdir(self._directory):
+                if name.endswith(".call") and name not in taken:
+                    call = (self._directory / name).read_bytes()
+                    if call.endswith(end):  # else it is still being written
+                        taken.add(name)
+                        yield agent_parameters(call[: 1 - len(end)])
             await asyncio.sleep(0.01)
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:

@@ -55,9 +55,8 @@ def mpiexec_command(mpi: Mpi, hosts: list[str], slots: int, agent: Path, program
     parameters = {
         f"{plm}_agent": f"/bin/sh {agent}",
         f"{plm}_no_tree_spawn": "1",
-        radix: str(
-            len(hosts) + 1
-        ),  # every prted talks to mpiexec itself: otherwise beyond 64 nodes they go through each other
+        # Every prted talks to mpiexec itself: otherwise beyond 64 nodes they go through each other.
+        radix: str(len(hosts) + 1),
         names: "1",
     }
     options = [word for name, value in parameters.items() for word in (prefix, name, value)]
@@ -69,9 +68,10 @@ def mpiexec_command(mpi: Mpi, hosts: list[str], slots: int, agent: Path, program
 
 
 AGENT = """#!/bin/sh
-# Called by mpiexec instead of ssh: HOST COMMAND WORDS. Leaves them for the launcher, in one piece, and is done.
+# mpiexec calls it instead of ssh: HOST COMMAND WORDS. Leaves them for the launcher, a mark last, and is done. Starts no
+# other program: beside 256 of these that would take longest.
 umask 077
-printf '%s\\0' "$@" > "$0.$$.part" && mv "$0.$$.part" "$0.$$.call"
+printf '%s\\0' "$@" "$0.end" > "$0.$$.call"
 """
 
 

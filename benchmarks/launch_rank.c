@@ -1,4 +1,4 @@
-/* A rank of benchmarks/launch_scale.py under Open MPI: leaves the time at which MPI_Init returned. */
+/* A rank of benchmarks/launch_scale.py: leaves the time at which MPI_Init returned. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
