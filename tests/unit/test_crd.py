@@ -213,6 +213,24 @@ def test_rules_and_the_webhook_agree_on_what_may_change(
     assert bool(refusals(new, old)) == bool(in_rules), "rules see all but what is inside templates"
 
 
+@pytest.mark.parametrize(
+    ("path", "value"), [("spread", "None"), ("runPolicy.schedulingPolicy", {"queue": "gold"}), ("workers", 3)]
+)
+def test_a_rule_guards_each_field_that_may_not_change(path: str, value: Any) -> None:
+    container = {"name": "worker", "image": "i:1", "command": ["a"]}
+    spec: dict[str, Any] = {"workers": 2, "template": {"spec": {"containers": [container]}}, "runPolicy": {}}
+    data = {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
+    after: dict[str, Any] = copy.deepcopy(spec)
+    *above, last = path.split(".")
+    (after[above[0]] if above else after)[last] = value
+    old, new = (defaulted({**data, "spec": one}, SCHEMA) for one in (spec, after))
+    [refused] = refusals(new, old)
+    assert last in refused
+    suspended = copy.deepcopy(old)
+    suspended["spec"]["runPolicy"]["suspend"] = True
+    assert bool(refusals(new, suspended)) == (path == "workers")
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"launcher": {"colocate": True, "template": {}}}, "spec.launcher: template has no effect when colocate is true"),
     ({"checkpoint": {"claimName": "c", "path": "a/../b"}}, "spec.checkpoint.path: leaves the claim"),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from topkube.job.cached_dataset import CACHED_KIND, CACHED_PLURAL, CachedDatasetSpec, CachedDatasetStatus
-from topkube.job.changes import FIXED
+from topkube.job.changes import FIXED, WHILE_SUSPENDED
 from topkube.job.part import KEEP, RULES, Part
 from topkube.job.reading import write
 from topkube.job.spec import Metadata, Spec
@@ -184,11 +184,13 @@ def _with_changes(spec: Schema) -> Schema:
         _add_rule(field, "self == oldSelf", message)
         if "default" not in field:
             _add_rule(above, f"has(self.{path[-1]}) == has(oldSelf.{path[-1]})", message)
-    _add_rule(
-        spec,
-        "self.spread == oldSelf.spread || self.runPolicy.suspend || oldSelf.runPolicy.suspend",
-        "spread can be changed only while the job is suspended: set runPolicy.suspend first",
-    )
+    for path in WHILE_SUSPENDED:
+        name = ".".join(path)
+        _add_rule(
+            spec,
+            f"self.{name} == oldSelf.{name} || self.runPolicy.suspend || oldSelf.runPolicy.suspend",
+            f"{name} can be changed only while the job is suspended: set runPolicy.suspend first",
+        )
     return spec
 
 
