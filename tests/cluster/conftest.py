@@ -29,7 +29,7 @@ from target import OPERATOR, OPERATOR_NAMESPACE, Namespace, Target, wait_for
 
 from topkube.cli.cluster.api import Api, Where, connect, path_of
 from topkube.errors import ClusterError
-from topkube.job.crd import custom_resource_definition
+from topkube.job.crd import cached_dataset_definition, custom_resource_definition
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MANIFESTS = REPOSITORY / "manifests"
@@ -178,9 +178,10 @@ def breakable(installed: Target) -> Cluster:
 
 @pytest.fixture(scope="session")
 def admin(kubeconfig: Path) -> Api:
-    """The whole cluster; it knows the newest CRD."""
+    """The whole cluster; it knows the newest CRDs."""
     api = connect(Where(kubeconfig=kubeconfig))
-    apply(api, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", custom_resource_definition(rules=False))
+    for definition in (custom_resource_definition(rules=False), cached_dataset_definition()):
+        apply(api, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
     return api
 
 

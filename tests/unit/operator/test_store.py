@@ -6,6 +6,9 @@ import threading
 import time
 from typing import Any
 
+from simulated import job
+
+from topkube.job.cached_dataset import object_name
 from topkube_operator import names
 from topkube_operator.observed import Observed, Policy
 from topkube_operator.queue import WorkQueue
@@ -147,3 +150,59 @@ def test_the_earliest_of_several_appointments_counts() -> None:
     queue.add_after(("team", "late"), 100)
     queue.add(("team", "soon"))
     assert queue.get() == ("team", "soon")
+
+
+# The node cache.
+
+
+def _claim(namespace: str, phase: str = "Bound", **metadata: Any) -> dict[str, Any]:
+    known = {"name": "topkube-node-cache", "namespace": namespace, "uid": f"claim-{namespace}", **metadata}
+    return {"metadata": known, "status": {"phase": phase}}
+
+
+def _cached(uri: str, nodes: dict[str, int]) -> dict[str, Any]:
+    told = [{"name": name, "percent": percent} for name, percent in nodes.items()]
+    metadata = {"name": object_name(uri), "namespace": "team"}
+    return {"metadata": metadata, "spec": {"uri": uri}, "status": {"nodes": told}}
+
+
+def _node(name: str, ready: str = "True") -> dict[str, Any]:
+    labels = {"kubernetes.io/hostname": f"host-of-{name}"}
+    return {
+        "metadata": {"name": name, "labels": labels},
+        "status": {"conditions": [{"type": "Ready", "status": ready}]},
+    }
+
+
+def test_jobs_see_the_node_cache_of_their_namespace_and_the_nodes_that_are_warm_and_alive() -> None:
+    store, uri = Store(), "s3://bucket/x"
+    made = job(dataset={"uri": uri})
+    made["metadata"]["resourceVersion"] = "1"
+    store.put_job(made)
+
+    def seen() -> tuple[bool, dict[str, int]]:
+        observed = store.observe("uid-1", Policy(), None, {}, {}, made)
+        return observed.node_cache, dict(observed.warm)
+
+    store.replace_nodes([_node("a"), _node("b"), _node("dead", "Unknown")])
+    store.put_cached(_cached(uri, {"a": 100, "b": 20, "dead": 100, "gone": 100}))
+    assert seen() == (False, {})
+    assert store.put_claim(_claim("team", "Pending")) == set()
+    assert store.put_claim(_claim("elsewhere")) == set()
+    assert store.put_claim(_claim("team")) == {("team", "train")}, "jobs that wait for it are looked at"
+    assert store.put_claim(_claim("team")) == set()
+    assert seen() == (True, {"host-of-a": 100, "host-of-b": 20})
+    store.put_cached(_cached("s3://bucket/other", {"b": 100}))
+    assert seen()[1] == {"host-of-a": 100, "host-of-b": 20}
+    store.replace_cached(None, [])
+    assert seen() == (True, {})
+    assert store.put_claim(_claim("team", deletionTimestamp="2026-01-01T00:00:00Z")) == {("team", "train")}
+    assert seen() == (False, {})
+    store.put_claim(_claim("team"))
+    assert store.replace_claims(None, []) == {("team", "train")}
+
+
+def test_a_claim_of_another_name_is_no_node_cache() -> None:
+    store = Store()
+    store.put_claim(_claim("team", name="mine"))
+    assert not store.observe("uid-1", Policy(), None, {}, {}, job()).node_cache
