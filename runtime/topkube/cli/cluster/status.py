@@ -319,6 +319,8 @@ def _failure(status: dict[str, Any]) -> list[str]:
 def _cache(status: dict[str, Any]) -> list[str]:
     cache = status.get("cache") or {}
     lines = [f"  hit ratio {cache['hitRatio']}"] if cache.get("hitRatio") else []
+    if cache.get("remoteBytes") is not None:
+        lines.append(f"  {size(cache['remoteBytes'])} from the remote")
     return lines + [f"  {one['name']}  {size(one.get('cachedBytes') or 0)}" for one in cache.get("nodes") or ()]
 
 
