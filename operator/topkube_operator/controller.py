@@ -10,7 +10,7 @@ import http
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -48,7 +48,7 @@ class _Memory:
 
 
 class Controller:
-    """Reconciles jobs while `acting` says so."""
+    """Reconciles jobs while `acting` says so, by the admin's `policy` for each."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Controller:
         queue: WorkQueue,
         recorder: Recorder,
         metrics: OperatorMetrics,
-        policy: Policy,
+        policy: Callable[[Mapping[str, Any]], Policy],
         acting: Callable[[], bool],
     ) -> None:
         self._cluster, self._store, self._queue = cluster, store, queue
@@ -148,7 +148,7 @@ class Controller:
                 return wrote
             memory = self._memory(key, job["metadata"]["uid"])
             observed = self._store.observe(
-                job["metadata"]["uid"], self._policy, memory.report, memory.troubles, memory.logs, job
+                job["metadata"]["uid"], self._policy(job), memory.report, memory.troubles, memory.logs, job
             )
             plan = reconcile.plan(job, observed, datetime.now(UTC))
             if plan.logs:

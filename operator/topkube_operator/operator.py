@@ -15,9 +15,10 @@ from topkube.errors import TopKubeError
 from topkube_operator import credentials
 from topkube_operator.cluster import ApiError, Cluster
 from topkube_operator.controller import Controller
+from topkube_operator.gangs import Gangs, known_gang
 from topkube_operator.leadership import Leadership
 from topkube_operator.metrics import OperatorMetrics
-from topkube_operator.observed import Gang, Policy
+from topkube_operator.observed import Policy
 from topkube_operator.probes import Probes
 from topkube_operator.queue import WorkQueue
 from topkube_operator.recorder import Recorder
@@ -26,10 +27,6 @@ from topkube_operator.watching import CHILDREN, Watching
 
 _log = logging.getLogger(__name__)
 _STUCK_SECONDS = 120.0
-_GANGS: dict[Gang, tuple[str, str]] = {
-    "volcano": ("scheduling.volcano.sh", "v1beta1"),
-    "scheduler-plugins": ("scheduling.x-k8s.io", "v1alpha1"),
-}
 
 
 @dataclass(frozen=True)
@@ -79,8 +76,9 @@ class Operator:
         gang = known_gang(self.cluster)
         namespace = options.namespace if options.in_cluster else ""
         self.policy = replace(options.policy, seed=self.seed, gang=gang, operator_namespace=namespace)
+        gangs = Gangs(self.cluster, self.policy, self._gang_found)
         self.controller = Controller(
-            self.cluster, self.store, self.queue, self.recorder, self.metrics, self.policy, self.acting
+            self.cluster, self.store, self.queue, self.recorder, self.metrics, gangs.policy, self.acting
         )
         kinds = [*CHILDREN, *(["PodGroup"] if gang else [])]
         self.watching = Watching(self.cluster, self.store, options.namespaces, kinds, self.controller.woken)
@@ -94,6 +92,10 @@ class Operator:
             self._leadership.start()
         else:
             self._led(True)
+
+    def _gang_found(self) -> None:
+        if self.watching is not None:
+            self.watching.add("PodGroup")
 
     def stop(self) -> None:
         """Stops acting, hands the Lease over, ends the threads."""
@@ -167,12 +169,3 @@ def _seed(secret: dict[str, Any], name: str) -> bytes:
             next_step=f"delete it (the operator makes a new one), or give it {credentials.SEED_BYTES} random bytes",
         )
     return text
-
-
-def known_gang(cluster: Cluster) -> Gang | None:
-    """Which PodGroup the cluster has; the kind is then known to `cluster`."""
-    for gang, (group, version) in _GANGS.items():
-        if cluster.knows(group, version, "podgroups"):
-            cluster.learn("PodGroup", f"{group}/{version}", "podgroups")
-            return gang
-    return None

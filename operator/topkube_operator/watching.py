@@ -54,6 +54,14 @@ class Watching:
             threading.Thread(target=self._follow, args=(kind, namespace), name=name, daemon=True).start()
         threading.Thread(target=self._audit_forever, name="audit", daemon=True).start()
 
+    def add(self, kind: str) -> None:
+        """Follows one more kind; all of it has been listed when this returns. Raises ApiError."""
+        versions = [(namespace, self._list(kind, namespace)) for namespace in self._namespaces]
+        for namespace, version in versions:
+            self._tasks.append((kind, namespace))
+            name = f"watch-{kind}-{namespace or 'all'}"
+            threading.Thread(target=self._follow, args=(kind, namespace, version), name=name, daemon=True).start()
+
     def stop(self) -> None:
         self._stopped.set()
 
@@ -66,8 +74,8 @@ class Watching:
         oldest = time.monotonic() - _PATIENCE
         return all(self._heard.get(task, 0.0) > oldest or task in self._refused for task in self._tasks)
 
-    def _follow(self, kind: str, namespace: str | None) -> None:
-        version, pause = "", 0.2
+    def _follow(self, kind: str, namespace: str | None, version: str = "") -> None:
+        pause = 0.2
         while not self._stopped.is_set():
             try:
                 version = version or self._list(kind, namespace)
