@@ -316,6 +316,29 @@ def cache_section(stored: dict[str, Any]) -> dict[str, str]:
     return {"CACHE": generic(stored)}
 
 
+def metrics_section(stored: dict[str, Any]) -> dict[str, str]:
+    worker, operator, limits = stored["worker"], stored["operator"], stored["limits"]
+    step = f"{1e3 * stored['step_seconds']:.0f} ms"
+    bookkeeping = f"one step's counting and its record, {1e6 * stored['step_bookkeeping_seconds']:.0f} µs: of {step}"
+    rows = [
+        [bookkeeping, f"{stored['share_of_a_step']:.2%}", ""],
+        ["norms, sampled: at most, by a constant of the code", f"{stored['norms_at_most_share_of_time']:.2%}", ""],
+        [f"both together, of a step of {step}", f"{stored['together_at_most']:.2%}", f"{limits['share']:.1%}"],
+        [
+            f"a scrape of a worker with {worker['ranks']} ranks",
+            f"{1e3 * worker['scrape_seconds']:.0f} ms",
+            f"{1e3 * limits['worker_scrape_seconds']:.0f} ms",
+        ],
+        ["its series", str(worker["series"]), str(limits["worker_series"])],
+        [
+            f"a scrape of the operator with {operator['jobs']:,} running jobs, {operator['series']:,} series",
+            f"{1e3 * operator['scrape_seconds']:.0f} ms",
+            f"{1e3 * limits['operator_scrape_seconds']:.0f} ms",
+        ],
+    ]
+    return {"METRICS": table(["", "measured", "allowed"], rows)}
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
     "allreduce": allreduce_section,
     "select": select_section,
@@ -323,6 +346,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
     "overhead": overhead_section,
     "gpu": gpu_section,
     "cache": cache_section,
+    "metrics": metrics_section,
     **cluster_report.SECTIONS,
 }
 

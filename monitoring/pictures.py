@@ -4,22 +4,54 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
-import textwrap
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from monitoring.dashboards import DASHBOARDS
 from monitoring.grafana import WIDTH, Dashboard, Panel
 from monitoring.prometheus import Prometheus, Series, chosen, named
 
 _COLOURS = ("#2f6fb7", "#e9a23b", "#4aa37c", "#cf4f4f", "#7d5fb2", "#5b6b7b", "#c77fb5", "#8a7a4d")
-_LINE_INCHES, _COLUMN_INCHES = 0.38, 0.62
+_OF_NAME = {
+    "Pending": "#b9c2cc",
+    "Starting": "#8ab6e8",
+    "Running": "#4aa37c",
+    "Restarting": "#e9a23b",
+    "Suspended": "#7d5fb2",
+    "Succeeded": "#2f6fb7",
+    "Failed": "#cf4f4f",
+    "error": "#cf4f4f",
+}
+"""Colours that mean something; every other name takes the next of _COLOURS."""
+_GREY, _LINE = "#5b6b7b", "#d9dee4"
+_COLUMN, _ROW, _HEADING, _TITLE, _GAP = 0.56, 0.27, 0.34, 0.5, 0.06
+"""Inches: a column and a line of the grid, the heading of a row and of the page, the gap between two panels."""
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A rectangle in inches from the top left of the picture."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+    def inside(self, left: float, top: float, right: float, bottom: float) -> _Box:
+        return _Box(self.left + left, self.top + top, self.width - left - right, self.height - top - bottom)
+
+    def on(self, figure: Any) -> tuple[float, float, float, float]:
+        """As matplotlib places axes: shares of the figure, from its bottom left."""
+        width, height = figure.get_size_inches()
+        return self.left / width, 1 - (self.top + self.height) / height, self.width / width, self.height / height
 
 
 def draw(
@@ -29,108 +61,185 @@ def draw(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines, places = _places(dashboard)
-    figure = pyplot.figure(figsize=(WIDTH * _COLUMN_INCHES, lines * _LINE_INCHES + 0.9), facecolor="white")
-    figure.suptitle(f"{dashboard.title}", x=0.01, ha="left", fontsize=13, fontweight="bold")
-    grid = figure.add_gridspec(
-        lines, WIDTH, left=0.035, right=0.99, top=1 - 0.5 / (lines * _LINE_INCHES + 0.9), bottom=0.03
-    )
+    headings, panels, height = _places(dashboard)
+    figure = pyplot.figure(figsize=(WIDTH * _COLUMN, height), facecolor="white")
+    figure.text(0.006, 1 - 0.3 / height, dashboard.title, fontsize=13, fontweight="bold")
+    for title, top in headings:
+        figure.text(0.006, 1 - (top + 0.24) / height, title, fontsize=10, color=_GREY, fontweight="bold")
     end = time.time()
-    for title, y in [(row, y) for row, y, panel in places if panel is None for row in [row]]:
-        axes = figure.add_subplot(grid[y : y + 1, :])
-        axes.axis("off")
-        axes.text(0, 0.2, str(title), fontsize=10, color="#5b6b7b", fontweight="bold")
-    for x, y, panel in places:
-        if panel is None:
-            continue
-        axes = figure.add_subplot(grid[y : y + panel.height, int(x) : int(x) + panel.width])
-        _panel(axes, prometheus, panel, (end - seconds, end), interval, choices)
+    for panel, box in panels:
+        _card(figure, panel, box)
+        found = _answers(prometheus, panel, (end - seconds, end), interval, choices)
+        _KINDS[panel.kind](figure, panel, box, found, (end - seconds, end))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=90)
     pyplot.close(figure)
 
 
-def _places(dashboard: Dashboard) -> tuple[int, list[tuple[Any, int, Panel | None]]]:
-    """Lines in all, and (column, line, panel); a row's heading as (title, line, None)."""
-    places: list[tuple[Any, int, Panel | None]] = []
-    y = 0
+def _places(dashboard: Dashboard) -> tuple[list[tuple[str, float]], list[tuple[Panel, _Box]], float]:
+    """Headings with their height, panels with their boxes, and the height of it all."""
+    headings, panels, top = [], [], _TITLE
     for row in dashboard.rows:
-        places.append((row.title, y, None))
-        y, x, tallest = y + 1, 0, 0
+        headings.append((row.title, top))
+        top, x, tallest = top + _HEADING, 0, 0
         for panel in row.panels:
             if x + panel.width > WIDTH:
-                x, y, tallest = 0, y + tallest, 0
-            places.append((x, y, panel))
+                x, top, tallest = 0, top + tallest * _ROW, 0
+            box = _Box(x * _COLUMN, top, panel.width * _COLUMN, panel.height * _ROW)
+            panels.append((panel, box.inside(_GAP, _GAP, _GAP, _GAP)))
             x, tallest = x + panel.width, max(tallest, panel.height)
-        y += tallest
-    return y, places
+        top += tallest * _ROW
+    return headings, panels, top + _GAP
 
 
-def _panel(
-    axes: Any, prometheus: Prometheus, panel: Panel, span: tuple[float, float], interval: str, choices: dict[str, str]
-) -> None:
-    """One panel into its axes, with a margin for its title and ticks."""
-    box = axes.get_position()
-    axes.set_position([box.x0 + 0.012, box.y0 + 0.25 * box.height, box.width - 0.03, 0.55 * box.height])
-    axes.set_title(panel.title, fontsize=9, loc="left", fontweight="bold")
+def _card(figure: Any, panel: Panel, box: _Box) -> None:
+    """The panel's frame and title."""
+    from matplotlib.patches import Rectangle
+
+    left, bottom, width, height = box.on(figure)
+    frame = Rectangle((left, bottom), width, height, fill=False, edgecolor=_LINE, linewidth=0.8)
+    figure.add_artist(frame)
+    place = box.inside(0.1, 0.2, 0, 0)
+    figure.text(
+        place.on(figure)[0], 1 - place.top / figure.get_size_inches()[1], panel.title, fontsize=8.5, va="center"
+    )
+
+
+def _answers(
+    prometheus: Prometheus, panel: Panel, span: tuple[float, float], interval: str, choices: dict[str, str]
+) -> list[tuple[str, Series]]:
     found: list[tuple[str, Series]] = []
     for query in panel.queries:
         expression = chosen(query.expression, interval, **choices)
         if panel.kind == "timeseries":
-            answer = prometheus.query_range(expression, *span, step=(span[1] - span[0]) / 200)
+            answer = prometheus.query_range(expression, *span, step=max(1.0, (span[1] - span[0]) / 200))
         else:
             answer = prometheus.query(expression)
         found += [(named(query.legend, one.labels), one) for one in answer]
-    draw_kind = {"timeseries": _lines, "stat": _numbers, "bargauge": _bars, "table": _table}[panel.kind]
-    draw_kind(axes, panel, sorted(found, key=lambda one: one[0]))
+    order = list(_OF_NAME)
+    return sorted(found, key=lambda one: (order.index(one[0]) if one[0] in order else -1, one[0]))
 
 
-def _lines(axes: Any, panel: Panel, found: Sequence[tuple[str, Series]]) -> None:
+def _colours(names: Sequence[str]) -> dict[str, str]:
+    plain = [name for name in dict.fromkeys(names) if name not in _OF_NAME]
+    return _OF_NAME | {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(plain)}
+
+
+def _lines(figure: Any, panel: Panel, box: _Box, found: list[tuple[str, Series]], span: tuple[float, float]) -> None:
+    axes = figure.add_axes(box.inside(0.62, 0.36, 0.14, 0.5).on(figure))
+    if panel.stacked:  # what is zero all the time needs no place in the legend
+        found = [(name, one) for name, one in found if any(value > 0 for _, value in one.points)]
+    colours = _colours([name for name, _ in found])
     if panel.stacked and found:
         times = sorted({at for _, one in found for at, _ in one.points})
-        stack = [[dict(one.points).get(at, 0.0) for at in times] for _, one in found]
-        axes.stackplot(times, stack, labels=[name for name, _ in found], colors=_COLOURS, alpha=0.8)
+        values = [dict(one.points) for _, one in found]
+        stack = [[known.get(at, 0.0) if math.isfinite(known.get(at, 0.0)) else 0.0 for at in times] for known in values]
+        names = [name for name, _ in found]
+        axes.stackplot(times, stack, labels=names, colors=[colours[name] for name in names], alpha=0.85)
     else:
-        for index, (name, one) in enumerate(found):
-            at, values = zip(*one.points, strict=True)
-            axes.plot(at, values, label=name, color=_COLOURS[index % len(_COLOURS)], linewidth=1.2)
+        for name, one in found:
+            axes.plot(*_with_gaps(one), label=name, color=colours[name], linewidth=1.3)
+    axes.set_xlim(*span)
     if panel.logarithmic:
         axes.set_yscale("log")
     elif panel.least is not None:
-        axes.set_ylim(bottom=panel.least)
+        axes.set_ylim(bottom=panel.least, top=panel.most * 1.04 if panel.most else None)
+    axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator() if panel.logarithmic else MaxNLocator(5))
+    axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, panel.unit)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: time.strftime("%H:%M:%S", time.gmtime(at))))
-    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
-    axes.tick_params(labelsize=7)
+    minutes = max(1, round((span[1] - span[0]) / 300)) * 60
+    axes.xaxis.set_major_locator(FixedLocator([span[1] - minutes * step for step in range(6)]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _ago(span[1] - at)))
+    axes.tick_params(labelsize=7, length=2, color=_LINE, labelcolor=_GREY)
     axes.grid(alpha=0.25)
+    for side in axes.spines.values():
+        side.set_color(_LINE)
+    for name in ("top", "right"):
+        axes.spines[name].set_visible(False)
     if found:
-        axes.legend(fontsize=6.5, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=4, frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+        longest = max(len(name) for name, _ in found)
+        corner = _Box(box.left + 0.05, box.top, 0, box.height - 0.29).on(figure)
+        figure.legend(
+            *axes.get_legend_handles_labels(),
+            loc="upper left",
+            bbox_to_anchor=corner[:2],
+            fontsize=7,
+            ncol=max(1, int(box.width / (0.35 + 0.062 * longest))),
+            frameon=False,
+            handlelength=1,
+            columnspacing=1.2,
+            handletextpad=0.5,
+            borderaxespad=0,
+            borderpad=0.1,
+            labelspacing=0.2,
+            labelcolor=_GREY,
+        )
 
 
-def _numbers(axes: Any, panel: Panel, found: Sequence[tuple[str, Series]]) -> None:
+def _with_gaps(one: Series) -> tuple[list[float], list[float]]:
+    """Times and values, with a hole where nothing was known for more than three steps of the plot."""
+    usual = min((after[0] - before[0] for before, after in itertools.pairwise(one.points)), default=0.0)
+    times, values, last = [], [], math.inf
+    for at, value in one.points:
+        if at - last > 3 * usual:
+            times.append(at - usual)
+            values.append(math.nan)
+        times.append(at)
+        values.append(value)
+        last = at
+    return times, values
+
+
+def _numbers(figure: Any, panel: Panel, box: _Box, found: list[tuple[str, Series]], span: tuple[float, float]) -> None:
+    axes = figure.add_axes(box.inside(0.1, 0.3, 0.1, 0.08).on(figure))
     axes.axis("off")
+    colours = _colours(["" if len(found) == 1 else name for name, _ in found])
     for index, (name, one) in enumerate(found):
-        x = (index + 0.5) / len(found)
-        axes.text(x, 0.45, shown(one.points[-1][1], panel.unit), ha="center", fontsize=15, color=_COLOURS[0])
-        if len(found) > 1:
-            axes.text(x, -0.15, name, ha="center", fontsize=8, color="#5b6b7b")
+        x, several = (index + 0.5) / len(found), len(found) > 1
+        text, colour = shown(one.points[-1][1], panel.unit), colours["" if not several else name]
+        axes.text(x, 0.62 if several else 0.5, text, ha="center", va="center", fontsize=15, color=colour)
+        if several:
+            axes.text(x, 0.14, name, ha="center", va="center", fontsize=8, color=_GREY)
 
 
-def _bars(axes: Any, panel: Panel, found: Sequence[tuple[str, Series]]) -> None:
-    axes.barh([name for name, _ in found], [one.points[-1][1] for _, one in found], color=_COLOURS[0], height=0.5)
-    axes.set_xlim(0, panel.most)
-    axes.set_ylim(-1, max(3, len(found)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, panel.unit)))
-    axes.tick_params(labelsize=8)
-
-
-def _table(axes: Any, panel: Panel, found: Sequence[tuple[str, Series]]) -> None:
+def _bars(figure: Any, panel: Panel, box: _Box, found: list[tuple[str, Series]], span: tuple[float, float]) -> None:
+    axes = figure.add_axes(box.inside(0.15, 0.4, 0.15, 0.15).on(figure))
     axes.axis("off")
-    for index, (_, one) in enumerate(found):
-        text = "   ".join(f"{name}: {value}" for name, value in sorted(one.labels.items()) if name != "__name__")
-        axes.text(0, 0.8 - 0.3 * index, "\n".join(textwrap.wrap(text, 100)), fontsize=8, va="top")
+    most = panel.most or max((one.points[-1][1] for _, one in found), default=1.0) or 1.0
+    axes.set_xlim(0, most)
+    axes.set_ylim(-max(4, len(found)), 0)
+    for index, (name, one) in enumerate(found):
+        y, value = -index - 0.7, one.points[-1][1]
+        axes.barh([y], [most], color="#eef1f4", height=0.34)
+        axes.barh([y], [value], color=_COLOURS[0], height=0.34)
+        axes.text(0, y + 0.34, name, fontsize=7.5, color=_GREY, va="center")
+        axes.text(most, y + 0.34, shown(value, panel.unit), fontsize=7.5, ha="right", va="center")
+
+
+def _table(figure: Any, panel: Panel, box: _Box, found: list[tuple[str, Series]], span: tuple[float, float]) -> None:
+    axes = figure.add_axes(box.inside(0.1, 0.34, 0.1, 0.08).on(figure))
+    axes.axis("off")
+    names = sorted({name for _, one in found for name in one.labels if name != "__name__"})
+    if not names:
+        axes.text(0.5, 0.5, "nothing", ha="center", va="center", fontsize=8, color=_GREY)
+        return
+    rows = [[one.labels.get(name, "") for name in names] for _, one in found]
+    widths = [max(len(text) for text in [name, *(row[index] for row in rows)]) for index, name in enumerate(names)]
+    lines = max(2.0, axes.get_position().height * figure.get_size_inches()[1] / 0.19)
+    for number, row in enumerate([names, *rows[: int(lines) - 1]]):
+        x = 0.0
+        for text, width in zip(row, widths, strict=True):
+            axes.text(
+                x, 1 - (number + 0.5) / lines, text, fontsize=7.5, va="center", color="black" if number else _GREY
+            )
+            x += (width + 2) / (sum(widths) + 2 * len(widths))
+
+
+def _ago(seconds: float) -> str:
+    return f"-{seconds / 60:.0f} min" if round(seconds / 60) else "now"
+
+
+_KINDS = {"timeseries": _lines, "stat": _numbers, "bargauge": _bars, "table": _table}
 
 
 def _scaled(value: float, suffixes: Sequence[str], base: float = 1000.0) -> str:

@@ -2,19 +2,27 @@
 scrape, so that a job's series end with the job and nothing has to be forgotten).
 
 Per-job series carry the job's own `namespace`: Prometheus keeps it only with `honor_labels`.
+
+The series of jobs are written as text here: prometheus_client makes several objects of each sample, which for a
+thousand jobs takes longer than all the rest of a scrape.
 """
 
 from __future__ import annotations
 
 import datetime
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.core import Metric as Family
-from prometheus_client.registry import Collector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from topkube import __version__
 from topkube.job.status import Phase
@@ -52,6 +60,7 @@ JOB_FAILURE = Metric(
     "1 for a job with a failed attempt: the pod and rank that failed first, and the reason.",
     (*JOB, "pod", "rank", "reason"),
 )
+_OF_JOBS = (JOBS, JOB_PHASE, JOB_PHASE_SINCE, JOB_RESTARTS, JOB_PROGRESS, JOB_FAILURE)
 TRANSITIONS = Metric(
     "topkube_job_transitions_total", "counter", f"Jobs that entered a phase: {', '.join(PHASES)}.", ("phase",)
 )
@@ -66,37 +75,41 @@ RECONCILE_SECONDS = Metric("topkube_reconcile_seconds", "histogram", "Seconds of
 LEADER = Metric("topkube_leader", "gauge", "1 on the replica that acts, 0 on those that stand by.")
 
 METRICS = (
-    *(JOBS, JOB_PHASE, JOB_PHASE_SINCE, JOB_RESTARTS, JOB_PROGRESS, JOB_FAILURE, TRANSITIONS, RESTARTS),
-    *(START_SECONDS, RECONCILES, RECONCILE_SECONDS, LEADER),
+    *_OF_JOBS,
+    *(TRANSITIONS, RESTARTS, START_SECONDS, RECONCILES, RECONCILE_SECONDS, LEADER),
 )
 
 
 class OperatorMetrics:
-    """All metrics of one operator, in a registry of their own. `jobs` gives the stored TrainingJobs, as plain data,
-    from the watch cache; it is called at every scrape."""
+    """All metrics of one operator. `jobs` gives the stored TrainingJobs, as plain data, from the watch cache; it is
+    called at every scrape."""
 
     def __init__(self, jobs: Callable[[], Iterable[Mapping[str, Any]]] = tuple) -> None:
         disable_created_metrics()  # a series of its own beside each counter, which nothing here asks for
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(JobsCollector(jobs))
-        ProcessCollector(registry=self.registry)  # processor time and memory
-        build = Gauge(BUILD.name, BUILD.help, BUILD.labels, registry=self.registry)
+        self._jobs = jobs
+        self._events = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self._events)  # processor time and memory
+        build = Gauge(BUILD.name, BUILD.help, BUILD.labels, registry=self._events)
         build.labels("operator", __version__).set(1)
         self._transitions = self._counter(TRANSITIONS, PHASES)
         self._restarts = self._counter(RESTARTS, REASONS)
         self._reconciles = self._counter(RECONCILES, OUTCOMES)
         self._start = self._histogram(START_SECONDS, _START_BUCKETS)
         self._reconcile = self._histogram(RECONCILE_SECONDS, _RECONCILE_BUCKETS)
-        self._leader = Gauge(LEADER.name, LEADER.help, registry=self.registry)
+        self._leader = Gauge(LEADER.name, LEADER.help, registry=self._events)
+
+    def text(self) -> bytes:
+        """What /metrics answers, in Prometheus's text format."""
+        return generate_latest(self._events) + _jobs_text(self._jobs()).encode()
 
     def _counter(self, metric: Metric, values: tuple[str, ...]) -> Counter:
-        counter = Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+        counter = Counter(metric.name, metric.help, metric.labels, registry=self._events)
         for value in values:
             counter.labels(value)  # from 0 on: a rate sees the first increase
         return counter
 
     def _histogram(self, metric: Metric, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(metric.name, metric.help, metric.labels, buckets=buckets, registry=self.registry)
+        return Histogram(metric.name, metric.help, metric.labels, buckets=buckets, registry=self._events)
 
     def entered(self, phase: str) -> None:
         """A job has entered `phase`."""
@@ -121,45 +134,48 @@ class OperatorMetrics:
         self._leader.set(leader)
 
 
-class JobsCollector(Collector):
+def _jobs_text(jobs: Iterable[Mapping[str, Any]]) -> str:
     """The series of all jobs, from what is stored now. Finished jobs are counted, and have no series of their own but
     the failure of those that failed."""
+    lines: dict[Metric, list[str]] = {metric: [] for metric in _OF_JOBS}
+    counts: Counts[tuple[str, str]] = Counts()
+    for job in jobs:
+        metadata, status = job.get("metadata") or {}, job.get("status") or {}
+        name = (str(metadata.get("namespace", "")), str(metadata.get("name", "")))
+        phase = str(status.get("phase") or "Pending")
+        counts[name[0], phase] += 1
+        first = status.get("firstFailure") or {}
+        if first and phase != "Succeeded":
+            rank = "" if first.get("rank") is None else str(first["rank"])
+            values = (*name, first.get("pod") or "", rank, first.get("reason") or "")
+            lines[JOB_FAILURE].append(_line(JOB_FAILURE, values, 1))
+        if phase in FINISHED:
+            continue
+        restarts = (status.get("restarts") or 0) + (status.get("disruptions") or 0)
+        lines[JOB_PHASE].append(_line(JOB_PHASE, (*name, phase), 1))
+        lines[JOB_RESTARTS].append(_line(JOB_RESTARTS, name, restarts))
+        if (entered := _entered(metadata, status)) is not None:
+            lines[JOB_PHASE_SINCE].append(_line(JOB_PHASE_SINCE, name, entered))
+        done = status.get("progress") or {}
+        if done.get("totalSteps"):
+            ratio = min(1.0, (done.get("step") or 0) / done["totalSteps"])
+            lines[JOB_PROGRESS].append(_line(JOB_PROGRESS, name, ratio))
+    for namespace in sorted({namespace for namespace, _ in counts}):
+        lines[JOBS] += [_line(JOBS, (namespace, phase), counts[namespace, phase]) for phase in PHASES]
+    return "".join(
+        f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n{''.join(found)}"
+        for metric, found in lines.items()
+    )
 
-    def __init__(self, jobs: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
-        self._jobs = jobs
 
-    def describe(self) -> Iterable[Family]:
-        return ()
+def _line(metric: Metric, values: Sequence[str], value: float) -> str:
+    """A sample in Prometheus's text format."""
+    labels = ",".join(f'{name}="{_escaped(one)}"' for name, one in zip(metric.labels, values, strict=True))
+    return f"{metric.name}{{{labels}}} {float(value)!r}\n"
 
-    def collect(self) -> Iterator[Family]:
-        phase_of, since, restarts, progress, failure = (
-            GaugeMetricFamily(one.name, one.help, labels=one.labels)
-            for one in (JOB_PHASE, JOB_PHASE_SINCE, JOB_RESTARTS, JOB_PROGRESS, JOB_FAILURE)
-        )
-        counts: Counts[tuple[str, str]] = Counts()
-        for job in self._jobs():
-            metadata, status = job.get("metadata") or {}, job.get("status") or {}
-            name = (str(metadata.get("namespace", "")), str(metadata.get("name", "")))
-            phase = str(status.get("phase") or "Pending")
-            counts[name[0], phase] += 1
-            first = status.get("firstFailure") or {}
-            if first and phase != "Succeeded":
-                rank = "" if first.get("rank") is None else str(first["rank"])
-                failure.add_metric((*name, first.get("pod") or "", rank, first.get("reason") or ""), 1)
-            if phase in FINISHED:
-                continue
-            phase_of.add_metric((*name, phase), 1)
-            restarts.add_metric(name, (status.get("restarts") or 0) + (status.get("disruptions") or 0))
-            if (entered := _entered(metadata, status)) is not None:
-                since.add_metric(name, entered)
-            done = status.get("progress") or {}
-            if done.get("totalSteps"):
-                progress.add_metric(name, min(1.0, (done.get("step") or 0) / done["totalSteps"]))
-        jobs = GaugeMetricFamily(JOBS.name, JOBS.help, labels=JOBS.labels)
-        for namespace in {namespace for namespace, _ in counts}:
-            for phase in PHASES:
-                jobs.add_metric((namespace, phase), counts[namespace, phase])
-        yield from (jobs, phase_of, since, restarts, progress, failure)
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
 def _entered(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> float | None:

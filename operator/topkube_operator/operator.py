@@ -82,7 +82,7 @@ class Operator:
         )
         kinds = [*CHILDREN, *(["PodGroup"] if gang else [])]
         self.watching = Watching(self.cluster, self.store, options.namespaces, kinds, self.controller.woken)
-        self.probes = Probes(options.metrics_port, self.metrics.registry, self.unhealthy, self.unready)
+        self.probes = Probes(options.metrics_port, self.metrics.text, self.unhealthy, self.unready)
         self.probes.start()
         self.recorder.start()
         self.watching.start()

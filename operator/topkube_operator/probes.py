@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 Check = Callable[[], str]
@@ -14,16 +13,16 @@ Check = Callable[[], str]
 
 
 class Probes:
-    """Serves on `port` (0: a free one) until `stop`."""
+    """Serves on `port` (0: a free one) until `stop`. `metrics` gives what /metrics answers."""
 
-    def __init__(self, port: int, registry: CollectorRegistry, healthy: Check, ready: Check, host: str = "") -> None:
+    def __init__(self, port: int, metrics: Callable[[], bytes], healthy: Check, ready: Check, host: str = "") -> None:
         checks = {"/healthz": healthy, "/readyz": ready}
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 path = self.path.partition("?")[0]
                 if path == "/metrics":
-                    self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+                    self._answer(200, metrics(), CONTENT_TYPE_LATEST)
                 elif path in checks:
                     wrong = checks[path]()
                     self._answer(503 if wrong else 200, (wrong or "ok").encode() + b"\n", "text/plain")

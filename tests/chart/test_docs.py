@@ -16,6 +16,7 @@ import yaml
 
 from monitoring.alerts import ALERTS
 from monitoring.generated import ROOT
+from topkube.cli import reference
 from topkube.cli.app import app
 from topkube.job import TrainingJob
 
@@ -82,9 +83,21 @@ def test_python_in_the_docs_compiles(page: Path) -> None:
         compile(text, str(page), "exec")
 
 
+def test_the_reference_of_commands_is_fresh() -> None:
+    page = (DOCS / "cli-reference.md").read_text()
+    assert page == reference.markdown() + "\n", "python -m topkube.cli.reference > docs/cli-reference.md"
+
+
+def test_every_command_is_told_of() -> None:
+    """In the guide too, not just in the reference."""
+    guide = (DOCS / "cli.md").read_text()
+    for name in re.findall(r"^## topkube (\w+)", reference.markdown(), re.M):
+        assert re.search(rf"^## topkube {name}\b", guide, re.M), name
+
+
 def test_values_that_the_docs_set_are_valid() -> None:
     text = "".join(page.read_text() for page in PAGES)
-    sets = re.findall(r"--set ([\w.]+=[^\s`]+)", text)
+    sets = [one.replace("'", "") for one in re.findall(r"--set ([\w.]+=[^\s`]+)", text)]
     assert len(sets) >= 4
     with helm.Chart.load(ROOT / "charts/topkube") as chart:
         for one in sets:
@@ -129,6 +142,17 @@ def test_the_quickstart_runs() -> None:
             [sys.executable, "-m", "topkube.cli", *command[1:]], capture_output=True, text=True, timeout=120
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_what_the_docs_show_of_a_plan_is_what_it_prints() -> None:
+    shown = [block for block in blocks(DOCS / "cli.md", "console") if block.startswith("$ topkube plan ")]
+    assert shown
+    for block in shown:
+        command, _, said = block.removeprefix("$ ").partition("\n")
+        ended = subprocess.run(
+            [sys.executable, "-m", "topkube.cli", *shlex.split(command)[1:]], capture_output=True, text=True, timeout=60
+        )
+        assert [line.rstrip() for line in ended.stdout.splitlines()] == said.splitlines()
 
 
 def test_the_scrape_configuration_is_one(tmp_path: Path) -> None:

@@ -102,9 +102,14 @@ def installed(target: Target, once: Once) -> Target:
     return target
 
 
-def _install(target: Target) -> None:
+def apply_manifests(target: Target) -> None:
+    """Installs the operator as a person would."""
     for file in ("namespace", "crd", "crd-cached-datasets", "rbac", "operator", "webhook"):
         target.apply(manifest(file))
+
+
+def _install(target: Target) -> None:
+    apply_manifests(target)
     if target.local is not None:  # the image may be newer than the pods that run
         target.core.delete_collection_namespaced_pod(OPERATOR_NAMESPACE, grace_period_seconds=1)
 
@@ -158,6 +163,11 @@ def _has_account(target: Target, name: str) -> bool:
         return bool(target.core.read_namespaced_service_account("default", name))
     except ApiException:
         return False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The chart's tests come first: they install and uninstall the operator, before there is the session's own."""
+    items.sort(key=lambda item: item.path.name != "test_chart_life.py")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import pytest
-from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from topkube_operator.metrics import METRICS, PHASES, OperatorMetrics
@@ -20,7 +19,7 @@ def job(name: str, phase: str | None = None, **status: Any) -> dict[str, Any]:
 def scrape(metrics: OperatorMetrics) -> dict[tuple[str, ...], float]:
     """(name, label values in the order of their names) and the value."""
     found = {}
-    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
+    for family in text_string_to_metric_families(metrics.text().decode()):
         for sample in family.samples:
             found[sample.name, *(value for _, value in sorted(sample.labels.items()))] = sample.value
     return found
@@ -90,9 +89,17 @@ def test_a_stored_object_that_is_odd_does_not_end_the_scrape(broken: dict[str, A
     assert scrape(OperatorMetrics(lambda: [broken]))["topkube_leader",] == 0
 
 
+def test_values_that_need_quoting_come_back_as_they_were() -> None:
+    reason = 'say "no"\\\nand more'
+    found = scrape(
+        OperatorMetrics(lambda: [job("a-1", "Failed", firstFailure={"reason": reason, "pod": "a-1-worker"})])
+    )
+    assert found["topkube_job_first_failure_info", "ml", "a-1-worker", "", reason, "a-1"] == 1
+
+
 def test_every_metric_is_served_with_its_labels() -> None:
     running = job("a", "Running", progress={"totalSteps": 2}, firstFailure={"reason": "Error"})
-    families = text_string_to_metric_families(generate_latest(OperatorMetrics(lambda: [running]).registry).decode())
+    families = text_string_to_metric_families(OperatorMetrics(lambda: [running]).text().decode())
     samples = [sample for family in families for sample in family.samples]
     served = {(one.name, frozenset(one.labels) - {"le"}) for one in samples if one.name.startswith("topkube_")} - {
         ("topkube_build_info", frozenset({"component", "version"}))
@@ -106,6 +113,6 @@ def test_a_thousand_jobs_are_served_within_100_ms() -> None:
     seconds = []
     for _ in range(5):
         start = time.process_time()
-        generate_latest(metrics.registry)
+        metrics.text()
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.1

@@ -19,3 +19,36 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{- /* Objects of the cluster itself have one name for all releases: say whose they are, and what to set. */ -}}
+{{- define "topkube.checkOwners" -}}
+{{- $name := include "topkube.operator" . -}}
+{{- $roles := ternary $name (printf "%s-cluster" $name) (empty .Values.namespaces) -}}
+{{- $wanted := list -}}
+{{- if .Values.crds.install -}}
+{{- range list "trainingjobs.topkube.dev" "cacheddatasets.topkube.dev" -}}
+{{- $wanted = append $wanted (list "apiextensions.k8s.io/v1" "CustomResourceDefinition" . "set crds.install=false to leave it as it is") -}}
+{{- end -}}
+{{- end -}}
+{{- if .Values.rbac.create -}}
+{{- $wanted = append $wanted (list "rbac.authorization.k8s.io/v1" "ClusterRole" $roles "give this release another name, or set fullnameOverride") -}}
+{{- end -}}
+{{- if .Values.rbac.userRoles -}}
+{{- $wanted = append $wanted (list "rbac.authorization.k8s.io/v1" "ClusterRole" "topkube-view" "set rbac.userRoles=false") -}}
+{{- end -}}
+{{- if .Values.webhook.enabled -}}
+{{- $wanted = append $wanted (list "admissionregistration.k8s.io/v1" "ValidatingWebhookConfiguration" .Values.webhook.name "set webhook.name to another name") -}}
+{{- end -}}
+{{- range $wanted -}}
+{{- $found := lookup (index . 0) (index . 1) "" (index . 2) -}}
+{{- if $found -}}
+{{- $marks := $found.metadata.annotations | default dict -}}
+{{- $release := get $marks "meta.helm.sh/release-name" -}}
+{{- $namespace := get $marks "meta.helm.sh/release-namespace" -}}
+{{- if not (and (eq $release $.Release.Name) (eq $namespace $.Release.Namespace)) -}}
+{{- $owner := ternary (printf "belongs to release %s in namespace %s" $release $namespace) "was not installed by Helm" (ne $release "") -}}
+{{- fail (printf "%s %s is there already and %s. Next: %s; docs/install.md tells how to move an installation to Helm" (index . 1) (index . 2) $owner (index . 3)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

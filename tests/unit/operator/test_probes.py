@@ -21,7 +21,7 @@ def test_probes_say_what_is_wrong_and_metrics_are_served() -> None:
     wrong = {"healthy": "", "ready": "the cluster has not been listed yet"}
     metrics = OperatorMetrics()
     metrics.leads(True)
-    probes = Probes(0, metrics.registry, lambda: wrong["healthy"], lambda: wrong["ready"], "127.0.0.1")
+    probes = Probes(0, metrics.text, lambda: wrong["healthy"], lambda: wrong["ready"], "127.0.0.1")
     probes.start()
     try:
         assert ask(probes.port, "/healthz") == (200, "ok\n")

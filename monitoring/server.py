@@ -1,4 +1,4 @@
-"""A real Prometheus on loopback that scrapes given targets."""
+"""A real Prometheus on loopback that scrapes given targets: Debian's package, `apt-get install prometheus`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from monitoring.generated import ROOT
 from monitoring.prometheus import Prometheus
 
 BINARY = shutil.which("prometheus")
-INTERVAL = "20s"
-"""What stands for $__rate_interval: long enough for two scrapes on a machine that is busy."""
+INTERVAL = "60s"
+"""What stands for $__rate_interval: two scrapes of `prometheus` are in it on the busiest of machines."""
 
 
 def target(name: str, address: str, *, honor_labels: bool = False, **labels: str) -> dict[str, Any]:
@@ -30,17 +30,23 @@ def target(name: str, address: str, *, honor_labels: bool = False, **labels: str
     }
 
 
+def files(name: str, path: Path) -> dict[str, Any]:
+    """A scrape job whose targets, as [{"targets": [...], "labels": {...}}], stand in a JSON file that may change."""
+    return {"job_name": name, "file_sd_configs": [{"files": [str(path)], "refresh_interval": "1s"}]}
+
+
 @contextlib.contextmanager
-def prometheus(directory: Path, targets: list[dict[str, Any]]) -> Iterator[Prometheus]:
-    """Scrapes `targets` every second and evaluates the alerts; ends with the block."""
+def prometheus(directory: Path, jobs: Sequence[dict[str, Any]], seconds: int = 2) -> Iterator[Prometheus]:
+    """Runs scrape `jobs` and evaluates the alerts every so many seconds; ends with the block."""
     assert BINARY is not None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    every = f"{seconds}s"
     config = {
-        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
         "rule_files": [str(ROOT / "charts/topkube/files/alerts.yaml")],
-        "scrape_configs": targets,
+        "scrape_configs": list(jobs),
     }
     (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
     with (directory / "prometheus.log").open("wb") as log:
@@ -54,15 +60,17 @@ def prometheus(directory: Path, targets: list[dict[str, Any]]) -> Iterator[Prome
             stdout=log,
             stderr=subprocess.STDOUT,
         )
+    found = Prometheus(f"http://127.0.0.1:{port}")
     try:
-        yield Prometheus(f"http://127.0.0.1:{port}")
+        wait_until(lambda: found.ask("status/runtimeinfo"), "Prometheus to answer", 30)
+        yield found
     finally:
         server.terminate()
         server.wait(20)
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-    """The first true value of `condition`; a connection that is refused counts as not yet."""
+    """The first true value of `condition`; a connection that is refused counts as not yet. Raises AssertionError."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(OSError):

@@ -1,0 +1,70 @@
+"""What Prometheus would scrape on a cluster, by the chart's own monitors. Debian's Prometheus knows no Kubernetes: it
+reads its targets from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import yaml
+from releases import REPOSITORY
+from target import Target
+
+from monitoring.server import files
+
+
+def _monitor(kind: str) -> dict[str, Any]:
+    """The spec of the chart's monitor of that kind."""
+    wanted = {"metrics": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}
+    with helm.Chart.load(REPOSITORY / "charts/topkube") as chart:
+        text = chart.render(wanted)["topkube/templates/monitoring.yaml"]
+    (spec,) = (one["spec"] for one in yaml.safe_load_all(text) if one and one["kind"] == kind)
+    assert isinstance(spec, dict)
+    return spec
+
+
+def _targets(on: Target, labels: dict[str, str], port: str, namespaces: Collection[str]) -> list[dict[str, Any]]:
+    selector = ",".join(f"{name}={value}" for name, value in labels.items())
+    found = []
+    for pod in on.core.list_pod_for_all_namespaces(label_selector=selector).items:
+        ports = [one for container in pod.spec.containers for one in container.ports or () if one.name == port]
+        if pod.status.pod_ip and ports and (not namespaces or pod.metadata.namespace in namespaces):
+            where = {"namespace": pod.metadata.namespace, "pod": pod.metadata.name}
+            found.append({"targets": [f"{pod.status.pod_ip}:{ports[0].container_port}"], "labels": where})
+    return found
+
+
+def workers(on: Target, namespaces: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Of all jobs in these namespaces, or in all."""
+    spec = _monitor("PodMonitor")
+    (endpoint,) = spec["podMetricsEndpoints"]
+    return _targets(on, spec["selector"]["matchLabels"], endpoint["port"], namespaces)
+
+
+def operators(on: Target) -> list[dict[str, Any]]:
+    """Of all releases, and of manifests/."""
+    labels = {
+        name: value
+        for name, value in _monitor("ServiceMonitor")["selector"]["matchLabels"].items()
+        if name != "app.kubernetes.io/instance"
+    }
+    return _targets(on, labels, "metrics", ())
+
+
+class Found:
+    """Two scrape jobs for `prometheus`, whose targets are brought up to date by `look`."""
+
+    def __init__(self, on: Target, folder: Path, namespaces: Collection[str]) -> None:
+        self._on, self._namespaces = on, namespaces
+        self._files = {"workers": folder / "workers.json", "operator": folder / "operator.json"}
+        self.jobs = [{**files(name, path), "honor_labels": name == "operator"} for name, path in self._files.items()]
+        self.look()
+
+    def look(self) -> None:
+        found = {"workers": workers(self._on, self._namespaces), "operator": operators(self._on)}
+        for name, path in self._files.items():
+            path.with_suffix(".part").write_text(json.dumps(found[name]))
+            path.with_suffix(".part").rename(path)

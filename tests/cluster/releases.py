@@ -1,0 +1,104 @@
+"""The commands of the docs, run as they stand there: `helm …` by Helm's own SDK, kubectl and topkube by themselves."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def documented(page: str, begin: str, end: str = "\n## ") -> list[str]:
+    """The commands in the `sh` blocks of docs/PAGE between the text `begin` and the next `end`."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    start = text.index(begin)
+    stop = text.find(end, start + len(begin))
+    found = re.findall(r"^```sh\n(.*?)^```", text[start : stop if stop >= 0 else None], re.M | re.S)
+    lines = [line for block in found for line in block.splitlines()]
+    assert lines, f"docs/{page} has no commands after {begin!r}"
+    return lines
+
+
+class Commands:
+    """A shell that knows three commands. `values`: given to every install and upgrade beside what the command sets."""
+
+    def __init__(self, kubeconfig: Path, kubectl: Path, values: dict[str, Any]) -> None:
+        self.kubeconfig, self.kubectl, self.values = kubeconfig, kubectl, values
+
+    def run(self, line: str, chart: Path | None = None, **values: Any) -> dict[str, Any]:
+        """Runs a line; gives what Helm's SDK gives. `chart` stands for the chart that the line names, `values` are
+        further ones. Raises HelmError, or AssertionError where kubectl or topkube fails."""
+        program, *words = shlex.split(line, comments=True)
+        if program in ("kubectl", "topkube"):
+            return {"said": self._call(program, words)}
+        assert program == "helm", line
+        parser = argparse.ArgumentParser(prog="helm", exit_on_error=False)
+        parser.add_argument("action", choices=["install", "upgrade", "rollback", "test", "uninstall"])
+        parser.add_argument("name")
+        parser.add_argument("chart", nargs="?")
+        parser.add_argument("-n", "--namespace", default="default")
+        parser.add_argument("--create-namespace", action="store_true")
+        parser.add_argument("--set", action="append", default=[])
+        asked = parser.parse_args(words)
+        where = str(chart or REPOSITORY / str(asked.chart))
+        given = merged(self.values, values, *(helm.parse_set_string(one) for one in asked.set))
+        with self.helm(asked.namespace) as config:
+            match asked.action:
+                case "install":
+                    return config.install(
+                        where, asked.name, given, namespace=asked.namespace, create_namespace=asked.create_namespace,
+                        wait="watcher", timeout=120,
+                    )  # fmt: skip
+                case "upgrade":
+                    return config.upgrade(
+                        where, asked.name, given, namespace=asked.namespace, wait="watcher", timeout=120
+                    )
+                case "rollback":
+                    config.rollback(asked.name, wait="watcher", timeout=120)
+                    return config.status(asked.name)
+                case "test":
+                    return config.test(asked.name, timeout=120, logs=True)
+        with self.helm(asked.namespace) as config:
+            return config.uninstall(asked.name, wait="watcher", timeout=60)
+
+    @contextmanager
+    def helm(self, namespace: str) -> Iterator[helm.Config]:
+        config = helm.Config(kubeconfig_path=self.kubeconfig, namespace=namespace)
+        try:
+            yield config
+        finally:
+            config.close()
+
+    def _call(self, program: str, words: list[str]) -> str:
+        called = [str(self.kubectl)] if program == "kubectl" else [sys.executable, "-m", "topkube.cli"]
+        ended = subprocess.run(
+            [*called, *words],
+            cwd=REPOSITORY,
+            env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert ended.returncode == 0, f"{program} {' '.join(words)}: {ended.stdout}{ended.stderr}"
+        return ended.stdout
+
+
+def merged(*values: dict[str, Any]) -> dict[str, Any]:
+    """Values laid over each other, as Helm does: later ones win, maps are merged."""
+    found: dict[str, Any] = {}
+    for one in values:
+        for name, value in one.items():
+            both = isinstance(value, dict) and isinstance(found.get(name), dict)
+            found[name] = merged(found[name], value) if both else copy.deepcopy(value)
+    return found

@@ -1,0 +1,402 @@
+"""The Helm chart on a real cluster, in one life, told by the commands of the docs: the move from manifests/ to Helm,
+`helm test`, a sample job, a real Prometheus, upgrade, rollback, uninstall, and then two releases side by side.
+
+The tests below follow each other. They come first in a session, before its own operator is installed (conftest.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import kubernetes
+import pytest
+import yaml
+from conftest import MANIFESTS, apply_manifests
+from jobs import fails, job
+from kubernetes.client.exceptions import ApiException
+from localkube import images
+from monitored import Found
+from releases import REPOSITORY, Commands, documented, merged
+from target import GROUP, OPERATOR, OPERATOR_NAMESPACE, PLURAL, VERSION, Namespace, Target, allowed, wait_for
+
+from monitoring.alerts import ALERTS
+from monitoring.dashboards import DASHBOARDS
+from monitoring.prometheus import Prometheus, chosen
+from monitoring.server import BINARY, INTERVAL, prometheus
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
+CHART = REPOSITORY / "charts/topkube"
+CRD = f"{PLURAL}.{GROUP}"
+NEW_COLUMN = "Rate"
+"""A column of `kubectl get tj` that the release before does not have yet."""
+TRAIN = (REPOSITORY / "tests/chart/train_cached.py").read_text()
+MONITORS = {"ServiceMonitor": "servicemonitors", "PodMonitor": "podmonitors", "PrometheusRule": "prometheusrules"}
+MONITORING = "monitoring.coreos.com"
+PANELS = [panel for dashboard in DASHBOARDS for panel in dashboard.panels]
+
+
+class Life:
+    """One release, called topkube as in the docs, and a namespace of jobs."""
+
+    def __init__(self, on: Target, kubectl: Path, directory: Path) -> None:
+        self.target, self.directory = on, directory
+        self.commands = Commands(on.kubeconfig, kubectl, {"image": {"tag": images.TAG}})
+        self.namespaces: list[str] = []
+        self.jobs = self.namespace()
+        self.installed: dict[str, Any] = {}
+        self.seconds = 0.0
+
+    def namespace(self) -> Namespace:
+        """A fresh one."""
+        name = f"chart-{uuid.uuid4().hex[:6]}"
+        self.target.core.create_namespace({"metadata": {"name": name}})
+        self.namespaces.append(name)
+        wait_for(lambda: self.target.core.list_namespaced_service_account(name).items, "a service account", 30)
+        return Namespace(self.target, name)
+
+    def move(self, chart: Path) -> None:
+        """From manifests/ to Helm, as docs/install.md tells it, with another chart."""
+        *before, last = documented("install.md", "To move to Helm later")
+        for line in before:
+            self.commands.run(line)
+        assert last.startswith("helm install")
+        began = time.monotonic()
+        self.installed = self.commands.run(last, chart)
+        self.seconds = time.monotonic() - began
+
+    def operators(self, namespace: str = OPERATOR_NAMESPACE, release: str = "topkube") -> list[Any]:
+        labels = f"app.kubernetes.io/component=operator,app.kubernetes.io/instance={release}"
+        pods = self.target.core.list_namespaced_pod(namespace, label_selector=labels).items
+        return [pod for pod in pods if not pod.metadata.deletion_timestamp]
+
+    def revision(self) -> int:
+        with self.commands.helm(OPERATOR_NAMESPACE) as config:
+            return int(config.status("topkube")["revision"])
+
+    def columns(self) -> list[str]:
+        """Of `kubectl get tj`, as the stored definition has them."""
+        found = self.crds().get(name=CRD).to_dict()
+        return [one["name"] for one in found["spec"]["versions"][0]["additionalPrinterColumns"]]
+
+    def crds(self) -> Any:
+        return self.target.dynamic.resources.get(api_version="apiextensions.k8s.io/v1", kind="CustomResourceDefinition")
+
+
+def release_before(directory: Path) -> Path:
+    """The chart as an earlier release: another version, and a definition that lacks a column."""
+    older = directory / "before/topkube"
+    shutil.copytree(CHART, older)
+    text = (older / "Chart.yaml").read_text()
+    (older / "Chart.yaml").write_text(re.sub(r"(?m)^version: .*$", "version: 0.0.9", text))
+    for path in (older / "files/crd.yaml", older / "files/crd-1.25.yaml"):
+        definition = yaml.safe_load(path.read_text())
+        version = definition["spec"]["versions"][0]
+        columns = version["additionalPrinterColumns"]
+        version["additionalPrinterColumns"] = [one for one in columns if one["name"] != NEW_COLUMN]
+        assert len(version["additionalPrinterColumns"]) == len(columns) - 1
+        path.write_text(yaml.safe_dump(definition))
+    return older
+
+
+@pytest.fixture(scope="module")
+def life(target: Target, kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
+    """The release before this one, installed in place of the operator of manifests/."""
+    directory = tmp_path_factory.mktemp("chart")
+    found = Life(target, kubectl, directory)
+    with found.commands.helm(OPERATOR_NAMESPACE) as config:  # what an interrupted session left
+        config.uninstall("topkube", ignore_not_found=True)
+    was_installed = _deployed(target)
+    apply_manifests(target)
+    try:
+        found.move(release_before(directory))
+        yield found
+    except BaseException:
+        for pod in found.operators():
+            print(pod.metadata.name, pod.status.phase, pod.status.container_statuses)
+        raise
+    finally:
+        with found.commands.helm(OPERATOR_NAMESPACE) as config:
+            config.uninstall("topkube", ignore_not_found=True)
+        for name in found.namespaces:
+            target.core.delete_namespace(name)
+        if was_installed:
+            apply_manifests(target)
+
+
+def _deployed(target: Target) -> bool:
+    try:
+        target.apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE)
+    except ApiException as error:
+        if error.status != 404:
+            raise
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def training(life: Life) -> str:
+    """A job that trains until it is deleted. Beside it the sample, one that has failed, one that finds no node."""
+    aggregation = {"algorithm": "hitopk", "density": 0.01}
+    command = ["python", "-c", TRAIN, "/tmp/data", "/tmp/cache"]
+    name = life.jobs.create(job("trains", command, aggregation=aggregation))
+    sample = (MANIFESTS / "samples/digits-cnn.yaml").read_text().replace("topkube/runtime:0.1.0", images.RUNTIME.name)
+    life.jobs.create(yaml.safe_load(sample))
+    life.jobs.create(job("fails", fails(), runPolicy={"backoffLimit": 0}))
+    stuck = job("stuck", ["true"])
+    stuck["spec"]["template"]["spec"]["nodeSelector"] = {"no": "where"}
+    life.jobs.create(stuck)
+    return name
+
+
+def test_it_is_ready_in_20_seconds_without_a_prometheus_operator(life: Life, training: str) -> None:
+    assert life.seconds < allowed(20)
+    assert len(life.operators()) == 2
+    assert all(status.ready for pod in life.operators() for status in pod.status.container_statuses)
+    kinds = {one["kind"] for one in yaml.safe_load_all(life.installed["manifest"]) if one}
+    assert "PodDisruptionBudget" in kinds
+    assert not kinds & set(MONITORS)
+
+
+def test_helm_test_passes_and_leaves_nothing(life: Life) -> None:
+    (line,) = [line for line in documented("install.md", "## With Helm") if line.startswith("helm test")]
+    said = life.commands.run(line)["logs"]
+    assert "a replica leads" in said
+    assert "spec.template.spec.containers[0].command: is required" in said, "the webhook has refused nothing"
+    pods = life.target.core.list_namespaced_pod(OPERATOR_NAMESPACE).items
+    assert [pod.metadata.name for pod in pods if "operator" not in pod.metadata.name] == []
+
+
+def test_its_webhook_refuses_a_bad_job_with_path_and_reason(life: Life) -> None:
+    bad = job("bad", ["true"])
+    del bad["spec"]["template"]["spec"]["containers"][0]["command"]
+
+    def refused() -> str:
+        try:
+            life.target.custom.create_namespaced_custom_object(
+                GROUP, VERSION, life.jobs.name, PLURAL, bad, dry_run="All"
+            )
+        except ApiException as error:
+            return str(json.loads(error.body)["message"])
+        return ""
+
+    reason = wait_for(refused, "the webhook to be called", 60)
+    assert "trainingjobs.topkube.dev" in reason  # it is ours that speaks
+    assert "spec.template.spec.containers[0].command: is required" in reason
+    (hook,) = life.target.admission.read_validating_webhook_configuration("topkube").webhooks
+    assert hook.client_config.ca_bundle
+
+
+def test_a_wrong_value_is_refused_with_its_path_and_changes_nothing(life: Life) -> None:
+    revision = life.revision()
+    with pytest.raises(helm.HelmError, match=r"/operator/logLevel"):
+        life.commands.run("helm upgrade topkube charts/topkube -n topkube-system --set operator.logLevel=loud")
+    assert life.revision() == revision
+
+
+@pytest.mark.parametrize("namespaces", ["", "--set namespaces={team-a,team-b}"])
+def test_a_second_operator_for_the_same_jobs_is_refused_by_name(life: Life, namespaces: str) -> None:
+    with pytest.raises(
+        helm.HelmError, match=r"another operator, topkube-system/topkube-operator, looks after"
+    ) as caught:
+        life.commands.run(f"helm install second charts/topkube -n {life.jobs.name} {namespaces}")
+    assert "Next:" in str(caught.value)
+    with life.commands.helm(life.jobs.name) as config:
+        assert config.list(all_states=True) == []
+
+
+@pytest.fixture(scope="module")
+def server(life: Life, training: str) -> Iterator[Prometheus]:
+    """A Prometheus that scrapes what the chart's monitors select."""
+    if BINARY is None:
+        pytest.skip("needs prometheus: apt-get install prometheus")
+    if life.target.local is None:
+        pytest.skip("needs a cluster of this machine's own: pods must be reached from here")
+    found = Found(life.target, life.directory, [life.jobs.name])
+    with prometheus(life.directory, found.jobs) as server:
+        life.jobs.wait_phase(training, "Running", seconds=120)
+        found.look()
+        yield server
+
+
+def test_every_panel_is_answered_from_the_running_job(life: Life, server: Prometheus) -> None:
+    """All panels together: the last to come is what the operator says about progress, at most 15 seconds late."""
+    where, silent = {"namespace": life.jobs.name}, [query for panel in PANELS for query in panel.queries]
+
+    def answered(expression: str) -> bool:
+        values = [point[1] for one in server.query(chosen(expression, INTERVAL, **where)) for point in one.points]
+        return any(not math.isnan(value) for value in values)
+
+    def none_left() -> bool:
+        silent[:] = [query for query in silent if not answered(query.expression)]
+        return not silent
+
+    try:
+        wait_for(none_left, "answers", allowed(60), interval=1)
+    except AssertionError:
+        raise AssertionError(f"no data for {[query.expression for query in silent]}") from None
+
+
+def test_every_alert_is_evaluated_and_every_metric_and_label_named_is_scraped(server: Prometheus) -> None:
+    def healthy() -> bool:
+        rules = [rule for group in server.ask("rules")["groups"] for rule in group["rules"]]
+        return {rule["name"] for rule in rules if rule["health"] == "ok"} == {alert.name for alert in ALERTS}
+
+    wait_for(healthy, "all alerts to be evaluated", 30)
+    labels: dict[str, set[str]] = {}
+    for one in server.ask("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
+        labels.setdefault(one["__name__"], set()).update(one)
+    expressions = [query.expression for panel in PANELS for query in panel.queries]
+    for expression in [*expressions, *(alert.expression for alert in ALERTS)]:
+        for name, selector in re.findall(r"\b((?:topkube|process)_\w+)(\{[^}]*\})?", expression):
+            assert name in labels, expression
+            assert set(re.findall(r'(\w+)[=!]~?"', selector)) <= labels[name], expression
+
+
+def test_a_scrape_is_small(life: Life, server: Prometheus, training: str) -> None:
+    for pod in life.jobs.pods("worker", training):
+        (found,) = server.query(f'scrape_samples_scraped{{pod="{pod.metadata.name}"}}')
+        assert 0 < found.points[-1][1] < 500
+
+
+def test_the_sample_runs_to_its_end(life: Life, training: str) -> None:
+    status = life.jobs.wait_phase("digits-cnn", "Succeeded", seconds=120)
+    assert status["progress"]["step"] == status["progress"]["totalSteps"] == 300
+    assert life.jobs.wait_phase("fails", "Failed", seconds=60)["firstFailure"]["exitCode"] == 7
+    for line in documented("quickstart.md", "Meanwhile:"):
+        said = life.commands.run(f"{line.replace('char-gpt', 'digits-cnn')} -n {life.jobs.name}")["said"]
+        assert said.strip(), line
+
+
+@pytest.fixture(scope="module")
+def prometheus_operator(life: Life) -> Iterator[None]:
+    """Its definitions, without its operator: objects can be stored."""
+    crds = life.crds()
+    for kind, plural in MONITORS.items():
+        schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+        spec = {
+            "group": MONITORING,
+            "scope": "Namespaced",
+            "names": {"kind": kind, "plural": plural, "singular": kind.lower()},
+            "versions": [{"name": "v1", "served": True, "storage": True, "schema": schema}],
+        }
+        metadata = {"name": f"{plural}.{MONITORING}"}
+        crds.create({"apiVersion": "apiextensions.k8s.io/v1", "kind": crds.kind, "metadata": metadata, "spec": spec})
+    for plural in MONITORS.values():
+        wait_for(lambda plural=plural: monitors(life, plural) is not None, f"{plural} to be served", 30)
+    yield
+    for plural in MONITORS.values():
+        crds.delete(name=f"{plural}.{MONITORING}")
+
+
+def monitors(life: Life, plural: str) -> list[str] | None:
+    """Names of the release's; None while the kind is not served."""
+    try:
+        found = life.target.custom.list_namespaced_custom_object(MONITORING, "v1", OPERATOR_NAMESPACE, plural)
+    except ApiException:
+        return None
+    return [one["metadata"]["name"] for one in found["items"]]
+
+
+def step(life: Life, name: str) -> int:
+    return int((life.jobs.status(name).get("progress") or {}).get("step") or 0)
+
+
+def line_of(action: str) -> str:
+    lines = documented("install.md", "## Upgrade, roll back, uninstall")
+    (found,) = [line for line in lines if line.startswith(f"helm {action} ")]
+    return found
+
+
+def test_an_upgrade_keeps_jobs_running_and_upgrades_the_definition(
+    life: Life, training: str, prometheus_operator: None
+) -> None:
+    pods, operators = life.jobs.uids("worker"), {pod.metadata.uid for pod in life.operators()}
+    assert len([name for name in pods if name.startswith(training)]) == 2
+    assert NEW_COLUMN not in life.columns()
+    life.commands.run(line_of("upgrade"), operator={"logLevel": "debug"})
+    assert NEW_COLUMN in life.columns()
+    assert not operators & {pod.metadata.uid for pod in life.operators()}
+    assert {kind: len(monitors(life, plural) or ()) for kind, plural in MONITORS.items()} == dict.fromkeys(MONITORS, 1)
+    before = step(life, training)
+    wait_for(lambda: step(life, training) > before, "the new operator to report steps", allowed(60))
+    status = life.jobs.status(training)
+    assert (status["attempt"], status["restarts"], status["disruptions"]) == (1, 0, 0)
+    assert pods.items() >= life.jobs.uids("worker").items()
+    (hook,) = life.target.admission.read_validating_webhook_configuration("topkube").webhooks
+    assert hook.client_config.ca_bundle
+
+
+def test_a_rollback_goes_back_and_keeps_jobs_running(life: Life, training: str) -> None:
+    pods = {name: uid for name, uid in life.jobs.uids("worker").items() if name.startswith(training)}
+    life.commands.run(line_of("rollback"))
+    deployment = life.target.apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE)
+    assert "--log-level=info" in deployment.spec.template.spec.containers[0].args
+    assert NEW_COLUMN not in life.columns()
+    assert pods.items() <= life.jobs.uids("worker").items()
+    assert life.jobs.status(training)["attempt"] == 1
+    assert [monitors(life, plural) for plural in MONITORS.values()] == [[], [], []]
+
+
+def test_uninstalling_keeps_the_definition_the_jobs_and_their_pods(life: Life, training: str) -> None:
+    pods = {name: uid for name, uid in life.jobs.uids("worker").items() if name.startswith(training)}
+    jobs = {"trains", "digits-cnn", "fails", "stuck"}
+    life.commands.run(line_of("uninstall"))
+    assert life.operators() == []
+    assert "Phase" in life.columns()
+    stored = life.target.custom.list_namespaced_custom_object(GROUP, VERSION, life.jobs.name, PLURAL)["items"]
+    assert {one["metadata"]["name"] for one in stored} == jobs
+    assert pods.items() <= life.jobs.uids("worker").items()
+    labels = "app.kubernetes.io/instance=topkube,app.kubernetes.io/managed-by=Helm"
+    roles = kubernetes.client.RbacAuthorizationV1Api(life.target.client)
+    assert roles.list_cluster_role(label_selector=labels).items == []
+    assert roles.list_cluster_role_binding(label_selector=labels).items == []
+    assert life.target.admission.list_validating_webhook_configuration(label_selector=labels).items == []
+    assert life.target.core.list_namespaced_config_map(OPERATOR_NAMESPACE, label_selector=labels).items == []
+
+
+def test_two_releases_for_different_namespaces_live_side_by_side(life: Life, training: str) -> None:
+    """With rights there and nowhere else. One of them finds the job that was left without an operator."""
+    other = life.namespace()
+    pods = {name: uid for name, uid in life.jobs.uids("worker").items() if name.startswith(training)}
+    releases = {"first": life.jobs, "second": other}
+    small = {"replicas": 1, "crds": {"install": False}, "rbac": {"userRoles": False}}
+    try:
+        for name, place in releases.items():
+            line = f"helm install {name} charts/topkube -n {place.name} --set namespaces={{{place.name}}}"
+            life.commands.run(line, webhook={"name": place.name}, **small)
+        with pytest.raises(helm.HelmError, match=rf"looks after namespace {other.name} already"):
+            life.commands.run(
+                f"helm install third charts/topkube -n {other.name} --set namespaces={{{other.name}}}",
+                webhook={"name": "third"},
+                **small,
+            )
+        line = f"helm install third charts/topkube -n {other.name} --set namespaces={{nowhere}}"
+        with pytest.raises(
+            helm.HelmError, match=r"belongs to release topkube in namespace topkube-system. Next: set crds"
+        ):
+            life.commands.run(line, **merged(small, {"crds": {"install": True}}))
+        with pytest.raises(
+            helm.HelmError, match=rf"belongs to release second in namespace {other.name}. Next: set webh"
+        ):
+            life.commands.run(line, webhook={"name": other.name}, **small)
+        other.create(job("theirs", ["true"]))
+        other.wait_phase("theirs", "Succeeded", seconds=90)
+        before = step(life, training)
+        wait_for(lambda: step(life, training) > before, "the first release to find the job", allowed(60))
+        assert pods.items() <= life.jobs.uids("worker").items()
+        assert life.jobs.status(training)["attempt"] == 1
+        life.jobs.delete(training)
+        wait_for(lambda: not life.jobs.pods(job=training), "the job's pods to be gone", 60)
+    finally:
+        for name, place in releases.items():
+            with life.commands.helm(place.name) as config:
+                config.uninstall(name, ignore_not_found=True)
