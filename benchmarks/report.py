@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cluster_report
+from datacache import section as cache
 from tables import number, table
 
 ROOT = Path(__file__).parents[1]
@@ -313,7 +314,7 @@ def gpu_section(stored: dict[str, Any]) -> dict[str, str]:
 
 
 def cache_section(stored: dict[str, Any]) -> dict[str, str]:
-    return {"CACHE": generic(stored)}
+    return cache.filled(stored)
 
 
 def metrics_section(stored: dict[str, Any]) -> dict[str, str]:
@@ -374,11 +375,11 @@ def render(results: Path = RESULTS) -> str:
     return text
 
 
-def pictures(results: Path = RESULTS) -> dict[str, tuple[Callable[..., None], list[Row]]]:
-    """Each picture's file, the function that draws it and the rows it is drawn from."""
+def pictures(results: Path = RESULTS) -> dict[str, tuple[Callable[..., None], Any]]:
+    """Each picture's file, the function that draws it and what it is drawn from."""
     import plots
 
-    found: dict[str, tuple[Callable[..., None], list[Row]]] = {}
+    found: dict[str, tuple[Callable[..., None], Any]] = {}
     stored = load("allreduce", results)
     if stored:
         rows: list[Row] = stored["rows"]
@@ -389,6 +390,9 @@ def pictures(results: Path = RESULTS) -> dict[str, tuple[Callable[..., None], li
     stored = load("convergence", results)
     if stored:
         found["convergence.png"] = (plots.convergence, stored["runs"])
+    stored = load("cache", results)
+    if stored:
+        found["cache.png"] = (cache.picture, stored)
     return found
 
 

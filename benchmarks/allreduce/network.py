@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -159,10 +160,14 @@ class Network:
         self._inside(node, "ip", "route", "replace", f"{_SUBNET}.0/24", "dev", "eth0", "src", node.address,
                      "congctl", "cubic")  # fmt: skip
 
-    def shape(self, rate: str | None) -> None:
-        """Gives every link `rate` (as tc writes it, "1gbit") in both directions; None takes the limit away."""
-        self.rate = rate
+    def shape(self, rate: str | None, only: Collection[int] | None = None) -> None:
+        """Gives every link, or those of the nodes in `only`, `rate` (as tc writes it, "1gbit") in both directions; None
+        takes the limit away."""
+        if only is None:
+            self.rate = rate
         for index, node in enumerate(self.nodes):
+            if only is not None and index not in only:
+                continue
             for place, device in ((node, "eth0"), (self.control, f"port{index}")):
                 if rate is None:
                     subprocess.run(

@@ -44,6 +44,8 @@ class Recipe:
     environment: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()
     """Options for mpiexec itself."""
+    script: Path = RANK
+    """What every rank runs."""
 
     @property
     def told(self) -> str:
@@ -87,7 +89,7 @@ class RankWorld:
             "TMPDIR": str(directory),
             **dict(recipe.environment),
         }
-        rank = [str(recipe.python), str(RANK), recipe.library, str(path), ",".join(map(str, self.layout))]
+        rank = [str(recipe.python), str(recipe.script), recipe.library, str(path), ",".join(map(str, self.layout))]
         binary = recipe.python.parent
         hosts = (
             []

@@ -1,6 +1,7 @@
 #include "bind.hpp"
 #include "gather.hpp"
 
+#include <cstdint>
 #include <stdexcept>
 #include <utility>
 
@@ -31,6 +32,14 @@ void bind_gather(nb::module_& m) {
     check(offsets, lengths, out, static_cast<int64_t>(source.size()));
     nb::gil_scoped_release free;
     gather_memory(source.data(), offsets.data(), lengths.data(), offsets.size(), out.data());
+  });
+  m.def("gather_rows", [](ConstBytes source, size_t length, Longs rows, Bytes out) {
+    require(out.size() == rows.size() * length, "out does not hold exactly the records");
+    const int64_t held = length ? static_cast<int64_t>(source.size() / length) : INT64_MAX;
+    for (size_t i = 0; i < rows.size(); ++i)
+      if (rows.data()[i] < 0 || rows.data()[i] >= held) throw std::out_of_range("a record lies outside its source");
+    nb::gil_scoped_release free;
+    gather_rows(source.data(), length, rows.data(), rows.size(), out.data());
   });
   m.def("gather_files", [](Files files, Longs offsets, Longs lengths, Bytes out) {
     require(files.size() == offsets.size(), "files and offsets differ in number");

@@ -64,6 +64,9 @@ def spread(out: Array, dtype: int, parts: Sequence[tuple[Array, Array]]) -> None
 def gather_memory(source: Array, offsets: Array, lengths: Array, out: Array) -> None:
     """Records source[offset : offset + length], one after the other. offsets, lengths: int64."""
 
+def gather_rows(source: Array, length: int, rows: Array, out: Array) -> None:
+    """Records source[row * length : (row + 1) * length], one after the other. rows: int64."""
+
 def gather_files(files: Array, offsets: Array, lengths: Array, out: Array) -> tuple[int, int]:
     """The same by pread from open files (int32). Returns the records read and, where one failed, its errno (0 at the
     end of a file)."""

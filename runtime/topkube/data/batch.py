@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Leaf:
-    """One part of a sample. `kind`: array, tensor (torch's), bytes, text, int, float or bool. `shape` is None where it
-    differs from sample to sample."""
+    """One part of a sample. `kind`: array, scalar (NumPy's), tensor (torch's), bytes, text, int, float or bool. `shape`
+    is None where it differs from sample to sample."""
 
     name: str
     kind: str
@@ -28,7 +29,7 @@ class Leaf:
     def fixed(self) -> bool:
         return self.shape is not None
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         assert self.shape is not None
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
@@ -58,7 +59,7 @@ class Schema:
     def fixed(self) -> bool:
         return all(leaf.fixed for leaf in self.leaves)
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         """Of one sample; only where all leaves are fixed."""
         return sum(leaf.record_bytes for leaf in self.leaves)
@@ -71,8 +72,11 @@ def parts(sample: Any) -> tuple[str, list[str], list[Any]]:
     """A sample taken apart: its form, the names and the values of its leaves. Raises DatasetError for what cannot be
     kept without pickle."""
     if isinstance(sample, Mapping):
-        return "mapping", [str(key) for key in sample], list(sample.values())
-    if isinstance(sample, (tuple, list)):
+        for key in sample:
+            if type(key) is not str:
+                raise DatasetError(f"decode returned a dict with the key {key!r}", next_step="use text as keys")
+        return "mapping", list(sample), list(sample.values())
+    if type(sample) in (tuple, list):
         return type(sample).__name__, [str(index) for index in range(len(sample))], list(sample)
     return "single", [""], [sample]
 
@@ -85,12 +89,12 @@ def leaf_of(name: str, value: Any) -> Leaf:
         return Leaf(name, "text", "uint8", None)
     if type(value) in _SCALARS:
         return Leaf(name, type(value).__name__, _SCALARS[type(value)], ())
-    tensor = _is_tensor(value)
-    if tensor or isinstance(value, (np.ndarray, np.generic)):
-        array = np.asarray(value)
-        if array.dtype.hasobject:
-            raise DatasetError(f"a sample holds an array of {array.dtype}", next_step="return arrays of numbers")
-        return Leaf(name, "tensor" if tensor else "array", array.dtype.str, array.shape)
+    if _is_tensor(value):
+        return Leaf(name, "tensor", (array := _numbers(value)).dtype.str, array.shape)
+    if isinstance(value, (np.ndarray, np.generic)):
+        if value.dtype.hasobject or value.dtype.kind == "V":  # what its `str` does not name would come back as bytes
+            raise DatasetError(f"a sample holds an array of {value.dtype}", next_step="return arrays of numbers")
+        return Leaf(name, "array" if isinstance(value, np.ndarray) else "scalar", value.dtype.str, value.shape)
     raise DatasetError(
         f"decode returned a {type(value).__name__}" + (f" in {name!r}" if name else ""),
         cause="only arrays, tensors, numbers, bytes and text can be cached",
@@ -146,20 +150,20 @@ def as_array(value: Any) -> Array:
         return np.frombuffer(value.encode(), np.uint8)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return np.frombuffer(value, np.uint8)
-    return np.ascontiguousarray(value)
+    return np.ascontiguousarray(_numbers(value) if _is_tensor(value) else value)
 
 
-def restore(leaf: Leaf, stored: Array) -> Any:
-    """The leaf's value from its array."""
+def restore(leaf: Leaf, stored: Any) -> Any:
+    """The leaf's value from its array, or, where that has no dimensions, from NumPy's scalar."""
     if leaf.kind == "bytes":
         return stored.tobytes()
     if leaf.kind == "text":
         return stored.tobytes().decode()
     if leaf.kind == "tensor":
-        return _tensor(stored)
+        return _tensor(np.asarray(stored))
     if leaf.kind == "array":
-        return stored
-    return stored.item()
+        return np.asarray(stored)
+    return stored if leaf.kind == "scalar" else stored.item()
 
 
 def assemble(schema: Schema, values: Sequence[Any]) -> Any:
@@ -245,6 +249,18 @@ Decode = Callable[[Any], Any]
 def _is_tensor(value: Any) -> bool:
     kind = type(value)
     return kind.__module__.partition(".")[0] == "torch" and hasattr(value, "numpy")
+
+
+def _numbers(tensor: Any) -> Array:
+    """The tensor's values. Raises DatasetError for what NumPy cannot hold."""
+    try:
+        return np.asarray(tensor.detach())
+    except (TypeError, RuntimeError) as error:
+        raise DatasetError(
+            f"decode returned a tensor of {tensor.dtype} on {tensor.device}, which cannot be cached",
+            cause=str(error),
+            next_step="return a dense tensor on the CPU, bfloat16 as float32 or float16",
+        ) from None
 
 
 def _tensor(array: Array) -> Any:

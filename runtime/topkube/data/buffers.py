@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +21,10 @@ class Buffers:
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """An array of any content."""
-        size = int(dtype.itemsize * np.prod(shape, dtype=np.int64))
-        if size < _LEAST_BYTES:
-            return np.empty(shape, dtype)
-        return self.bytes(size).view(dtype).reshape(shape)
-
     def bytes(self, size: int) -> npt.NDArray[np.uint8]:
+        """`size` bytes of any content."""
+        if size < _LEAST_BYTES:
+            return np.empty(size, np.uint8)
         kept: list[npt.NDArray[np.uint8]] = getattr(self._local, "kept", [])
         for buffer in kept:
             if buffer.size == size and sys.getrefcount(buffer) == _UNUSED:

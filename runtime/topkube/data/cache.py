@@ -327,7 +327,8 @@ class Cache:
             and (stored := read_index(self.folder.index_path(shard.key)))
         ):
             return stored
-        index = self._index_of(shard, self.open(number).file)
+        opened = self.open(number)  # held to the end: another thread may put its own in its place, and close this one
+        index = self._index_of(shard, opened.file)
         if self.has(number):
             assert self.folder is not None
             with contextlib.suppress(OSError):

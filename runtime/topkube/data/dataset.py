@@ -18,13 +18,13 @@ from topkube.data.fingerprint import fingerprint as fingerprint_of
 from topkube.data.listing import UNKNOWN, Longs
 from topkube.data.memory_tier import Frozen, MemoryTier
 from topkube.data.opening import address, memory_folder, open_cache
+from topkube.data.patience import Patience
 from topkube.data.place import Place, here
 from topkube.data.reader import Reader, as_indices
 from topkube.data.row_groups import RowGroups, parquet_rows
 from topkube.data.sampler import DistributedSampler
 from topkube.data.session import STATES
 from topkube.data.shards import GROUP_BYTES, Format
-from topkube.data.store import Patience
 from topkube.data.watch import watch
 from topkube.errors import TopKubeError
 from topkube.settings import Settings

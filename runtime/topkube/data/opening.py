@@ -14,10 +14,11 @@ from topkube.data.cache import Cache, open_tier
 from topkube.data.counters import Counters
 from topkube.data.disk_tier import DiskTier, Limits
 from topkube.data.listing import Listing
+from topkube.data.patience import Patience
 from topkube.data.place import Place
 from topkube.data.session import Session
 from topkube.data.shards import GROUP_BYTES, Format, Shards
-from topkube.data.store import Patience, Store
+from topkube.data.store import Store
 from topkube.errors import DatasetError, TopKubeError
 from topkube.settings import Settings
 

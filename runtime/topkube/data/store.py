@@ -8,45 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import os
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, urlsplit
 
 import fsspec
 from fsspec.asyn import sync
 
+from topkube.data.index_pages import json_index, links
 from topkube.data.listing import Listing, Object, read_manifest
+from topkube.data.patience import Patience, failure, worth_a_retry
 from topkube.errors import DatasetError, StoreError
 
 RANGE_BYTES = 4 << 20
 """Bytes of one request."""
 MANIFEST = "manifest.jsonl"
+_HTTP, _S3 = ("http", "https"), ("s3", "s3a")
 _CONCURRENT = 16
 """Small objects under way at once."""
 Write = Callable[[int, bytes], None]
 """Takes (offset, bytes)."""
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a store may take. `stall_seconds`: without a byte; `retries`: further tries of one range;
-    `pause_seconds`: before the first of them, doubled every time, with jitter."""
-
-    retries: int = 5
-    pause_seconds: float = 0.2
-    stall_seconds: float = 30.0
-
-
-class Changed(StoreError):
-    """An object is not the one that was listed."""
 
 
 class Store:
@@ -77,7 +64,10 @@ class Store:
             return held[1]
         try:
             options = dict(self.options)
-            if self.protocol in ("http", "https"):
+            if self.protocol in _S3:
+                stall = self.patience.stall_seconds
+                options.setdefault("config_kwargs", {"read_timeout": stall, "connect_timeout": stall})
+            if self.protocol in _HTTP:
                 options.setdefault("client_kwargs", {"timeout": _http_timeout(self.patience.stall_seconds)})
                 options.setdefault("encoded", True)
             filesystem = fsspec.filesystem(self.protocol, **options)
@@ -123,8 +113,9 @@ class Store:
         return read_manifest(io.BytesIO(data), self.manifest_uri, version)
 
     def _listed(self) -> list[Object]:
-        if self.protocol in ("http", "https"):
+        if self.protocol in _HTTP:
             return self._listed_by_http()
+        self.filesystem.invalidate_cache()
         details = self._patiently(lambda: self.filesystem.find(self.root, detail=True), self.uri)
         return [
             Object(name[len(self.root) :].lstrip("/"), int(info.get("size") or 0), _version(info))
@@ -140,7 +131,7 @@ class Store:
         while folders:
             folder = folders.pop()
             page = self._patiently(partial(self.filesystem.cat_file, base + folder), base + folder)
-            entries = _json_index(page)
+            entries = json_index(page)
             if entries is not None:
                 for entry in entries:
                     path = folder + entry["name"]
@@ -149,7 +140,7 @@ class Store:
                     elif entry["name"] != MANIFEST:
                         found.append(Object(path, int(entry["size"]), str(entry["mtime"])))
                 continue
-            for link in _links(page, urlsplit(base + folder).path):
+            for link in links(page, urlsplit(base + folder).path):
                 path = folder + link
                 if path.endswith("/"):
                     folders.append(path)
@@ -163,6 +154,7 @@ class Store:
         return found
 
     def _info(self, path: str) -> dict[str, Any]:
+        self.filesystem.invalidate_cache()
         info: dict[str, Any] = self.filesystem.info(path)
         return info
 
@@ -170,7 +162,7 @@ class Store:
 
     def url(self, path: str) -> str:
         """The object's address as fsspec takes it."""
-        name = _quoted(path) if self.protocol in ("http", "https") else path
+        name = _quoted(path) if self.protocol in _HTTP else path
         return f"{self.root.rstrip('/')}/{name}"
 
     def read(self, one: Object, start: int = 0, stop: int | None = None) -> bytes:
@@ -204,7 +196,7 @@ class Store:
         self, objects: Sequence[Object], offsets: Sequence[int], write: Write, progress: Callable[[int], None]
     ) -> None:
         """Whole small objects at once; objects[i] is written at offsets[i]."""
-        if not hasattr(self.filesystem, "_cat_file") or not self.filesystem.async_impl:
+        if not self._asynchronous:
             for one, offset in zip(objects, offsets, strict=True):
                 self.fetch(one, partial(_write_at, write, offset), progress=progress)
             return
@@ -229,9 +221,26 @@ class Store:
         await _until_one_fails([one_after_the_other() for _ in range(min(_CONCURRENT, len(objects)))])
 
     async def _async_range(self, one: Object, url: str, start: int, end: int) -> bytes:
+        data: bytes = await self._asked(partial(self._ask, one, url, start, end), url)
+        return data
+
+    async def _ask(self, one: Object, url: str, start: int, end: int) -> bytes:
+        """One try of an asynchronous file system. Where the protocol knows conditions, one that bytes of another
+        version do not meet goes along: two versions never mix."""
+        filesystem = self.filesystem
+        if self.protocol in _S3:
+            bucket, key, version = filesystem.split_path(url)
+            asked = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{end - 1}"}
+            asked |= {"VersionId": version} if version else {}
+            asked |= {"IfMatch": one.version} if one.version.startswith('"') else {}
+            answer = await filesystem._call_s3("get_object", **asked)
+            async with answer["Body"] as body:
+                return _cut(await body.read(), one, start, end)
         whole = start == 0 and end == one.size
-        given = _arguments(self.protocol, one, None if whole else start, None if whole else end)
-        return _cut(await self._asked(partial(self.filesystem._cat_file, url, **given), url), one, start, end)
+        given: dict[str, Any] = {"start": None if whole else start, "end": None if whole else end}
+        if self.protocol in _HTTP:
+            given["headers"] = _condition(one.version)
+        return _cut(await filesystem._cat_file(url, **given), one, start, end)
 
     async def _asked(self, ask: Callable[[], Any], url: str) -> Any:
         """As `_patiently`, on fsspec's loop."""
@@ -240,16 +249,21 @@ class Store:
             try:
                 return await asyncio.wait_for(ask(), self.patience.stall_seconds * 2)
             except Exception as error:
-                if turn == self.patience.retries or not _worth_a_retry(error):
-                    raise _failure(error, url, turn) from error
+                if turn == self.patience.retries or not worth_a_retry(error):
+                    raise failure(error, url, turn) from error
                 await asyncio.sleep(pause * random.uniform(0.5, 1.5))
                 pause *= 2
         raise AssertionError
 
     def _range(self, one: Object, url: str, start: int, end: int) -> bytes:
-        given = _arguments(self.protocol, one, start, end)
-        data: bytes = self.filesystem.cat_file(url, **given)
-        return _cut(data, one, start, end)
+        if self._asynchronous:
+            data: bytes = sync(self.filesystem.loop, self._ask, one, url, start, end)
+            return data
+        return _cut(self.filesystem.cat_file(url, start=start, end=end), one, start, end)
+
+    @property
+    def _asynchronous(self) -> bool:
+        return bool(self.filesystem.async_impl) and hasattr(self.filesystem, "_cat_file")
 
     def _patiently(self, read: Callable[[], Any], what: str) -> Any:
         pause = self.patience.pause_seconds
@@ -257,8 +271,8 @@ class Store:
             try:
                 return read()
             except Exception as error:
-                if turn == self.patience.retries or not _worth_a_retry(error):
-                    raise _failure(error, what, turn) from error
+                if turn == self.patience.retries or not worth_a_retry(error):
+                    raise failure(error, what, turn) from error
                 time.sleep(pause * random.uniform(0.5, 1.5))
                 pause *= 2
         raise AssertionError
@@ -301,12 +315,11 @@ def _http_timeout(stall_seconds: float) -> Any:
     return aiohttp.ClientTimeout(total=None, sock_connect=stall_seconds, sock_read=stall_seconds)
 
 
-def _arguments(protocol: str, one: Object, start: int | None, end: int | None) -> dict[str, Any]:
-    """For fsspec's cat_file. Over HTTP the etag goes along, so that bytes of two versions never meet."""
-    given: dict[str, Any] = {"start": start, "end": end}
-    if protocol in ("http", "https") and one.version.startswith('"'):
-        given["headers"] = {"If-Match": one.version}
-    return given
+def _condition(version: str) -> dict[str, str]:
+    """The HTTP header that lets only this version pass: by its etag, or by the time that an index page gave."""
+    if version.startswith('"'):
+        return {"If-Match": version}
+    return {"If-Unmodified-Since": version} if version.endswith(" GMT") else {}
 
 
 def _cut(data: bytes, one: Object, start: int, end: int) -> bytes:
@@ -327,71 +340,11 @@ async def _until_one_fails(coroutines: list[Any]) -> None:
             task.cancel()
 
 
-def _worth_a_retry(error: Exception) -> bool:
-    """Not what will be the same the next time: no such object, no right to it, another version."""
-    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # fsspec says this of whatever fails when it asks for a size
-    if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, StoreError)):
-        return False
-    status = getattr(error, "status", None)
-    return not (isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429))
-
-
-def _failure(error: Exception, what: str, retries: int) -> StoreError:
-    if isinstance(error, StoreError):
-        return error
-    status = getattr(error, "status", None)
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if status == 412:
-        return Changed(
-            f"{what} is no longer the object that was listed",
-            cause="it was replaced while the job runs",
-            next_step="start the job again; it will fetch the new object under a new key",
-        )
-    name = type(error).__name__
-    if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in name:
-        return StoreError(
-            f"{what} may not be read ({said})",
-            cause="missing or wrong credentials",
-            next_step="set spec.dataset.secretName, or the environment variables that the store's library reads",
-        )
-    if isinstance(error, FileNotFoundError) or status == 404:
-        return StoreError(f"{what} does not exist", cause="a wrong address, or it was deleted", next_step="check it")
-    return StoreError(
-        f"{what} could not be read, {retries + 1} tries ({said})",
-        cause="the store or the network is down, or too slow",
-        next_step="try the address with another client from the same node",
-    )
-
-
 def _version(info: Mapping[str, Any]) -> str:
     for name in ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified", "created"):
         if info.get(name):
             return str(info[name])
     return ""
-
-
-def _json_index(page: bytes) -> list[dict[str, Any]] | None:
-    if not page.lstrip().startswith(b"["):
-        return None
-    try:
-        entries = json.loads(page)
-        return [e for e in entries if e["type"] == "directory" or (e["size"] >= 0 and e["mtime"])]
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def _links(page: bytes, base: str) -> list[str]:
-    """Names below this page that its links lead to."""
-    found = []
-    for raw in re.findall(rb"""<a\s[^>]*?href\s*=\s*["']([^"'?#]+)["']""", page, re.IGNORECASE):
-        link = urlsplit(raw.decode("utf-8", "replace")).path
-        if link.startswith(base):
-            link = link[len(base) :]
-        name = unquote(link)
-        if name and not link.startswith(("/", "../", "./")) and "/" not in name[:-1]:
-            found.append(name)
-    return sorted(set(found))
 
 
 def _quoted(path: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from topkube.data.dataset import CachedDataset
-from topkube.data.store import Patience
+from topkube.data.patience import Patience
 
 HASTY = Patience(retries=3, pause_seconds=0.01, stall_seconds=1.0)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 import threading
 from collections import Counter
-from email.utils import formatdate
+from email.utils import formatdate, parsedate_to_datetime
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,6 +25,8 @@ class Remote:
         self.requests: Counter[str] = Counter()
         self.sent_bytes = 0
         self.faults: dict[str, list[str]] = {}
+        self.json_index = False
+        """Index pages as nginx writes them with `autoindex_format json`, instead of links."""
         self.released = threading.Event()
         remote = self
 
@@ -56,6 +59,8 @@ class Remote:
         path = self.folder / name
         fault = self.faults[name].pop(0) if body and self.faults.get(name) else ""
         if path.is_dir():
+            if self.json_index:
+                return self._send(request, HTTPStatus.OK, _json_index(path), {"Content-Type": "application/json"}, body)
             names = sorted(one.name + ("/" if one.is_dir() else "") for one in path.iterdir())
             page = "".join(f'<a href="{one}">{one}</a>\n' for one in ["../", *names]).encode()
             return self._send(request, HTTPStatus.OK, page, {"Content-Type": "text/html"}, body)
@@ -65,9 +70,13 @@ class Remote:
             return self._send(request, HTTPStatus.SERVICE_UNAVAILABLE, b"", {}, body)
         stat, data = path.stat(), path.read_bytes()
         etag = f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"'
-        if request.headers.get("If-Match", etag) != etag:
+        modified = formatdate(stat.st_mtime, usegmt=True)
+        unchanged = request.headers.get("If-Unmodified-Since", modified)
+        if request.headers.get("If-Match", etag) != etag or parsedate_to_datetime(unchanged) < parsedate_to_datetime(
+            modified
+        ):
             return self._send(request, HTTPStatus.PRECONDITION_FAILED, b"", {}, body)
-        headers = {"ETag": etag, "Last-Modified": formatdate(stat.st_mtime, usegmt=True), "Accept-Ranges": "bytes"}
+        headers = {"ETag": etag, "Last-Modified": modified, "Accept-Ranges": "bytes"}
         status, wanted = HTTPStatus.OK, request.headers.get("Range")
         if wanted:
             first, _, last = wanted.removeprefix("bytes=").partition("-")
@@ -108,6 +117,17 @@ class Remote:
         self.released.set()
         self._server.shutdown()
         self._server.server_close()
+
+
+def _json_index(folder: Path) -> bytes:
+    entries: list[dict[str, object]] = []
+    for one in sorted(folder.iterdir()):
+        stat = one.stat()
+        entry: dict[str, object] = {"name": one.name, "mtime": formatdate(stat.st_mtime, usegmt=True)}
+        entries.append(
+            {**entry, "type": "directory"} if one.is_dir() else {**entry, "type": "file", "size": stat.st_size}
+        )
+    return json.dumps(entries).encode()
 
 
 def write_files(folder: Path, count: int, size: int = 3072, seed: int = 0) -> npt.NDArray[np.uint8]:

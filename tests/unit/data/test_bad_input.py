@@ -6,7 +6,6 @@ import io
 import json
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +15,6 @@ from remotes import Remote, add, write_files, write_tars
 
 from topkube.data.disk_tier import DiskTier
 from topkube.data.listing import Listing, Object, read_manifest
-from topkube.data.store import Store
 from topkube.errors import DatasetError, StoreError
 
 
@@ -29,19 +27,6 @@ def test_a_library_that_is_missing_is_named(open_dataset: Opener, monkeypatch: p
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
     with pytest.raises(DatasetError, match=r"pip install 'topkube\[s3\]'"):
         open_dataset("s3://bucket/data")
-
-
-def test_missing_credentials_are_named(open_dataset: Opener, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoCredentialsError(Exception):
-        """As botocore calls it."""
-
-    def refuse(self: Store, path: str) -> dict[str, Any]:
-        raise NoCredentialsError("Unable to locate credentials")
-
-    monkeypatch.setattr(Store, "_info", refuse)
-    monkeypatch.setattr(Store, "_listed_by_http", lambda self: self._patiently(lambda: refuse(self, ""), self.uri))
-    with pytest.raises(StoreError, match=r"missing or wrong credentials.*secretName"):
-        open_dataset(remote.uri)
 
 
 def test_an_empty_dataset_is_refused(tmp_path: Path, remote: Remote, open_dataset: Opener) -> None:

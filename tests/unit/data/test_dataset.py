@@ -13,6 +13,7 @@ from remotes import Remote, write_files, write_tars
 from torch.utils.data import DataLoader
 
 from topkube.data import ArrayOf, DistributedSampler, collate
+from topkube.errors import DatasetError
 
 RECORD = ArrayOf("uint8", (3072,))
 
@@ -141,18 +142,46 @@ def test_samples_of_different_shapes_and_kinds_come_back_as_they_were(remote: Re
         assert [type(value) for value in before.values()] == [type(value) for value in after.values()]
 
 
-def test_parquet_rows_are_read_through_the_cache(remote: Remote, open_dataset: Opener) -> None:
+def write_tables(folder: Path, kind: str) -> None:
+    """3 files of 100 rows in groups of 30."""
     arrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
     for number in range(3):
-        rows = {"id": list(range(number * 100, number * 100 + 100)), "text": [f"row {at}" for at in range(100)]}
-        pyarrow.parquet.write_table(arrow.table(rows), remote.folder / f"{number}.parquet", row_group_size=30)
+        table = arrow.table(
+            {"id": list(range(number * 100, number * 100 + 100)), "text": [f"row {at}" for at in range(100)]}
+        )
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, folder / f"{number}.parquet", row_group_size=30)
+        else:
+            with arrow.ipc.new_file(folder / f"{number}.arrow", table.schema) as writer:
+                writer.write_table(table, max_chunksize=30)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_rows_of_tables_are_read_through_the_cache(remote: Remote, open_dataset: Opener, kind: str) -> None:
+    write_tables(remote.folder, kind)
     dataset = open_dataset(remote.uri)
     assert len(dataset) == 300
     assert [dataset[at]["id"] for at in (0, 29, 30, 150, 299)] == [0, 29, 30, 150, 299]
+    assert dataset[150] == {"id": 150, "text": "row 50"}
     loader: Any = DataLoader(dataset, 32, num_workers=2, shuffle=True)
     assert sorted(number for batch in loader for number in batch["id"].tolist()) == list(range(300))
+    sampler = DistributedSampler(dataset)
+    wanted = sampler.indices()
+    batches = list(dataset.batches(32, sampler, ahead=3))  # threads share the decoded groups
+    assert [number for batch in batches for number in batch["id"].tolist()] == wanted.tolist()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_damaged_table_is_named(remote: Remote, open_dataset: Opener, kind: str) -> None:
+    write_tables(remote.folder, kind)
+    path = remote.folder / f"1.{kind}"
+    data = path.read_bytes()
+    for bad in (data[:-30], b"x" * len(data)):
+        path.write_bytes(bad)
+        with pytest.raises(DatasetError, match=rf"1\.{kind}"):
+            open_dataset(remote.uri)[150]
 
 
 def test_a_second_job_reads_nothing_from_the_remote(remote: Remote, open_dataset: Opener) -> None:
@@ -203,3 +232,62 @@ def test_a_batch_that_somebody_holds_is_never_written_again(remote: Remote, open
             for (batch, wanted), view in zip(held, views, strict=True):
                 np.testing.assert_array_equal(batch.numpy(), data[wanted])
                 np.testing.assert_array_equal(view.numpy(), data[wanted[3]])
+
+
+def kinds(raw: bytes) -> dict[str, Any]:
+    number = raw[0]
+    return {
+        "tensor": torch.frombuffer(bytearray(raw[:6]), dtype=torch.int16),
+        "no dimensions": torch.tensor(number / 3),
+        "array": np.frombuffer(raw, np.float16, 4),
+        "array without dimensions": np.array(number, np.int32),
+        "scalar": np.float32(number),
+        "even": number % 2 == 0,
+        "whole": number,
+        "real": number / 7,
+        "text": f"sample {number}",
+        "bytes": raw[: 1 + number % 3],
+    }
+
+
+def test_a_batch_that_is_partly_in_memory_is_made_as_one_that_is_not(tmp_path: Path, open_dataset: Opener) -> None:
+    write_files(tmp_path / "source", 24)
+    plain = open_dataset(tmp_path / "source", decode=kinds)
+    dataset = open_dataset(tmp_path / "source", decode=kinds, memory_limit=1 << 20)
+    for _ in dataset.__getitems__(range(0, 24, 2)):
+        pass
+    for turn in range(2):  # half of it is in memory, then all of it
+        batch, expected = dataset.__getitems__(range(24)), plain.__getitems__(range(24))
+        assert dataset.statistics()["memory_misses"] == 24
+        for sample, wanted in zip(batch, expected, strict=True):
+            assert {name: type(value) for name, value in sample.items()} == {
+                name: type(value) for name, value in wanted.items()
+            }, turn
+            torch.testing.assert_close(sample["no dimensions"], wanted["no dimensions"], rtol=0, atol=0)
+        for make in (collate, torch.utils.data.default_collate):
+            made, right = make(batch), torch.utils.data.default_collate(expected)
+            for name, value in right.items():
+                if isinstance(value, torch.Tensor):
+                    assert made[name].dtype == value.dtype, name
+                    np.testing.assert_array_equal(made[name].numpy(), value.numpy())
+                else:
+                    assert made[name] == value
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (torch.ones(3, dtype=torch.bfloat16), "bfloat16 as float32"),
+        (torch.eye(3).to_sparse(), "dense tensor on the CPU"),
+        (np.zeros(2, [("a", "i4"), ("b", "f4")]), "arrays of numbers"),
+        ({3: 1}, "text as keys"),
+        (torch.return_types.max((torch.ones(1), torch.ones(1))), "only arrays, tensors"),
+    ],
+)
+def test_what_would_come_back_as_something_else_is_refused(
+    tmp_path: Path, open_dataset: Opener, value: Any, says: str
+) -> None:
+    write_files(tmp_path / "source", 2)
+    dataset = open_dataset(tmp_path / "source", decode=lambda raw: value, fingerprint=says, memory_limit=1 << 20)
+    with pytest.raises(DatasetError, match=says):
+        dataset[0]

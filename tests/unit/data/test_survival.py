@@ -146,10 +146,16 @@ def test_a_changed_object_has_a_new_key_and_old_bytes_are_not_used(remote: Remot
     right(first, data)  # the job that runs goes on with what it listed
 
 
-def test_an_object_that_changes_between_listing_and_reading_is_refused(remote: Remote, open_dataset: Opener) -> None:
+@pytest.mark.parametrize("json_index", [False, True])
+def test_an_object_that_changes_between_listing_and_reading_is_refused(
+    remote: Remote, open_dataset: Opener, json_index: bool
+) -> None:
+    remote.json_index = json_index
     write_files(remote.folder, 2)
     dataset = open_dataset(remote.uri, decode=RECORD, prefetch=False)
-    (remote.folder / "a" / "00000.bin").write_bytes(bytes(3072))
+    path = remote.folder / "a" / "00000.bin"
+    path.write_bytes(bytes(3072))
+    os.utime(path, (later := time.time() + 2, later))
     with pytest.raises(StoreError, match="no longer the object that was listed"):
         dataset[0]
 

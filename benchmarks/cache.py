@@ -1,0 +1,273 @@
+"""The data cache against its peers: an HTTP remote behind a shaped link, 2 nodes x 2 ranks, first and second epochs.
+
+    python benchmarks/cache.py [--quick] [--json FILE] [--problem NAME ...] [--contender TEXT ...]
+
+As root. nginx (installed where it is missing) serves from a network namespace of its own; its link has 1 Gbit/s, those
+of the two reading nodes have 10. All ranks read batches of 256 at the same time; every contender begins with an empty
+cache, and every epoch is proved to hold every sample once. `--quick`, `--problem` and `--contender` keep nothing unless
+--json is given. About 5 minutes in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from allreduce.network import Network, missing
+from allreduce.scratch import scratch
+from allreduce.worlds import RankWorld, Recipe
+from datacache import entries, remote
+from datacache.problem import Problem, create
+from topkube.bench.report import machine_facts
+
+RESULTS = Path(__file__).parent / "results" / "cache.json"
+LAYOUT = (2, 2)
+LINK, NODES = "1gbit", "10gbit"
+EPOCHS = 5
+"""Second epochs that are timed; the median counts."""
+RECIPE = Recipe(
+    "cache",
+    "mpich",
+    Path(sys.executable),
+    (("UCX_TLS", "tcp,self"), ("UCX_NET_DEVICES", "eth0")),
+    script=Path(__file__).parent / "datacache" / "rank.py",
+)
+PROBLEMS = (
+    Problem("files-150k", "files", 150_000, 3_000),
+    Problem("shards-150k", "shards", 150_000, 8 * 426),
+    Problem("shards-3k", "shards", 3_072, 8 * 17_857),
+    Problem("files-3k", "files", 3_072, 6_000),
+)
+QUICK = (Problem("files-150k", "files", 150_000, 300), Problem("shards-3k", "shards", 3_072, 17_857))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contender as it is opened: a class of `contenders` and its arguments."""
+
+    label: str
+    kind: str
+    given: dict[str, Any] = field(default_factory=dict)
+    forms: tuple[str, ...] = ("files", "shards")
+
+    @property
+    def ours(self) -> bool:
+        return self.kind == "OurCache"
+
+
+OURS, OURS_DISK = (
+    Entry("TopKube", "OurCache", {"memory": True}),
+    Entry("TopKube, disk only", "OurCache", {"memory": False}),
+)
+PEERS = (
+    Entry("DataLoader + fsspec filecache", "FileCache", {"workers": 0}, ("shards",)),
+    Entry("DataLoader + fsspec filecache, 2 workers", "FileCache", {"workers": 2}, ("files",)),
+    Entry("litdata", "LitData", {"workers": 0}),
+    Entry("litdata, 2 workers", "LitData", {"workers": 2}),
+)
+
+
+class Bench:
+    """Ranks in two nodes, the remote in a third."""
+
+    def __init__(self, directory: Path, stack: contextlib.ExitStack) -> None:
+        self.directory, self.root = directory, directory / "remote"
+        self.root.mkdir()
+        self._network = stack.enter_context(Network(len(LAYOUT) + 1, NODES))
+        self._network.shape(LINK, [len(LAYOUT)])
+        self.remote = stack.enter_context(remote.Remote(self._network.nodes[-1], self.root, directory / "nginx"))
+        self._world = stack.enter_context(RankWorld(RECIPE, LAYOUT, directory, self._network))
+        self._turn = 0
+
+    def link(self, problem: Problem) -> float:
+        """Bytes per second that both nodes together get over the link by plain GETs; the best of three."""
+        url = f"{self.remote.uri}/{problem.name}.flat"
+        rates = []
+        for _ in range(3):
+            answers = self._world.ask(do="link", url=url)
+            rates.append(sum(a["bytes"] for a in answers) / _seconds(answers))
+        return max(rates)
+
+    def epoch(self, entry: Entry, problem: Problem, number: int, **more: Any) -> list[dict[str, Any]]:
+        return self._world.ask(
+            do="epoch",
+            name=entry.label,
+            kind=entry.kind,
+            given={**entry.given, **more},
+            problem=problem.to_data(),
+            folder=f"caches/{self._turn}",
+            uri=self.remote.uri,
+            epoch=number,
+        )
+
+    def close(self, entry: Entry, *, forget: bool = True) -> None:
+        """Closes it on all ranks; the next one finds an empty cache if `forget`."""
+        self._world.ask(do="close", name=entry.label)
+        if forget:
+            shutil.rmtree(self.directory / "caches", ignore_errors=True)
+            self._turn += 1
+
+    def first(self, entry: Entry, problem: Problem, link: float) -> dict[str, Any]:
+        """The epoch that fills an empty cache, opening included."""
+        before = self.remote.sent_bytes()
+        answers = self.epoch(entry, problem, 0)
+        fetched, least = self.remote.sent_bytes() - before, problem.bytes(self.root)
+        if entry.kind == "LitData":
+            least = sum(path.stat().st_size for path in (self.root / f"{problem.name}.litdata").iterdir())
+        seconds = _seconds(answers)
+        row = {
+            "problem": problem.name,
+            "contender": entry.label,
+            "seconds": round(seconds, 2),
+            "mb_per_s": round(least / seconds / 1e6, 1),
+            "percent_of_link": round(100 * least / seconds / link, 1),
+            "fetched_of_dataset": round(fetched / least, 4),
+            "missing": answers[0]["missing"],
+        }
+        print(
+            f"{problem.name:12} first epoch   {entry.label:42}{seconds:7.2f} s {row['mb_per_s']:8.1f} MB/s "
+            f"{row['percent_of_link']:6.1f}% of the link, {row['fetched_of_dataset']:.3f} x the dataset fetched",
+            flush=True,
+        )
+        return row
+
+    def second(
+        self, turns: list[tuple[Entry, dict[str, Any], str]], problem: Problem, first: int = 1
+    ) -> list[dict[str, Any]]:
+        """Further epochs, contenders taking turns. `turns`: (entry, further arguments, label of its measure)."""
+        seconds: dict[str, list[float]] = {entry.label: [] for entry, _, _ in turns}
+        fetched = dict.fromkeys(seconds, 0)
+        for turn in range(EPOCHS + 1):
+            for entry, more, _ in turns:
+                before = self.remote.sent_bytes()
+                taken = _seconds(self.epoch(entry, problem, first + turn, **more))
+                if turn:  # the first opens what is not open yet
+                    seconds[entry.label].append(taken)
+                    fetched[entry.label] += self.remote.sent_bytes() - before
+        megabytes = problem.samples * problem.size / 1e6
+        rate = {label: megabytes / median(times) for label, times in seconds.items()}
+        rows = []
+        for entry, _, of in turns:
+            times = seconds[entry.label]
+            rows.append(
+                {
+                    "problem": problem.name,
+                    "contender": entry.label,
+                    "mb_per_s": round(rate[entry.label], 1),
+                    "min": round(megabytes / max(times), 1),
+                    "max": round(megabytes / min(times), 1),
+                    "of": of,
+                    "percent": round(100 * rate[entry.label] / rate[of], 1) if of else None,
+                    "fetched_mb_per_epoch": round(fetched[entry.label] / EPOCHS / 1e6, 1),
+                }
+            )
+            said = f" {rows[-1]['percent']:6.1f}% of {of}" if of else ""
+            print(f"{problem.name:12} second epoch  {entry.label:42}{rate[entry.label]:18.1f} MB/s{said}", flush=True)
+        return rows
+
+
+def _seconds(answers: list[dict[str, Any]]) -> float:
+    return float(max(a["end"] for a in answers) - min(a["start"] for a in answers))
+
+
+ARRAY, PAGES = Entry("NumPy array in memory", "InMemory"), Entry("page cache, same samples", "PageCache")
+
+
+def measure(
+    bench: Bench, problem: Problem, wanted: list[str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
+    """All of one dataset: rows of first and of second epochs, and the link's rate."""
+    create(problem, bench.root)
+    link = bench.link(problem)
+    print(f"{problem.name:12} link {link / 1e6:.1f} MB/s by plain GETs of both nodes", flush=True)
+    first, second = [], []
+
+    def asked(entry: Entry) -> bool:
+        return problem.form in entry.forms and (not wanted or any(text in entry.label for text in wanted))
+
+    if asked(OURS):
+        first.append(bench.first(OURS, problem, link))
+        second += bench.second([(ARRAY, {"like": OURS.label}, ""), (OURS, {}, ARRAY.label)], problem)
+        bench.close(ARRAY, forget=False)
+        bench.close(OURS)
+    if asked(OURS_DISK):
+        first.append(bench.first(OURS_DISK, problem, link))
+        second += bench.second([(PAGES, {"like": OURS_DISK.label}, ""), (OURS_DISK, {}, PAGES.label)], problem)
+        bench.close(PAGES, forget=False)
+        bench.close(OURS_DISK)
+    for entry in filter(asked, PEERS):
+        if entry.kind == "LitData" and not (bench.root / f"{problem.name}.litdata").exists():
+            print(f"{entry.label} is left out: pip install 'topkube[bench]'", flush=True)
+            continue
+        first.append(bench.first(entry, problem, link))
+        second += bench.second([(entry, {}, "")], problem)
+        bench.close(entry)
+    for path in bench.root.glob(f"{problem.name}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return first, second, link
+
+
+def versions() -> str:
+    found = []
+    for name in ("torch", "fsspec", "litdata"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small datasets: is everything in place?")
+    parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS} for the whole run)")
+    parser.add_argument("--problem", action="append", choices=[problem.name for problem in PROBLEMS])
+    parser.add_argument("--contender", action="append", default=[], help="only those whose name has this text")
+    options = parser.parse_args()
+    reason = missing() or remote.install()
+    if reason:
+        print(f"cannot measure here: {reason}", file=sys.stderr)
+        return 2
+    problems = [p for p in (QUICK if options.quick else PROBLEMS) if not options.problem or p.name in options.problem]
+    target = options.json or (None if options.quick or options.problem or options.contender else RESULTS)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nodes and ranks are closed in order
+    begun = time.monotonic()
+    first: list[dict[str, Any]] = []
+    second: list[dict[str, Any]] = []
+    links: dict[str, float] = {}
+    with contextlib.ExitStack() as stack:
+        bench = Bench(stack.enter_context(scratch()), stack)
+        for problem in problems:
+            rows = measure(bench, problem, options.contender)
+            first, second = first + rows[0], second + rows[1]
+            links[problem.name] = round(rows[2] / 1e6, 1)
+    found = {
+        "command": "python benchmarks/cache.py",
+        "date": time.strftime("%Y-%m-%d"),
+        "problems": {p.name: {"form": p.form, "sample_bytes": p.size, "samples": p.samples} for p in problems},
+        "link_mb_per_s": links,
+        "first": first,
+        "second": second,
+        "entries": entries.measure(),
+        "facts": machine_facts(),
+        "versions": versions(),
+    }
+    print(f"{found['entries']}\n{time.monotonic() - begun:.0f} s in all", flush=True)
+    if target:
+        target.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"kept in {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

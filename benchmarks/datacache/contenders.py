@@ -1,0 +1,197 @@
+"""Who reads: this library, torch's DataLoader over fsspec's filecache, litdata, and one NumPy array as the measure.
+
+Every contender hands out (n, size) uint8 batches of at most 256 samples, each sample of the epoch on one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler as TorchSampler
+
+import topkube
+from datacache.problem import Problem
+from topkube import _kernels
+from topkube.data import ArrayOf, DistributedSampler
+from topkube.data.dataset import CachedDataset
+
+BATCH = 256
+
+
+class Contender(Protocol):
+    """What `open` gives; `epoch` may be called for epoch 0, 1, 2, ... once each."""
+
+    def epoch(self, number: int) -> Iterator[torch.Tensor]: ...
+
+    def close(self) -> None: ...
+
+
+class OurCache:
+    """CachedDataset; with `memory` decoded samples are kept in memory too, without it only shards on disk."""
+
+    def __init__(self, problem: Problem, uri: str, folder: Path, root: Path, *, memory: bool) -> None:
+        self.dataset = CachedDataset(
+            f"{uri}/{problem.name}",
+            decode=ArrayOf("uint8", (problem.size,), field="bin"),
+            cache_directory=folder / "cache",
+            memory_limit=2 * problem.samples * problem.size if memory else 0,
+            free_bytes=0,
+        )
+        self.sampler = DistributedSampler(self.dataset, seed=1)
+
+    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+        self.sampler.set_epoch(number)
+        return iter(self.dataset.batches(BATCH, self.sampler))
+
+    def close(self) -> None:
+        self.dataset.close()
+
+
+class FileCached(Dataset[torch.Tensor]):
+    """Samples through fsspec's filecache: whole objects are kept in a folder of the node. It is told where in a shard
+    its samples lie."""
+
+    def __init__(self, problem: Problem, uri: str, folder: Path) -> None:
+        self._problem, self._uri, self._folder = problem, f"{uri}/{problem.name}", folder / "filecache"
+        self._names, self._object, self._offset = problem.places()
+        self._files: dict[int, Any] = {}
+        self._system: tuple[int, Any] | None = None
+
+    def __len__(self) -> int:
+        return self._problem.samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        number = int(self._object[index])
+        if self._problem.form == "files":
+            with self._open(number) as file:
+                return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+        if number not in self._files:
+            self._files[number] = self._open(number)
+        file = self._files[number]
+        file.seek(int(self._offset[index]))
+        return torch.frombuffer(bytearray(file.read(self._problem.size)), dtype=torch.uint8)
+
+    def _open(self, number: int) -> Any:
+        import fsspec
+
+        if self._system is None or self._system[0] != os.getpid():
+            system = fsspec.filesystem("filecache", target_protocol="http", cache_storage=str(self._folder))
+            self._system = (os.getpid(), system)
+        return self._system[1].open(f"{self._uri}/{self._names[number]}", "rb")
+
+
+class FileCache:
+    """torch's DataLoader and DistributedSampler over `FileCached`, with `workers` worker processes."""
+
+    def __init__(self, problem: Problem, uri: str, folder: Path, root: Path, *, workers: int) -> None:
+        dataset = FileCached(problem, uri, folder)
+        self._sampler: Any = TorchSampler(dataset, topkube.size(), topkube.rank())
+        self._loader: Any = DataLoader(
+            dataset, BATCH, sampler=self._sampler, num_workers=workers, persistent_workers=workers > 0
+        )
+
+    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+        self._sampler.set_epoch(number)
+        return iter(self._loader)
+
+    def close(self) -> None:
+        self._loader = None
+
+
+class LitData:
+    """litdata's StreamingDataset and loader over its own chunks, with `workers` worker processes. It knows no plain
+    HTTP: the downloader below is its interface for that."""
+
+    def __init__(self, problem: Problem, uri: str, folder: Path, root: Path, *, workers: int) -> None:
+        from litdata import StreamingDataLoader, StreamingDataset
+        from litdata.streaming.downloader import register_downloader
+        from litdata.streaming.resolver import Dir
+
+        os.environ["WORLD_SIZE"], os.environ["GLOBAL_RANK"] = str(topkube.size()), str(topkube.rank())
+        os.environ["NNODES"] = "2"
+        register_downloader("http://", _downloader(), overwrite=True)
+        dataset = StreamingDataset(
+            Dir(path=None, url=f"{uri}/{problem.name}.litdata"),
+            cache_dir=str(folder / "litdata"),
+            shuffle=True,
+            drop_last=False,
+            max_cache_size="20GB",
+        )
+        self._loader: Any = StreamingDataLoader(
+            dataset, batch_size=BATCH, num_workers=workers, persistent_workers=workers > 0, collate_fn=_stacked
+        )
+
+    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+        return iter(self._loader)
+
+    def close(self) -> None:
+        self._loader = None
+
+
+def _stacked(samples: list[bytes]) -> torch.Tensor:
+    return torch.stack([torch.frombuffer(bytearray(sample), dtype=torch.uint8) for sample in samples])
+
+
+def _downloader() -> type[Any]:
+    from litdata.streaming.downloader import Downloader
+
+    class Http(Downloader):  # type: ignore[misc]
+        def download_file(self, remote_filepath: str, local_filepath: str) -> None:
+            if os.path.exists(local_filepath):
+                return
+            part = self._temp_download_path(local_filepath)
+            with urllib.request.urlopen(remote_filepath) as answer, open(part, "wb") as file:
+                shutil.copyfileobj(answer, file, 1 << 20)
+            self._publish_file(part, local_filepath)
+
+        async def adownload_fileobj(self, remote_filepath: str) -> bytes:
+            with urllib.request.urlopen(remote_filepath) as answer:
+                body: bytes = answer.read()
+            return body
+
+    return Http
+
+
+class InMemory:
+    """The measure of the second epoch: the same batches gathered from one NumPy array of this rank."""
+
+    def __init__(self, problem: Problem, uri: str, folder: Path, root: Path, sampler: DistributedSampler) -> None:
+        self._data, self._sampler = problem.array(root), sampler
+
+    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+        self._sampler.set_epoch(number)
+        order = self._sampler.indices()
+        return (torch.from_numpy(self._data[order[at : at + BATCH]]) for at in range(0, order.size, BATCH))
+
+    def close(self) -> None:
+        self._data = np.empty((0, 0), np.uint8)
+
+
+class PageCache:
+    """The measure of the disk tier: the same samples from one file, a pread each into one buffer."""
+
+    def __init__(self, problem: Problem, uri: str, folder: Path, root: Path, sampler: DistributedSampler) -> None:
+        self._problem, self._sampler = problem, sampler
+        self._file = os.open(root / f"{problem.name}.flat", os.O_RDONLY)
+        self._buffer = np.empty(BATCH * problem.size, np.uint8)
+
+    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+        self._sampler.set_epoch(number)
+        order, size = self._sampler.indices(), self._problem.size
+        for at in range(0, order.size, BATCH):
+            part = order[at : at + BATCH]
+            out = self._buffer[: part.size * size]
+            lengths = np.full(part.size, size, np.int64)
+            _kernels.gather_files(np.full(part.size, self._file, np.int32), part * size, lengths, out)
+            yield torch.from_numpy(out.reshape(part.size, size))
+
+    def close(self) -> None:
+        os.close(self._file)

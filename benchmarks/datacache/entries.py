@@ -1,0 +1,47 @@
+"""A dataset of a million objects: what listing it and opening its cache take, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ENTRIES = 1_000_000
+_OPEN = """
+import sys, time
+from pathlib import Path
+start = time.perf_counter()
+from topkube.data.disk_tier import DiskTier
+from topkube.data.opening import list_dataset
+from topkube.data.shards import Shards
+from topkube.data.store import Store
+store = Store(sys.argv[1])
+shards = Shards(store.uri, list_dataset(store, DiskTier(Path(sys.argv[2]))))
+assert len(shards.listing) == int(sys.argv[3])
+keys = len(shards.keys())
+seconds = time.perf_counter() - start
+peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+print(seconds, int(peak.split()[1]) * 1024, keys)
+"""
+
+
+def measure() -> dict[str, Any]:
+    """Seconds (imports included) and peak bytes of the process: where the manifest is read for the first time, and
+    where the cache knows it."""
+    with tempfile.TemporaryDirectory(prefix="topkube-entries-") as name:
+        manifest = Path(name) / "manifest.jsonl"
+        with manifest.open("w") as file:
+            file.writelines(
+                f'{{"path": "train/{at:07}.jpg", "size": {100_000 + at % 977}, "etag": "{at:x}"}}\n'
+                for at in range(ENTRIES)
+            )
+        command = [sys.executable, "-c", _OPEN, manifest.as_uri(), str(Path(name) / "cache"), str(ENTRIES)]
+        found: dict[str, Any] = {"entries": ENTRIES}
+        for what in ("first", "again"):
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            seconds, peak, shards = done.stdout.split()
+            found |= {f"{what}_seconds": round(float(seconds), 2), f"{what}_peak_mb": round(int(peak) / 1e6)}
+            found["shards"] = int(shards)
+    return found

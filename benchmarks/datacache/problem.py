@@ -1,0 +1,111 @@
+"""The datasets that everyone reads: random samples as files, as tar shards, as litdata's chunks, as one flat file."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+NUMBER_BYTES = 8
+"""Every sample begins with its own number, so that what was read can be told."""
+SHARD_BYTES = 64_000_000
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`samples` samples of `size` bytes each, as single files or in tar shards of 64 MB. `name` names its
+    folder too."""
+
+    name: str
+    form: str  # files | shards
+    size: int
+    samples: int
+
+    @property
+    def per_shard(self) -> int:
+        """Samples of one tar shard: a header of 512 bytes each, and full blocks."""
+        return SHARD_BYTES // (512 + -(-self.size // 512) * 512)
+
+    def bytes(self, root: Path) -> int:
+        """What a job must read from the remote at least: all files, or all shards with their headers."""
+        return sum(path.stat().st_size for path in (root / self.name).rglob("*") if path.suffix in (".bin", ".tar"))
+
+    def array(self, root: Path) -> npt.NDArray[np.uint8]:
+        """All samples: (samples, size)."""
+        return np.fromfile(root / f"{self.name}.flat", np.uint8).reshape(self.samples, self.size)
+
+    def places(self) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Where a reader that is told finds the samples: names of objects; for every sample its object and offset."""
+        numbers = np.arange(self.samples)
+        if self.form == "files":
+            return [file_name(at) for at in range(self.samples)], numbers, np.zeros(self.samples, np.int64)
+        record = 512 + -(-self.size // 512) * 512
+        shards = -(-self.samples // self.per_shard)
+        return (
+            [shard_name(at) for at in range(shards)],
+            numbers // self.per_shard,
+            numbers % self.per_shard * record + 512,
+        )
+
+    def to_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def file_name(number: int) -> str:
+    return f"{number // 1000:03}/{number:07}.bin"
+
+
+def shard_name(number: int) -> str:
+    return f"{number:04}.tar"
+
+
+def create(problem: Problem, root: Path) -> None:
+    """Writes all forms of the dataset below `root`, litdata's where it is installed."""
+    random = np.random.default_rng(problem.samples)
+    data = random.integers(0, 256, (problem.samples, problem.size), np.uint8)
+    data[:, :NUMBER_BYTES] = np.arange(problem.samples, dtype="<i8").view(np.uint8).reshape(-1, NUMBER_BYTES)
+    data.tofile(root / f"{problem.name}.flat")
+    folder = root / problem.name
+    folder.mkdir()
+    (_files if problem.form == "files" else _shards)(problem, data, folder)
+    _chunks(problem, data, root / f"{problem.name}.litdata")
+
+
+def _files(problem: Problem, data: npt.NDArray[np.uint8], folder: Path) -> None:
+    for number in range(problem.samples):
+        path = folder / file_name(number)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data[number].tobytes())
+
+
+def _shards(problem: Problem, data: npt.NDArray[np.uint8], folder: Path) -> None:
+    lines = []
+    for shard, first in enumerate(range(0, problem.samples, problem.per_shard)):
+        part = data[first : first + problem.per_shard]
+        path = folder / shard_name(shard)
+        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+            for number, sample in enumerate(part, first):
+                member = tarfile.TarInfo(f"{number:07}.bin")
+                member.size = problem.size
+                tar.addfile(member, io.BytesIO(sample.tobytes()))
+        lines.append(json.dumps({"path": path.name, "size": path.stat().st_size, "samples": len(part)}))
+    (folder / "manifest.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _chunks(problem: Problem, data: npt.NDArray[np.uint8], folder: Path) -> None:
+    try:
+        from litdata.streaming.writer import BinaryWriter
+    except ImportError:
+        return
+    folder.mkdir()
+    writer = BinaryWriter(str(folder), chunk_bytes=SHARD_BYTES)
+    for number, sample in enumerate(data):
+        writer[number] = sample.tobytes()
+    writer.done()
+    writer.merge()

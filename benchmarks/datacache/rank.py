@@ -1,0 +1,114 @@
+"""What every rank runs: opens a contender, reads an epoch between barriers, and proves that all samples came.
+
+rank.py LIBRARY SOCKET LAYOUT
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import numpy as np
+import torch
+
+import topkube
+from datacache import contenders
+from datacache.problem import NUMBER_BYTES, Problem
+
+_DIRECTORY = Path(os.environ["TMPDIR"])
+_open: dict[str, Any] = {}
+
+
+def main(path: str) -> None:
+    world = topkube.init()
+    torch.set_num_threads(1)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        stream = connection.makefile("rw")
+        stream.write(json.dumps({"rank": world.rank}) + "\n")
+        stream.flush()
+        for line in stream:
+            try:
+                answer = obey(world, json.loads(line))
+            except BaseException:
+                answer = {"error": traceback.format_exc()}
+            stream.write(json.dumps(answer) + "\n")
+            stream.flush()
+    for contender in _open.values():
+        contender.close()
+
+
+def obey(world: Any, order: dict[str, Any]) -> dict[str, Any]:
+    if order["do"] == "link":
+        return link(world, order["url"])
+    if order["do"] == "close":
+        _open.pop(order["name"]).close()
+        gc.collect()
+        return {}
+    problem = Problem(**order["problem"])
+    together(world)
+    start = time.clock_gettime(time.CLOCK_MONOTONIC)
+    if order["name"] not in _open:
+        _open[order["name"]] = opened(world, order, problem)
+    heads = [batch[:, :NUMBER_BYTES].clone() for batch in _open[order["name"]].epoch(order["epoch"])]
+    end = time.clock_gettime(time.CLOCK_MONOTONIC)
+    together(world)
+    missing = prove(world, problem, heads)
+    statistics = getattr(getattr(_open[order["name"]], "dataset", None), "statistics", dict)()
+    return {"start": start, "end": end, "missing": missing, "counted": statistics}
+
+
+def opened(world: Any, order: dict[str, Any], problem: Problem) -> Any:
+    folder = _DIRECTORY / order["folder"] / f"node{world.node}"
+    given: dict[str, Any] = dict(order["given"])
+    if order["kind"] in ("InMemory", "PageCache"):
+        given["sampler"] = _open[given.pop("like")].sampler
+    kind = getattr(contenders, order["kind"])
+    return kind(problem, order["uri"], folder, _DIRECTORY / "remote", **given)
+
+
+def prove(world: Any, problem: Problem, heads: list[torch.Tensor]) -> int:
+    """Samples that no rank got. Raises ValueError where one came twice: then less than an epoch was timed."""
+    found = torch.cat(heads).numpy().view("<i8").reshape(-1) if heads else np.empty(0, np.int64)
+    counts = np.bincount(found, minlength=problem.samples)
+    total = np.empty_like(counts)
+    world.comm.Allreduce(counts, total)
+    if total.size != problem.samples or total.max() > 1:
+        raise ValueError(f"{int((total > 1).sum())} samples came more than once")
+    return int((total == 0).sum())
+
+
+def together(world: Any) -> None:
+    """A barrier that sleeps: one that spins would take the processor from ranks that still read."""
+    request = world.comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.0005)
+
+
+def link(world: Any, url: str) -> dict[str, Any]:
+    """One plain GET by the first rank of every node, all at once, the bytes thrown away."""
+    address, path = urlsplit(url).hostname, urlsplit(url).path
+    received, buffer = 0, bytearray(1 << 20)
+    together(world)
+    start = time.clock_gettime(time.CLOCK_MONOTONIC)
+    if world.local_rank == 0:
+        with socket.create_connection((address, 80)) as connection:
+            connection.sendall(f"GET {path} HTTP/1.0\r\nHost: {address}\r\n\r\n".encode())
+            while got := connection.recv_into(buffer):
+                received += got
+    end = time.clock_gettime(time.CLOCK_MONOTONIC)
+    together(world)
+    return {"start": start, "end": end, "bytes": received}
+
+
+if __name__ == "__main__":
+    main(sys.argv[2])

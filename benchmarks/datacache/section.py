@@ -1,0 +1,106 @@
+"""The data cache's part of docs/benchmarks.md: its tables and its picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tables import table
+
+Row = dict[str, Any]
+TARGET = 85
+"""Percent of the NumPy array and of the page cache that a second epoch should reach."""
+
+
+def told(problem: dict[str, Any]) -> str:
+    size = f"{problem['sample_bytes'] / 1000:.0f} KB" if problem["sample_bytes"] > 10_000 else "3 KB"
+    samples = f"{problem['samples']:,}"
+    return (
+        f"{samples} files of {size}" if problem["form"] == "files" else f"shards of 64 MB, {samples} samples of {size}"
+    )
+
+
+def _bold(row: Row) -> str:
+    return f"**{row['contender']}**" if row["contender"].startswith("TopKube") else str(row["contender"])
+
+
+def filled(stored: dict[str, Any]) -> dict[str, str]:
+    """The template's placeholders."""
+    first = [
+        [
+            told(stored["problems"][row["problem"]]),
+            _bold(row),
+            f"{row['seconds']:.2f}",
+            f"{row['mb_per_s']:.0f}",
+            f"{row['percent_of_link']:.0f}%",
+            f"{row['fetched_of_dataset']:.3f}×",
+        ]
+        for row in stored["first"]
+    ]
+    second = [
+        [
+            told(stored["problems"][row["problem"]]),
+            _bold(row),
+            f"{row['mb_per_s']:,.0f}",
+            f"{row['min']:,.0f}–{row['max']:,.0f}",
+            f"{row['percent']:.0f}% of {row['of']}" if row["of"] else "",
+            f"{row['fetched_mb_per_epoch']:.0f}",
+        ]
+        for row in stored["second"]
+    ]
+    entries, facts = stored["entries"], stored["facts"]
+    return {
+        "CACHE_FIRST": table(["dataset", "contender", "seconds", "MB/s", "of the link", "fetched"], first),
+        "CACHE_SECOND": table(["dataset", "contender", "MB/s", "min–max", "", "MB fetched"], second),
+        "CACHE_LINK": ", ".join(sorted({f"{rate:.0f}" for rate in stored["link_mb_per_s"].values()})),
+        "CACHE_ENTRIES": (
+            f"A manifest of {entries['entries']:,} objects ({entries['shards']:,} shards): "
+            f"{entries['first_seconds']:.1f} s and {entries['first_peak_mb']} MB at most to list it and open the cache "
+            f"for the first time, {entries['again_seconds']:.1f} s and {entries['again_peak_mb']} MB from then on, "
+            "Python's own start and imports included."
+        ),
+        "CACHE_FACTS": (
+            f"{stored['date']}, `{stored['command']}`; "
+            + "; ".join(f"{name}: {value}" for name, value in facts.items())
+            + f"; peers: {stored['versions']}"
+        ),
+    }
+
+
+def picture(stored: dict[str, Any], path: Path) -> None:
+    """First epochs against the link, second epochs against memory: one column per dataset."""
+    from matplotlib import pyplot
+
+    import plots
+
+    names = list(stored["problems"])
+    figure, grid = pyplot.subplots(2, len(names), figsize=(4.9 * len(names), 6.4), layout="constrained", squeeze=False)
+    for column, name in enumerate(names):
+        for axes, part, value in (
+            (grid[0][column], "first", "percent_of_link"),
+            (grid[1][column], "second", "mb_per_s"),
+        ):
+            rows = sorted((row for row in stored[part] if row["problem"] == name), key=lambda row: row[value])
+            for place, row in enumerate(rows):
+                colour = plots.OURS if row["contender"].startswith("TopKube") else plots.PEER
+                if row["contender"].startswith(("NumPy", "page cache")):
+                    colour = plots.TOPK
+                axes.barh(place, row[value], color=colour, height=0.72, zorder=2)
+                shown = f"{row[value]:.0f}%" if part == "first" else f"{row[value]:,.0f} MB/s"
+                axes.text(row[value] * 1.03, place, shown, va="center", fontsize=9)
+            labels = [row["contender"].replace("DataLoader + fsspec ", "DataLoader + fsspec\n") for row in rows]
+            axes.set_yticks(range(len(rows)), labels)
+            for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
+                tick.set_fontweight("bold" if row["contender"].startswith("TopKube") else "normal")
+            axes.tick_params(axis="y", length=0)
+            axes.grid(axis="x", color=plots.FAINT, zorder=0)
+            if part == "first":
+                axes.set_title(told(stored["problems"][name]).replace(", ", ",\n"))
+                axes.axvline(100, color=plots.INK, linewidth=1.4, zorder=3)
+                axes.set_xlim(0, 119)
+                axes.set_xlabel("first epoch, % of the link's rate")
+            else:
+                axes.set_xscale("log")
+                axes.set_xlim(min(row[value] for row in rows) * 0.5, max(row[value] for row in rows) * 5)
+                axes.set_xlabel("second epoch, MB/s (log scale)")
+    plots.save(figure, path, stored)
