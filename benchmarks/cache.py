@@ -50,7 +50,7 @@ PROBLEMS = (
     Problem("shards-3k", "shards", 3_072, 8 * 17_857),
     Problem("files-3k", "files", 3_072, 6_000),
 )
-QUICK = (Problem("files-150k", "files", 150_000, 300), Problem("shards-3k", "shards", 3_072, 17_857))
+QUICK = (Problem("files-150k", "files", 150_000, 300), Problem("shards-3k", "shards", 3_072, 3 * 17_857))
 
 
 @dataclass(frozen=True)

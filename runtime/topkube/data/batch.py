@@ -197,6 +197,18 @@ class Batch(Sequence[Any]):
         return (self[index] for index in range(self._count))
 
 
+def merged(first: npt.NDArray[np.bool_], yes: Batch, no: Batch) -> Batch:
+    """One batch of two with the same schema, all leaves fixed: the samples of `yes` where `first` is true, else those
+    of `no`, each in their order."""
+    columns = []
+    for leaf, some, others in zip(yes.schema.leaves, yes.columns, no.columns, strict=True):
+        assert leaf.shape is not None
+        column = np.empty((first.size, *leaf.shape), leaf.dtype)
+        column[first], column[~first] = some, others
+        columns.append(column)
+    return Batch(yes.schema, columns, first.size)
+
+
 def collate(samples: Any) -> Any:
     """A `collate_fn` for torch's DataLoader: what its default makes of the samples, without building them one by one
     where they come in columns. bytes and text stay lists."""

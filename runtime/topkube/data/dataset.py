@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from topkube.data.batch import ArrayOf, Decode
+from topkube.data.batch import ArrayOf, Batch, Decode, merged
 from topkube.data.cache import Cache
 from topkube.data.fill import Filler
 from topkube.data.fingerprint import fingerprint as fingerprint_of
@@ -198,7 +198,10 @@ class CachedDataset:
             self._memory_frozen(error)
         if not hits:
             return fresh
-        held, new = iter(memory.gather(indices[present])), iter(fresh)
+        kept = memory.gather(indices[present])
+        if isinstance(fresh, Batch) and fresh.schema == kept.schema and kept.schema.fixed:
+            return merged(present, kept, fresh)
+        held, new = iter(kept), iter(fresh)
         return [next(held) if here else next(new) for here in present.tolist()]
 
     def _decoded(self, indices: Longs) -> Sequence[Any]:

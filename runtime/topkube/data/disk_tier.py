@@ -40,6 +40,7 @@ _QUARANTINED = 2
 """Damaged shards kept for inspection, per dataset."""
 _KEY = re.compile(r"[0-9a-f]{32}")
 _HASHED_AT_ONCE = 1 << 20
+_DIGITS = 20
 
 
 def _nothing(step: str) -> None:
@@ -70,6 +71,14 @@ class Reservation:
 
     path: Path
     lock: FileLock
+
+    def settle(self) -> None:
+        """From here on the shard's record counts, not the reservation. Written in place: a full volume takes it."""
+        file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(file, b"0" * _DIGITS, 0)
+        finally:
+            os.close(file)
 
     def release(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -163,7 +172,7 @@ class DiskTier:
             path = self.directory / "reservations" / uuid.uuid4().hex
             lock = FileLock(path)
             lock.acquire()
-            path.write_text(f"{size} {part.relative_to(self.directory)}")
+            path.write_text(f"{size:0{_DIGITS}} {part.relative_to(self.directory)}")
             return Reservation(path, lock)
 
     def _lacking(self, size: int) -> str | None:
@@ -357,7 +366,9 @@ class DatasetFolder:
             os.fchmod(file, 0o444)
             os.fsync(file)
             step("synced")
-            self.log.append(key, hashed, size, samples)
+            with FileLock(self.tier.directory / "space.lock"):  # nobody looks for room while both would count
+                self.log.append(key, hashed, size, samples)
+                reservation.settle()
             step("recorded")
             os.rename(part, final)
             step("renamed")

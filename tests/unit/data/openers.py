@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from topkube.data.dataset import CachedDataset
 from topkube.data.patience import Patience
 
@@ -34,3 +37,13 @@ class Opener:
         for dataset in self.opened:
             dataset.close()
         self.opened.clear()
+
+
+def right(dataset: CachedDataset, data: npt.NDArray[np.uint8]) -> None:
+    """All samples of the dataset, read as one batch, are these."""
+    np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(len(dataset))))), data)
+
+
+def shard_files(cache: Path) -> list[Path]:
+    """Every file below a cache's shards that is not an index."""
+    return [path for path in cache.glob("datasets/*/shards/*/*") if path.suffix != ".index"]

@@ -13,6 +13,7 @@ from remotes import Remote, write_files, write_tars
 from torch.utils.data import DataLoader
 
 from topkube.data import ArrayOf, DistributedSampler, collate
+from topkube.data.batch import Batch
 from topkube.errors import DatasetError
 
 RECORD = ArrayOf("uint8", (3072,))
@@ -291,3 +292,14 @@ def test_what_would_come_back_as_something_else_is_refused(
     dataset = open_dataset(tmp_path / "source", decode=lambda raw: value, fingerprint=says, memory_limit=1 << 20)
     with pytest.raises(DatasetError, match=says):
         dataset[0]
+
+
+def test_arrays_that_are_partly_in_memory_stay_in_one_piece(tmp_path: Path, open_dataset: Opener) -> None:
+    data = write_files(tmp_path / "source", 24)
+    dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
+    _ = dataset.__getitems__([3, 4, 9, 23])
+    order = np.random.default_rng(0).permutation(24)
+    for _ in range(2):
+        batch = dataset.batch(order)
+        assert isinstance(batch, Batch)
+        np.testing.assert_array_equal(collate(batch).numpy(), data[order])

@@ -8,29 +8,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
-from openers import Opener
+from openers import Opener, right, shard_files
 from processes import ending, fork, on_volume
 from remotes import Remote, write_files, write_tars
 
 from topkube.data import ArrayOf, disk_tier
-from topkube.data.dataset import CachedDataset
 from topkube.data.disk_tier import DiskTier, Limits
-from topkube.data.session import FROZEN
-from topkube.errors import CacheError, DatasetError, StoreError
+from topkube.errors import CacheError, StoreError
 
 RECORD = ArrayOf("uint8", (3072,))
 STEPS = ("reserved", "created", "filled", "hashed", "synced", "recorded", "renamed", "published")
-
-
-def right(dataset: CachedDataset, data: npt.NDArray[np.uint8]) -> None:
-    np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(len(dataset))))), data)
-
-
-def shard_files(cache: Path) -> list[Path]:
-    return [path for path in cache.glob("datasets/*/shards/*/*") if path.suffix != ".index"]
 
 
 @pytest.mark.parametrize("at", STEPS)
@@ -122,6 +110,34 @@ def test_a_remote_that_fails_for_a_while_is_asked_again(remote: Remote, open_dat
     dataset = open_dataset(remote.uri, decode=ArrayOf("uint8", (3072,), field="bin"), wait_seconds=20)
     right(dataset, data)
     assert dataset.statistics()["remote_bytes"] == (remote.folder / "000.tar").stat().st_size
+
+
+@pytest.mark.parametrize("fault", ["truncate", "stall", "503"])
+def test_small_files_whose_remote_fails_for_a_while_are_asked_for_again(
+    remote: Remote, open_dataset: Opener, fault: str
+) -> None:
+    data = write_files(remote.folder, 20)
+    remote.faults = {"a/00003.bin": [fault, fault], "b/00012.bin": [fault]}
+    dataset = open_dataset(remote.uri, decode=RECORD, wait_seconds=20)
+    right(dataset, data)
+    assert dataset.statistics()["remote_bytes"] == data.nbytes
+
+
+def test_a_shard_stays_open_while_it_is_indexed(
+    remote: Remote, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tars(remote.folder, [5])
+    cache = open_dataset(remote.uri, prefetch=False).cache
+    (path,) = open_dataset.cache.glob("datasets/*/shards/*/*.index")
+    path.unlink()
+    index_of = cache._index_of
+
+    def while_another_thread_opens_it_too(shard: Any, file: int) -> Any:
+        cache._files.clear()
+        return index_of(shard, file)
+
+    monkeypatch.setattr(cache, "_index_of", while_another_thread_opens_it_too)
+    assert len(cache.index(0)) == 5
 
 
 def test_a_remote_that_stays_away_is_an_error_that_says_so(remote: Remote, open_dataset: Opener) -> None:
@@ -263,108 +279,3 @@ def test_two_jobs_share_a_dataset_while_a_third_evicts_it(remote: Remote, open_d
     finally:
         stop.touch()
     assert ending(evicting) == 0
-
-
-def test_room_is_made_by_removing_what_was_used_longest_ago_but_never_pinned_or_used_datasets(
-    tmp_path: Path, open_dataset: Opener
-) -> None:
-    for name in ("old", "pinned", "new", "next", "last"):
-        write_files(tmp_path / name, 10)
-    limit = 4 * 10 * 3072
-    for name in ("pinned", "old", "new"):
-        right(open_dataset(tmp_path / name, decode=RECORD, size_limit=limit), write_files(tmp_path / name, 10))
-        open_dataset.close()
-    tier = DiskTier(open_dataset.cache)
-    folders = {folder.uri.rpartition("/")[2]: folder for folder in tier.datasets()}
-    folders["pinned"].pin()
-    for age, name in enumerate(("new", "old", "pinned")):
-        os.utime(folders[name].path / "dataset.json", (1000 - age, 1000 - age))
-    using = open_dataset(tmp_path / "next", decode=RECORD, size_limit=limit)
-    right(using, write_files(tmp_path / "next", 10))
-    last = open_dataset(tmp_path / "last", decode=RECORD, size_limit=limit)
-    right(last, write_files(tmp_path / "last", 10))
-    assert {folder.uri.rpartition("/")[2] for folder in tier.datasets()} == {"pinned", "new", "next", "last"}
-    assert last.statistics()["evictions"] == 1
-
-
-def test_within_a_job_the_tier_takes_shards_until_it_is_full_and_then_freezes(
-    tmp_path: Path, open_dataset: Opener, capfd: pytest.CaptureFixture[str]
-) -> None:
-    data = write_files(tmp_path / "source", 100)
-    dataset = open_dataset(tmp_path / "source", decode=RECORD, group_bytes=30_000, size_limit=100_000)
-    for _ in range(2):
-        right(dataset, data)
-    assert dataset.session.state == FROZEN
-    assert DiskTier(open_dataset.cache).used() <= 100_000
-    assert sum(dataset.cache.has(number) for number in range(len(dataset.cache.shards))) == 3
-    assert capfd.readouterr().err.count("takes no more shards") == 1
-
-
-def test_shards_of_versions_that_nobody_lists_make_room_first(remote: Remote, open_dataset: Opener) -> None:
-    limit = 30 * 3072
-    data = write_files(remote.folder, 20)
-    right(open_dataset(remote.uri, decode=RECORD, size_limit=limit), data)
-    open_dataset.close()
-    data = write_files(remote.folder, 20, seed=1)
-    dataset = open_dataset(remote.uri, decode=RECORD, size_limit=limit)
-    right(dataset, data)
-    dataset.warm()
-    assert dataset.cache.has(0)
-    assert len(shard_files(open_dataset.cache)) == 1
-
-
-def test_flips_in_memory_are_found_by_check(tmp_path: Path, open_dataset: Opener) -> None:
-    data = write_files(tmp_path / "source", 30)
-    dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
-    right(dataset, data)
-    (column,) = open_dataset.memory.glob("*/memory-*/column-0")
-    with column.open("r+b") as file:
-        file.seek(7 * 3072 + 5)
-        file.write(bytes([data[7, 5] ^ 1]))
-    memory: Any = dataset._memory
-    assert memory.check() == [7]
-    right(dataset, data)
-    assert memory.check() == []
-
-
-def test_memory_is_one_copy_for_all_processes_and_goes_with_the_last(tmp_path: Path, open_dataset: Opener) -> None:
-    data = write_files(tmp_path / "source", 30)
-    first = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
-    right(first, data)
-    second = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
-    right(second, data)
-    assert second.statistics()["memory_misses"] == 0
-    assert second.statistics()["memory_used_bytes"] == data.nbytes
-    open_dataset.close()
-    assert not [path for path in open_dataset.memory.rglob("*") if path.is_file()]
-
-
-def test_memory_of_killed_processes_is_not_believed(tmp_path: Path, open_dataset: Opener) -> None:
-    data = write_files(tmp_path / "source", 30)
-
-    def train() -> None:
-        right(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
-        (column,) = open_dataset.memory.glob("*/memory-*/column-0")
-        column.write_bytes(bytes(data.nbytes))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert ending(fork(train)) == -signal.SIGKILL
-    right(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
-
-
-def test_the_memory_limit_holds(tmp_path: Path, open_dataset: Opener, capfd: pytest.CaptureFixture[str]) -> None:
-    data = write_files(tmp_path / "source", 100)
-    dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=50 * 3072, group_bytes=30_000)
-    for _ in range(2):
-        right(dataset, data)
-    assert dataset.statistics()["memory_used_bytes"] == 50 * 3072
-    assert capfd.readouterr().err.count("memory cache takes no more samples") == 1
-
-
-@pytest.mark.parametrize("tier", ["size_limit", "memory_limit"])
-def test_limits_below_the_largest_shard_are_refused_with_the_numbers(
-    tmp_path: Path, open_dataset: Opener, tier: str
-) -> None:
-    write_files(tmp_path / "source", 20)
-    with pytest.raises(DatasetError, match=r"1,000 bytes; the largest shard has 30,720 bytes"):
-        open_dataset(tmp_path / "source", group_bytes=33_000, **{tier: 1000})
