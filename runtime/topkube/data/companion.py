@@ -135,7 +135,7 @@ class Companion:
 
     def _show(self) -> None:
         """Puts what has arrived since the last look into the view."""
-        if self._view is None or self._cache.folder is None:
+        if self._view is None or self._view.is_complete or self._cache.folder is None:
             return
         records = self._cache.folder.log.all()
         if len(records) < self._seen:  # the dataset was removed and is being filled anew

@@ -32,7 +32,9 @@ class View:
         self._version = cache.shards.listing.digest()
         if (directory / COMPLETE).exists() and (directory / COMPLETE).read_text() != self._version:
             (directory / COMPLETE).unlink()
-        if not (directory / COMPLETE).exists():
+        self.is_complete = (directory / COMPLETE).exists()
+        """Whether all of this listing is shown, by us or by an earlier job on this node."""
+        if not self.is_complete:
             self._prune()
 
     def _prune(self) -> None:
@@ -70,11 +72,10 @@ class View:
 
     def complete(self) -> None:
         """Says by a file of its own that all of this listing is shown."""
-        mark = self._directory / COMPLETE
-        if not mark.exists():
-            part = mark.with_name(f"{COMPLETE}.{uuid.uuid4().hex}")
-            part.write_text(self._version)
-            os.replace(part, mark)
+        part = self._directory / f"{COMPLETE}.{uuid.uuid4().hex}"
+        part.write_text(self._version)
+        os.replace(part, self._directory / COMPLETE)
+        self.is_complete = True
 
     def _is_shown(self, shard: Shard) -> bool:
         """Whether the shard's one file is a link to it already."""

@@ -85,10 +85,12 @@ def test_plain_files_appear_under_their_own_names(pod: Pod, remote: Remote, writ
         size = sum(map(len, pod.files().values()))
         until(lambda: json.loads(pod.report.read_text())["cachedBytes"] == size)
         assert not any(path.stat().st_mode & 0o222 for path in pod.view.rglob("*.???") if path.is_file())
-    sent = remote.sent_bytes
+    sent, before = remote.sent_bytes, {path: path.stat().st_ino for path in pod.view.rglob("*")}
+    pod.report.unlink()
     with pod.companion():  # the next job on this node
-        until((pod.view / COMPLETE).exists)
+        until(pod.report.exists)
     assert remote.sent_bytes - sent < 4096, "only index pages"
+    assert {path: path.stat().st_ino for path in pod.view.rglob("*")} == before, "nothing is copied again"
 
 
 def test_a_whole_object_is_shown_as_a_link_that_costs_nothing(pod: Pod, remote: Remote) -> None:
