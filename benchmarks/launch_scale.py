@@ -230,6 +230,7 @@ def floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: 
         agent.write_text(f'#!/bin/sh\nhost=$1; shift; exec {programs.host} "$host" /bin/sh -c "$*"\n')
         agent.chmod(0o755)
         command += ["--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
+        command += ["--prtemca", "plm_ssh_num_concurrent", str(workers + 1)]  # else the 129th waits for one to end
         command += ["--prtemca", "prte_if_do_not_resolve", "1", "--allow-run-as-root", "--bind-to", "none"]
         command += ["--leave-session-attached", "--map-by", ":OVERSUBSCRIBE"]
         command += ["--host", ",".join(f"w{index}:1" for index in range(workers))]
