@@ -3,11 +3,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
+#include <unistd.h>
 
 int main(int count, char **words) {
   char path[4096];
   struct timespec now;
   int rank, size;
+  if (nice(19) == -1) return 2; /* ranks spin while they wait: on a machine of their own that takes nothing from proxies and tunnels */
   MPI_Init(&count, &words);
   clock_gettime(CLOCK_REALTIME, &now);
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);

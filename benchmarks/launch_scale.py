@@ -3,8 +3,8 @@
 Real: the launcher (`topkube launch`, its TLS, its sessions), mpiexec, one proxy per worker (hydra_pmi_proxy or prted)
 that reaches mpiexec through its worker's tunnel, and one rank per worker, a C program that calls MPI_Init.
 Simulated, as all workers share this machine: they are coroutines of this one process, each with an address, a token, a
-TLS session and a tunnel of its own; there are no pods. Under Open MPI the ranks give the processor away while they wait
-and use its TCP device alone.
+TLS session and a tunnel of its own; there are no pods. Ranks spin while they wait, which on nodes of their own takes
+nothing from anybody: here they run with the least priority. Under Open MPI they use its TCP device alone.
 
 Most of the time is the machine's: hundreds of processes start and call MPI_Init on its few processors. So each size is
 measured twice in turn: as above, and without TopKube (the floor): mpiexec starts the same number of the same proxies
@@ -57,6 +57,7 @@ from topkube.launch.messages import (  # noqa: E402
     read,
 )
 from topkube.launch.mpi import Mpi, find  # noqa: E402
+from topkube.launch.processes import dies_with_parent  # noqa: E402
 from topkube.launch.proxies import proxy_command  # noqa: E402
 from topkube.launch.tunnel import Tunnel  # noqa: E402
 
@@ -293,9 +294,13 @@ def main() -> int:
         if os.geteuid() != 0:
             print("benchmarks/launch_scale.py needs root. Next: sudo .venv/bin/python benchmarks/launch_scale.py")
             return 2
-        os.environ[INSIDE] = "1"
-        alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        os.execvp(alone[0], [*alone, sys.executable, *sys.argv])
+        alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, *sys.argv]
+        inside = subprocess.Popen(
+            alone, env={**os.environ, INSIDE: "1"}, preexec_fn=dies_with_parent(signal.SIGKILL), start_new_session=True
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):  # unshare itself does not hear them
+            signal.signal(number, lambda *_: inside.kill())
+        return inside.wait()
     results = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
     for name in options.mpi:
         mpi = find(PYTHONS[name].parent)
