@@ -3,6 +3,7 @@ reads its targets from a file."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -16,6 +17,7 @@ from target import Target
 from monitoring.server import files
 
 
+@functools.cache
 def _monitor(kind: str) -> dict[str, Any]:
     """The spec of the chart's monitor of that kind."""
     wanted = {"metrics": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}
