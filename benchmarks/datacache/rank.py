@@ -82,8 +82,9 @@ def prove(world: Any, problem: Problem, heads: list[torch.Tensor]) -> int:
     counts = np.bincount(found, minlength=problem.samples)
     total = np.empty_like(counts)
     world.comm.Allreduce(counts, total)
-    if total.size != problem.samples or total.max() > 1:
-        raise ValueError(f"{int((total > 1).sum())} samples came more than once")
+    again = int((total - 1).clip(0).sum())
+    if total.size != problem.samples or again >= world.size:  # torch's sampler gives every rank as many samples
+        raise ValueError(f"{again} samples came once more than they should")
     return int((total == 0).sum())
 
 
