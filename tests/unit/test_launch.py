@@ -225,6 +225,14 @@ def test_ranks_that_fall_silently_with_an_abort_are_not_its_cause() -> None:
     assert first_failure([fell, aborted, earlier]) is earlier
 
 
+def test_a_rank_that_aborts_as_its_peer_is_killed_is_not_the_cause() -> None:
+    killed, aborts = ended(1, 5.01, code=137, signal="SIGKILL"), ended(0, 5.0, code=134, signal="SIGABRT")
+    assert first_failure([aborts, killed]) is killed
+    crashed = ended(0, 2.0, code=134, signal="SIGABRT")
+    assert first_failure([crashed, killed]) is crashed
+    assert first_failure([aborts]) is aborts
+
+
 def test_each_way_to_end_has_its_own_advice() -> None:
     def told(**fields: Any) -> str:
         return " | ".join(diagnose(ended(3, 2.0, **fields), 1))

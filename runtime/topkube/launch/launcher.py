@@ -45,7 +45,18 @@ from topkube.launch.mpiexec import Mpiexec
 from topkube.launch.rendezvous import Rendezvous
 from topkube.launch.steps import Steps, together
 from topkube.launch.tunnel import Tunnel
-from topkube.launch.verdict import ASKED, ENDED_SECONDS, Member, late, pod_of, settled, unexplained, unfit, verdict
+from topkube.launch.verdict import (
+    ASKED,
+    ENDED_SECONDS,
+    Member,
+    clock_offset,
+    late,
+    pod_of,
+    settled,
+    unexplained,
+    unfit,
+    verdict,
+)
 from topkube.settings import Settings
 from topkube.telemetry.progress import StepRecord
 
@@ -199,7 +210,7 @@ class Launcher:
         link = Link(
             lambda said: self._on_message(member, said), lambda stream, data: self._on_bytes(member, stream, data)
         )
-        member = Member(index, hello, link, clock=time.time() - hello.time)
+        member = Member(index, hello, link, clock=clock_offset(hello.time, time.time()))
         self._members[index] = member
         _say(f"worker {index} ({self.plan.workers[index].pod}) has joined from {hello.ip}")
         return member

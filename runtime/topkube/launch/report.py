@@ -86,14 +86,17 @@ def read_all(directory: Path, ranks: int) -> list[RankReport]:
 
 
 def first_failure(reports: Iterable[RankReport]) -> RankReport | None:
-    """The rank that failed first, by time. Ranks that were stopped from outside do not count, and neither do ranks
-    that fell
-    silently in the moment in which another aborted: MPICH's library ends them with 1 as it loses its launcher."""
+    """The rank that failed first, by time. Ranks that were stopped from outside do not count, and neither do those
+    whose failure another's explains, in the same moment: ranks that fell silently as another aborted (MPICH's library
+    ends them with 1 as it loses its launcher), and ranks that aborted in native code as another was killed (the
+    transport's way to say that its peer is gone)."""
     failed = sorted((one for one in reports if one.exit_code and not one.told_to_end), key=lambda one: one.ended)
     for report in failed:
         silent = report.traceback is None and report.signal is None and not report.aborted
-        caused = silent and any(one.aborted and one.ended < report.ended + _SAME_MOMENT_SECONDS for one in failed)
-        if not caused:
+        moment = [one for one in failed if one.ended < report.ended + _SAME_MOMENT_SECONDS]
+        by_abort = silent and any(one.aborted for one in moment)
+        by_kill = report.signal == "SIGABRT" and any(one.signal == "SIGKILL" for one in moment)
+        if not by_abort and not by_kill:
             return report
     return None
 

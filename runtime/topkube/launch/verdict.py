@@ -31,6 +31,8 @@ ENDED_SECONDS = 3.0
 ASKED = FirstFailure(
     reason="Terminated", exit_code=TERMINATED, message="the launcher was asked to end: its pod was deleted or drained"
 )
+_CLOCK_SECONDS = 2.0
+"""Clocks of nodes that differ by less are taken as equal: so long may a call itself take on a crowded machine."""
 _MESSAGE_CHARACTERS = 1024
 
 
@@ -90,6 +92,12 @@ class Member:
         self.reports[report.rank] = report
         self.oom_kills = max(self.oom_kills, said.oom_kills)
         return report
+
+
+def clock_offset(theirs: float, ours: float) -> float:
+    """What to add to a worker's clock, seconds, when its call of time `theirs` is read at `ours`."""
+    offset = ours - theirs
+    return offset if abs(offset) > _CLOCK_SECONDS else 0.0
 
 
 def late(plan: LaunchPlan, present: Collection[int]) -> FirstFailure:

@@ -24,6 +24,7 @@ from topkube.launch.memory import memory_kills
 from topkube.launch.messages import read
 from topkube.launch.report import RankReport
 from topkube.launch.steps import Steps
+from topkube.launch.verdict import clock_offset
 from topkube.launch.worker import run_worker
 from topkube.telemetry.progress import StepRecord
 
@@ -228,3 +229,9 @@ def test_a_home_is_found_for_any_user(tmp_path: Path) -> None:
 def test_unintelligible_messages_are_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="unintelligible"):
         read(text)
+
+
+def test_a_slow_call_is_not_taken_for_a_clock_that_differs() -> None:
+    assert clock_offset(100.0, 101.5) == 0.0
+    assert clock_offset(100.0, 160.0) == 60.0
+    assert clock_offset(160.0, 100.0) == -60.0
