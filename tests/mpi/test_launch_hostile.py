@@ -59,6 +59,15 @@ def join(token: str = TOKEN, query: str = "index=0&attempt=1", more: str = UPGRA
     return f"{method} {JOIN_PATH}?{query} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n{more}\r\n"
 
 
+def hello(busy: bool = False) -> bytes:
+    """A worker's first words at 127.77.0.9, as a frame of the WebSocket."""
+    said = Hello(
+        session="s", busy=busy, ip="127.77.0.9", slots=2, python="/bin/python", mpi="MPICH 5.0.2", time=time.time()
+    )
+    text = said.text().encode()
+    return bytes([0x81, 0x80 | 126]) + len(text).to_bytes(2, "big") + b"\0\0\0\0" + text
+
+
 @pytest.mark.parametrize(
     ("token", "query"),
     [
@@ -90,14 +99,20 @@ def test_the_status_is_for_the_operator(job: PlayedJob) -> None:
 
 def test_a_token_does_not_work_from_another_address(job: PlayedJob) -> None:
     """A token that was read off somewhere is of no use to another pod."""
-    hello = Hello(session="s", ip="127.77.0.9", slots=2, python="/bin/python", mpi="MPICH 5.0.2", time=time.time())
-    text = hello.text().encode()
-    mask = b"\0\0\0\0"
-    frame = bytes([0x81, 0x80 | 126]) + len(text).to_bytes(2, "big") + mask + text
     with connect(job, "127.88.0.1") as connection:
-        connection.sendall(join().encode() + frame)
+        connection.sendall(join().encode() + hello())
         answer = everything(connection)
     assert "the call comes from 127.88.0.1" in answer
+
+
+def test_a_worker_that_still_runs_ranks_of_another_attempt_is_not_counted(job: PlayedJob) -> None:
+    """It will leave at once to end them: an attempt that begins with it fails."""
+    with connect(job, "127.77.0.9") as connection:
+        connection.sendall(join().encode() + hello(busy=True))
+        answer = everything(connection)
+    assert '"kind":"welcome"' in answer, "it learns that another launcher is here"
+    assert "end what you run" in answer
+    assert "has joined" not in job.everything()
 
 
 def test_other_paths_and_methods_are_refused(job: PlayedJob) -> None:

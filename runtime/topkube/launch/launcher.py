@@ -183,19 +183,18 @@ class Launcher:
                 self._lose(member, "it started anew in the middle of the attempt")
                 await socket.close(code=1013, message=b"this attempt is about to end")
                 return
+            if hello.busy:
+                # It still runs ranks of an attempt whose launcher is gone. Told of this one it ends them and calls
+                # again; taken in now it would be counted as here, and leave at once.
+                await socket.send_str(self._welcome(0, resumed=False).text())
+                await socket.close(code=1013, message=b"end what you run, then call again")
+                return
             if member is not None:
                 await member.link.drop()
             member = self._admit(index, hello)
             has, resumed = 0, False
-        welcome = Welcome(
-            run=self._run,
-            attempt=self.plan.attempt,
-            received=member.link.received,
-            resumed=resumed,
-            lost_seconds=self.plan.lost_seconds,
-        )
         try:
-            await socket.send_str(welcome.text())
+            await socket.send_str(self._welcome(member.link.received, resumed).text())
             member.closed = None
             await member.link.run(socket, has)
         except (LaunchError, ConnectionError) as error:
@@ -205,6 +204,15 @@ class Launcher:
                 member.closed = time.monotonic()
                 if self._state == "Waiting" and self._members.get(index) is member:
                     del self._members[index]
+
+    def _welcome(self, received: int, resumed: bool) -> Welcome:
+        return Welcome(
+            run=self._run,
+            attempt=self.plan.attempt,
+            received=received,
+            resumed=resumed,
+            lost_seconds=self.plan.lost_seconds,
+        )
 
     def _admit(self, index: int, hello: Hello) -> Member:
         link = Link(

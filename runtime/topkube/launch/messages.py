@@ -34,6 +34,8 @@ class Hello(Message):
     """The launcher's run that this worker was in, where it comes back after a broken connection."""
     received: int = 0
     """Frames of that run that it has."""
+    busy: bool = False
+    """Whether it runs ranks: it can join only the run that they belong to."""
     ip: str = Field(max_length=64)
     slots: int
     python: str = Field(max_length=4096)

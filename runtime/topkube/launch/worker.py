@@ -205,6 +205,7 @@ class Worker:
             session=self._session,
             run=self._welcome.run if in_session and self._welcome else None,
             received=self._link.received if self._link is not None else 0,
+            busy=self._attempt is not None,
             ip=self._ip,
             slots=self.plan.slots,
             python=sys.executable,
