@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -30,11 +29,6 @@ def wait_for(look: Callable[[], T], what: str, seconds: float = 60.0, interval: 
             return found
         time.sleep(interval)
     raise AssertionError(f"waited {seconds:.0f} s in vain for {what}; last seen: {found!r}")
-
-
-def allowed(seconds: float) -> float:
-    """`seconds` on a machine that has nothing else to do; more where its processors are shared."""
-    return seconds * max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1)))
 
 
 class Target:

@@ -26,7 +26,7 @@ from kubernetes.client.exceptions import ApiException
 from localkube import images
 from monitored import Found
 from releases import REPOSITORY, Commands, documented, merged
-from target import GROUP, OPERATOR, OPERATOR_NAMESPACE, PLURAL, VERSION, Namespace, Target, allowed, wait_for
+from target import GROUP, OPERATOR, OPERATOR_NAMESPACE, PLURAL, VERSION, Namespace, Target, wait_for
 
 from monitoring.alerts import ALERTS
 from monitoring.dashboards import DASHBOARDS
@@ -158,7 +158,7 @@ def training(life: Life) -> str:
 
 
 def test_it_is_ready_in_20_seconds_without_a_prometheus_operator(life: Life, training: str) -> None:
-    assert life.seconds < allowed(20)
+    assert life.seconds < 20
     assert len(life.operators()) == 2
     assert all(status.ready for pod in life.operators() for status in pod.status.container_statuses)
     kinds = {one["kind"] for one in yaml.safe_load_all(life.installed["manifest"]) if one}
@@ -240,7 +240,7 @@ def test_every_panel_is_answered_from_the_running_job(life: Life, server: Promet
         return not silent
 
     try:
-        wait_for(none_left, "answers", allowed(60), interval=1)
+        wait_for(none_left, "answers", 60, interval=1)
     except AssertionError:
         raise AssertionError(f"no data for {[query.expression for query in silent]}") from None
 
@@ -327,7 +327,7 @@ def test_an_upgrade_keeps_jobs_running_and_upgrades_the_definition(
     assert not operators & {pod.metadata.uid for pod in life.operators()}
     assert {kind: len(monitors(life, plural) or ()) for kind, plural in MONITORS.items()} == dict.fromkeys(MONITORS, 1)
     before = step(life, training)
-    wait_for(lambda: step(life, training) > before, "the new operator to report steps", allowed(60))
+    wait_for(lambda: step(life, training) > before, "the new operator to report steps", 60)
     status = life.jobs.status(training)
     assert (status["attempt"], status["restarts"], status["disruptions"]) == (1, 0, 0)
     assert pods.items() >= life.jobs.uids("worker").items()
@@ -391,7 +391,7 @@ def test_two_releases_for_different_namespaces_live_side_by_side(life: Life, tra
         other.create(job("theirs", ["true"]))
         other.wait_phase("theirs", "Succeeded", seconds=90)
         before = step(life, training)
-        wait_for(lambda: step(life, training) > before, "the first release to find the job", allowed(60))
+        wait_for(lambda: step(life, training) > before, "the first release to find the job", 60)
         assert pods.items() <= life.jobs.uids("worker").items()
         assert life.jobs.status(training)["attempt"] == 1
         life.jobs.delete(training)

@@ -16,11 +16,10 @@ import kubernetes
 import pytest
 from jobs import endless, job, steps
 from localkube.cluster import Cluster
-from target import Namespace, Target, allowed, wait_for
+from target import Namespace, Target, wait_for
 
-RESTART_SECONDS = 30.0
-"""From the death of a worker to ranks that run again: twice what is allowed on a quiet machine, where
-benchmarks/cluster_recovery.py measures it."""
+RESTART_SECONDS = 15.0
+"""From the death of a worker to ranks that run again."""
 
 
 def running(namespace: Namespace, name: str, **spec: object) -> None:
@@ -41,6 +40,7 @@ def again(namespace: Namespace, name: str, attempt: int, seconds: float = 90.0) 
     return wait_for(there, f"{name} to run in attempt {attempt}", seconds)
 
 
+@pytest.mark.alone
 def test_a_killed_rank_restarts_in_place(namespace: Namespace) -> None:
     """Every pod of the workers lives on: the one whose rank died as well as the others."""
     running(namespace, "rank")
@@ -52,7 +52,7 @@ def test_a_killed_rank_restarts_in_place(namespace: Namespace) -> None:
     exec_in(namespace, victim, ["python", "-c", f"import os; os.kill({said[1]}, 9)"])
     began = time.monotonic()
     status = again(namespace, "rank", 2)
-    assert time.monotonic() - began < allowed(RESTART_SECONDS)
+    assert time.monotonic() - began < RESTART_SECONDS
     assert status["restarts"] == 1
     failure = status["firstFailure"]
     assert failure["rank"] == 1
@@ -62,6 +62,7 @@ def test_a_killed_rank_restarts_in_place(namespace: Namespace) -> None:
     assert set(namespace.uids("launcher")) != set(launcher)
 
 
+@pytest.mark.alone
 def test_a_killed_worker_is_replaced_and_the_living_stay(namespace: Namespace, breakable: Cluster) -> None:
     running(namespace, "worker")
     before = namespace.uids("worker")
@@ -69,7 +70,7 @@ def test_a_killed_worker_is_replaced_and_the_living_stay(namespace: Namespace, b
     namespace.target.kill_container(victim, "worker")
     began = time.monotonic()
     status = again(namespace, "worker", 2)
-    assert time.monotonic() - began < allowed(RESTART_SECONDS)
+    assert time.monotonic() - began < RESTART_SECONDS
     assert status["restarts"] == 1
     after = namespace.uids("worker")
     assert after["worker-worker-0-1"] == before["worker-worker-0-1"]
@@ -172,7 +173,7 @@ def test_one_of_two_operators_acts_and_the_other_takes_over(namespace: Namespace
     target.kill_container(pod, "operator")
     began = time.monotonic()
     wait_for(lambda: holder() not in ("", first), "another operator to lead", 40)
-    assert time.monotonic() - began < allowed(20)
+    assert time.monotonic() - began < 20
     name = namespace.create(job("heir", steps(1), workers=1))
     namespace.wait_phase(name, "Succeeded")
 

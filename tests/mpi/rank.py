@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import sys
@@ -17,6 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import topkube
 from topkube import world as worlds
+
+HANGS_SECONDS = 180
+"""A world that takes so long says where it is, before it is killed."""
 
 
 def functions(modules: str, chosen: list[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -39,6 +43,7 @@ def main(modules: str, results: Path, chosen: list[str]) -> None:
                 function(world)
             except BaseException:  # pytest's own failures are no Exceptions
                 problem = f"rank {world.rank}: {traceback.format_exc()}"
+                print(problem, file=sys.stderr, flush=True)  # others may wait for this rank until they are killed
             problems = world.comm.gather(problem)
             if world.rank == 0:
                 out.write(json.dumps({name: "\n".join(filter(None, problems))}) + "\n")
@@ -46,4 +51,5 @@ def main(modules: str, results: Path, chosen: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(HANGS_SECONDS)
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -83,7 +83,7 @@ def run_cases(mpi: str, layout: tuple[int, ...], modules: str, directory: Path, 
         for line in results.read_text().splitlines():
             found |= json.loads(line)
     if ended.code != 0:
-        found["the world ends well"] = f"mpiexec ended with {ended.code}\n{ended.output[-6000:]}"
+        found["the world ends well"] = f"mpiexec ended with {ended.code}\n{ended.output[-20000:]}"
     return found
 
 

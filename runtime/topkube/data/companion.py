@@ -8,6 +8,7 @@ Scripts that read plain files never open one: for them this process brings the s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -37,7 +38,8 @@ _PAUSES = (1.0, 30.0)
 
 class Companion:
     """One pod's dataset. `share=(i, n)`: this is worker i of n. `runs`: the worker's directory, in which an attempt's
-    folder shows that ranks have started. `report` gets what the cache holds, for the job's status."""
+    folder shows that ranks have started. `report` gets what the cache holds, for the job's status; what is in `asked`
+    goes along, so that who wrote it knows that the report is younger."""
 
     def __init__(
         self,
@@ -48,11 +50,13 @@ class Companion:
         runs: Path | None = None,
         sessions: Path | None = None,
         report: Path | None = None,
+        asked: Path | None = None,
         prefetch: bool = True,
         plain_seconds: float = PLAIN_SECONDS,
     ) -> None:
         self._cache, self._view, self._share = cache, view, share
-        self._runs, self._sessions, self._report = runs, sessions, report
+        self._runs, self._sessions = runs, sessions
+        self._report, self._asked = report, asked
         self._prefetch, self._plain_seconds = prefetch, plain_seconds
         self._numbers = {cache.shards.key(number): number for number in range(len(cache.shards))}
         self._seen = 0
@@ -191,12 +195,17 @@ class Companion:
     def _tell(self) -> None:
         if self._report is None or self._cache.folder is None:
             return
+        asked = ""
+        if self._asked is not None:
+            with contextlib.suppress(OSError):  # before looking: the report is younger than the question
+                asked = self._asked.read_text(encoding="utf-8")
         held = self._cache.folder.log.total()
         text = json.dumps(
             {
                 "cachedBytes": held,
                 "totalBytes": self._cache.shards.listing.bytes,
                 "remoteBytes": int(self._cache.counters.totals()["remote_bytes"]),
+                "asked": asked,
             }
         )
         if text != self._reported:
@@ -212,6 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--share", default="0/1", metavar="I/N")
     parser.add_argument("--runs", type=Path)
     parser.add_argument("--report", type=Path)
+    parser.add_argument("--asked", type=Path)
     options = parser.parse_args(arguments)
     first, _, count = options.share.partition("/")
     settings = Settings.from_environment()
@@ -248,6 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
             runs=options.runs,
             sessions=memory_folder(None, settings),
             report=options.report,
+            asked=options.asked,
             prefetch=bool(settings.cache_prefetch),
         )
     )

@@ -48,10 +48,10 @@ class FileLock:
             os.close(file)
 
     def release(self) -> None:
-        if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # a fork may hold a copy of the descriptor
-            os.close(self._file)
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:  # from here on not known to forks: they would close what has its number next
+            fcntl.flock(file, fcntl.LOCK_UN)  # a fork may hold a copy of the descriptor
+            os.close(file)
             _held.discard(self)
 
     def forget(self) -> None:

@@ -66,7 +66,6 @@ class Attempt:
         self._cache: NodeCache | None = None
         self._kills = memory_kills()
         self._kill_at = float("inf")
-        self._ended_at: float | None = None
         directory.mkdir(parents=True)
         leave_command(directory, command, os.getcwd())
         temporary = str(directory.parent)
@@ -150,7 +149,7 @@ class Attempt:
         )
 
     def _endings(self) -> list[Message]:
-        ended = self.proxy.poll() is not None and not descendants(but=self._dataset.pids())
+        ended = self.proxy.poll() is not None and not descendants(but=self._dataset.pids()) and self._dataset.told()
         open_ranks = [rank for rank in self.ranks if rank not in self.reports]
         there = [path for rank in open_ranks if (path := report_path(self.directory, rank)).exists()]
         said: list[Message] = [self._take(RankReport.read(path)) for path in there]

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from topkube.settings import Settings
 
 _AGAIN_SECONDS = 10.0
 _END_SECONDS = 3.0
+_TELL_SECONDS = 2.0
 _NICENESS = 5
-REPORT_FILE = "dataset.json"
+REPORT_FILE, _QUESTION_FILE = "dataset.json", "dataset.asked"
 
 
 class DatasetProcess:
@@ -31,9 +33,11 @@ class DatasetProcess:
         self._wanted = bool(settings.dataset_uri and settings.dataset_view)
         self._report = directory / REPORT_FILE
         self._command = [sys.executable, "-m", "topkube.data.companion", "--share", f"{share[0]}/{share[1]}"]
-        self._command += ["--runs", str(directory), "--report", str(self._report)]
+        self._question = directory / _QUESTION_FILE
+        self._command += ["--runs", str(directory), "--report", str(self._report), "--asked", str(self._question)]
         self._process: subprocess.Popen[bytes] | None = None
         self._begun = float("-inf")
+        self._asked: tuple[str, float] | None = None
 
     def look(self) -> None:
         """Starts it where it does not run."""
@@ -67,6 +71,21 @@ class DatasetProcess:
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
+
+    def told(self) -> bool:
+        """Asks it what its cache holds now, when an attempt has ended; True once that is in its report, or it will not
+        say."""
+        if self._process is None or self._process.poll() is not None:
+            return True
+        if self._asked is None:
+            self._asked = (uuid.uuid4().hex, time.monotonic())
+            with contextlib.suppress(OSError):
+                self._question.write_text(self._asked[0], encoding="utf-8")
+        token, since = self._asked
+        if self.said().get("asked") != token and time.monotonic() - since < _TELL_SECONDS:
+            return False
+        self._asked = None
+        return True
 
     def end(self) -> None:
         if self._process is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,9 @@ def scene(world: World, shards: list[int] | None = None) -> Iterator[tuple[Path,
     data = np.random.default_rng(0).integers(0, 256, (count, SIZE), np.uint8)
     try:
         yield folder, data
+    except BaseException:
+        traceback.print_exc()  # at once: the others may be in a collective, and never come to the barrier
+        raise
     finally:
         world.comm.Barrier()
         if world.rank == 0:

@@ -140,6 +140,17 @@ def test_small_files_that_do_not_fit_twice_are_not_shown(
     cache.close()
 
 
+def test_who_asks_gets_a_report_that_is_younger_than_the_question(pod: Pod, remote: Remote) -> None:
+    write_tars(remote.folder, [4, 5, 3], 500)
+    asked = pod.folder / "asked"
+    with pod.companion(asked=asked, prefetch=False) as cache:
+        until(lambda: pod.report.exists())
+        cache.open(0)
+        asked.write_text("first")
+        until(lambda: json.loads(pod.report.read_text())["asked"] == "first")
+        assert json.loads(pod.report.read_text())["cachedBytes"] == cache.shards.sizes[0]
+
+
 def test_a_changed_dataset_replaces_the_old_files(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [3, 3])
     with pod.companion():

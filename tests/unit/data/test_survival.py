@@ -15,6 +15,7 @@ from remotes import Remote, write_files, write_tars
 
 from topkube.data import ArrayOf, disk_tier
 from topkube.data.disk_tier import DiskTier, Limits
+from topkube.data.locks import FileLock
 from topkube.errors import CacheError, StoreError
 
 RECORD = ArrayOf("uint8", (3072,))
@@ -45,6 +46,27 @@ def test_a_kill_at_any_step_of_a_publication_loses_at_most_that_shard(
     assert not list((open_dataset.cache / "reservations").iterdir())
     assert DiskTier(open_dataset.cache).used() == data.nbytes
     assert dataset.statistics()["corruptions"] == 0
+
+
+def test_a_fork_while_a_lock_is_let_go_keeps_its_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data loader starts its workers while other threads publish shards: a pipe to a worker may get the number of a
+    lock's descriptor that was closed the moment before."""
+    close, endings = os.close, []
+
+    def close_then_fork(file: int) -> None:
+        close(file)
+        monkeypatch.setattr(os, "close", close)
+        pipe = os.pipe()
+        assert file in pipe
+        endings.append(ending(fork(lambda: [os.fstat(end) for end in pipe])))
+        for end in pipe:
+            close(end)
+
+    lock = FileLock(tmp_path / "lock")
+    lock.acquire()
+    monkeypatch.setattr(os, "close", close_then_fork)
+    lock.release()
+    assert endings == [0]
 
 
 def test_temporaries_of_living_writers_are_left_alone(tmp_path: Path) -> None:
