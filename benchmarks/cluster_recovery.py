@@ -31,6 +31,8 @@ from localkube.cluster import Cluster
 from localkube.layout import Layout
 from target import Namespace, Target, shared_claim, wait_for
 
+from topkube.launch.rank import commands_among
+
 RESULTS = Path(__file__).with_name("results") / "cluster-recovery.json"
 EVERY_STEPS = 20
 TARGET_SECONDS = 15.0
@@ -97,12 +99,8 @@ class Run:
         return at
 
     def _a_rank(self, pod: Any) -> int:
-        """The process id, on this machine, of a rank: what its shim has started."""
-        for process in self.target.container(pod, "worker").processes():
-            parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]
-            if "topkube.launch.rank" in Path(f"/proc/{parent}/cmdline").read_text().replace("\0", " "):
-                return process
-        raise LookupError(f"no rank runs in {pod.metadata.name}")
+        """The process id, on this machine, of a rank."""
+        return commands_among(self.target.container(pod, "worker").processes())[0]
 
 
 def recovery(target: Target, folder: Path, victim: str) -> dict[str, float]:

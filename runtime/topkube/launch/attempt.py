@@ -24,7 +24,7 @@ from topkube.launch.messages import NodeCache, ProxyEnded, Report, Running, Star
 from topkube.launch.mpi import Mpi
 from topkube.launch.processes import children, descendants, dies_with_parent, kill_descendants, signal_all
 from topkube.launch.proxies import proxy_command
-from topkube.launch.rank import leave_command
+from topkube.launch.rank import commands_among, leave_command
 from topkube.launch.report import TAIL_BYTES, RankReport, log_path, report_path, tail
 from topkube.telemetry.cache_counters import read_totals, reads
 from topkube.telemetry.progress import PROGRESS_FILE, read_records
@@ -149,11 +149,11 @@ class Attempt:
         )
 
     def _endings(self) -> list[Message]:
-        ended = self.proxy.poll() is not None and not descendants(but=self._dataset.pids()) and self._dataset.told()
+        ended = self.proxy.poll() is not None and not descendants(but=self._dataset.pids())
         open_ranks = [rank for rank in self.ranks if rank not in self.reports]
         there = [path for rank in open_ranks if (path := report_path(self.directory, rank)).exists()]
         said: list[Message] = [self._take(RankReport.read(path)) for path in there]
-        if ended:
+        if ended and (self.exit_code or self._dataset.told()):
             begun = [rank for rank in self.ranks if rank not in self.reports and self._logs[rank].path.exists()]
             said += [self._take(self._vanished(rank)) for rank in begun]
             self._over = True
@@ -185,6 +185,10 @@ class Attempt:
             traceback=traceback,
             tail=lines,
         )
+
+    def all_told(self) -> bool:
+        """Whether every rank has been reported or lives. One whose process has ended is about to be reported."""
+        return len(self.reports) + len(commands_among(descendants(but=self._dataset.pids()))) >= len(self.ranks)
 
     @property
     def over(self) -> bool:

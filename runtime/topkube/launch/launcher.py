@@ -30,6 +30,7 @@ from topkube.launch.messages import (
     End,
     Ended,
     Hello,
+    Looked,
     NodeCache,
     Open,
     ProxyEnded,
@@ -239,6 +240,8 @@ class Launcher:
             self._steps.heard(said.collectives, said.printed)
             if said.cache is not None:
                 self._caches[member.index] = said.cache
+        elif isinstance(said, Looked):
+            member.looked = True
         elif isinstance(said, Terminating):
             member.terminating = time.time()
         elif isinstance(said, ProxyEnded):

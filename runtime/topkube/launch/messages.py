@@ -78,6 +78,18 @@ class End(Message):
     """Whether the run as a whole is over: the worker ends too."""
 
 
+class Look(Message):
+    """Something has failed: say `looked` as soon as every rank here has been reported or is seen to live."""
+
+    kind: Literal["look"] = "look"
+
+
+class Looked(Message):
+    """The answer: what failed here before the question has been told by now."""
+
+    kind: Literal["looked"] = "looked"
+
+
 class Open(Message):
     """A proxy has connected to the worker's control port; bytes of stream `stream` follow."""
 
@@ -152,7 +164,20 @@ class Ended(Message):
 
 
 Said = Annotated[
-    Hello | Welcome | Start | End | Open | Close | Running | Report | StepDone | Terminating | ProxyEnded | Ended,
+    Hello
+    | Welcome
+    | Start
+    | End
+    | Look
+    | Looked
+    | Open
+    | Close
+    | Running
+    | Report
+    | StepDone
+    | Terminating
+    | ProxyEnded
+    | Ended,
     Field(discriminator="kind"),
 ]
 _said: TypeAdapter[Said] = TypeAdapter(Said)

@@ -59,6 +59,14 @@ def children(parent: int) -> list[int]:
     return [int(pid) for pids in listed for pid in pids]
 
 
+def parent_of(pid: int) -> int:
+    """0 where there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def signal_all(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -24,7 +24,7 @@ from typing import IO, NoReturn
 from topkube.errors import SettingsError
 from topkube.launch.memory import memory_kills
 from topkube.launch.mpi import rank_of
-from topkube.launch.processes import dies_with_parent
+from topkube.launch.processes import dies_with_parent, parent_of
 from topkube.launch.report import RankReport, abort_code, log_path, signal_name, tail
 from topkube.roll_call import RollCall
 from topkube.settings import Settings
@@ -75,6 +75,19 @@ def _left_command(directory: Path) -> list[str]:
     left = json.loads((directory / COMMAND_FILE).read_text(encoding="utf-8"))
     os.chdir(left["directory"])
     return [str(word) for word in left["command"]]
+
+
+def commands_among(pids: list[int]) -> list[int]:
+    """Those of these living processes that are ranks' commands: children of a shim that are no shims themselves."""
+    shims = {pid for pid in pids if _is_shim(pid)}
+    return [pid for pid in pids if pid not in shims and parent_of(pid) in shims]
+
+
+def _is_shim(pid: int) -> bool:
+    try:
+        return __name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:4]
+    except OSError:
+        return False
 
 
 def dies_with_parent_now(front: int) -> None:

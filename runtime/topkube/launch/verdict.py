@@ -14,7 +14,7 @@ from topkube.job import FirstFailure
 from topkube.launch.contract import LaunchPlan
 from topkube.launch.ending import TERMINATED, describe, tail_of
 from topkube.launch.link import Link
-from topkube.launch.messages import Hello, ProxyEnded, Report
+from topkube.launch.messages import Hello, Look, ProxyEnded, Report
 from topkube.launch.report import RankReport, first_failure
 from topkube.launch.tunnel import Tunnel
 
@@ -25,7 +25,8 @@ _SILENT_SECONDS = 4.0
 _SETTLE_SECONDS = 0.7
 """Between a failure and the verdict: reports of other workers are on their way."""
 _REPORTS_SECONDS = 2.5
-"""The same where a worker still owes reports: on a crowded machine the one that was first may come late."""
+"""The same where a worker has not said yet that its other ranks live: on a crowded machine the one that was first may
+come late."""
 ENDED_SECONDS = 3.0
 """For the workers to say that their ranks have ended."""
 ASKED = FirstFailure(
@@ -50,6 +51,9 @@ class Member:
     """Since when its connection is closed (monotonic)."""
     running: bool = False
     ended: bool = False
+    asked: bool = False
+    looked: bool = False
+    """Whether it was asked to look at its ranks after a failure, and has."""
     terminating: float | None = None
     """When it was asked to end (Unix time)."""
     proxy: ProxyEnded | None = None
@@ -75,8 +79,8 @@ class Member:
         return _SILENT_SECONDS < self.silent() <= lost_seconds
 
     def owes_reports(self, slots: int) -> bool:
-        """Whether it has yet to say how its ranks have ended: as one ends, MPI ends them all."""
-        return self.link.connected and self.proxy is None and len(self.reports) < slots
+        """Whether a rank of it may have ended without our knowing."""
+        return self.link.connected and self.proxy is None and len(self.reports) < slots and not self.looked
 
     def take(self, said: Report) -> RankReport:
         """Keeps a rank's report, with our times. A rank that was killed where the kernel kills for memory was killed
@@ -138,7 +142,12 @@ def unfit(plan: LaunchPlan, member: Member, first: Member, mpi: str) -> FirstFai
 
 
 def settled(plan: LaunchPlan, members: Collection[Member], first_trouble: float, now: float) -> bool:
-    """Whether it is clear what happened first. Times are monotonic."""
+    """Whether it is clear what happened first. Times are monotonic. Asks the members, where that may help."""
+    for member in members:
+        if not member.asked and member.owes_reports(plan.slots):
+            member.asked = True
+            member.link.send(Look())
+    first_trouble = min([first_trouble, *(one.closed for one in members if one.closed is not None and one.gone(now))])
     if now - first_trouble < _SETTLE_SECONDS:
         return False
     if now - first_trouble < _REPORTS_SECONDS and any(member.owes_reports(plan.slots) for member in members):

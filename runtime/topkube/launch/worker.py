@@ -33,6 +33,8 @@ from topkube.launch.messages import (
     End,
     Ended,
     Hello,
+    Look,
+    Looked,
     ProxyEnded,
     Said,
     Start,
@@ -46,8 +48,9 @@ from topkube.settings import Settings
 from topkube.telemetry.endpoint import MetricsEndpoint
 
 _TICK_SECONDS = 0.05
-_CALL_SECONDS = 10.0
-"""For one call: TCP, TLS, and the launcher's answer."""
+_CALL_SECONDS = (2.0, 10.0)
+"""For one call: TCP, TLS, and the launcher's answer. The first are short: where a Service still names the last
+launcher's address nobody answers, and only another call is sent elsewhere."""
 _PAUSE_SECONDS = (0.1, 1.0)
 """Between two calls, growing."""
 _REPEAT_SECONDS = 60.0
@@ -97,6 +100,8 @@ class Worker:
         self._tunnel: Tunnel | None = None
         self._attempt: Attempt | None = None
         self._ending: End | None = None
+        self._asked = False
+        """Whether the launcher waits for us to have looked at the ranks."""
         self._last: Attempt | None = None
         self._last_number = plan.attempt
         self._over = False
@@ -158,24 +163,28 @@ class Worker:
         pause = _PAUSE_SECONDS[0]
         own = (self._ip, 0) if self._bound else None
         connector = aiohttp.TCPConnector(ssl=self._credentials.tls, limit=0, force_close=True, local_addr=own)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CALL_SECONDS)
+        timeout, patience = aiohttp.ClientTimeout(total=None), _CALL_SECONDS[0]
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as client:
             while True:
                 try:
-                    if await self._call(client):
-                        pause = _PAUSE_SECONDS[0]
-                except (aiohttp.ClientError, OSError, TimeoutError, LaunchError) as error:
+                    if await self._call(client, patience):
+                        pause, patience = _PAUSE_SECONDS[0], _CALL_SECONDS[0]
+                except TimeoutError as error:
+                    self._say(_why(error, self.plan.launcher))
+                    patience = min(2 * patience, _CALL_SECONDS[1])
+                except (aiohttp.ClientError, OSError, LaunchError) as error:
                     self._say(_why(error, self.plan.launcher))
                 self._give_up_if_lost()
                 await asyncio.sleep(pause)
                 pause = min(pause * 1.5, _PAUSE_SECONDS[1])
 
-    async def _call(self, client: aiohttp.ClientSession) -> bool:
-        """One connection, from the call to its end. False where it was refused."""
+    async def _call(self, client: aiohttp.ClientSession, patience: float) -> bool:
+        """One connection, from the call to its end. False where it was refused. Raises TimeoutError where it was not
+        made within `patience` seconds."""
         headers = {"Authorization": f"Bearer {self._credentials.token}"}
         query = {"index": str(self.plan.index), "attempt": str(self.plan.attempt)}
         url = f"https://{self.plan.launcher}{JOIN_PATH}"
-        async with asyncio.timeout(_CALL_SECONDS):
+        async with asyncio.timeout(patience):
             socket = await client.ws_connect(
                 url, headers=headers, params=query, max_msg_size=FRAME_BYTES, autoping=True, timeout=_CLOSE
             )
@@ -216,7 +225,7 @@ class Worker:
         )
 
     def _begin_session(self, welcome: Welcome) -> None:
-        self._welcome, self._ending = welcome, None
+        self._welcome, self._ending, self._asked = welcome, None, False
         self._link = Link(self._on_message, self._on_bytes)
         self._tunnel = Tunnel(self._link)
         self._say(f"joined attempt {welcome.attempt} of {self.plan.name} as worker {self.plan.index}")
@@ -251,6 +260,8 @@ class Worker:
             self._hold(self._start(said))
         elif isinstance(said, End):
             self._hold(self._end(said))
+        elif isinstance(said, Look):
+            self._asked = True
         elif isinstance(said, Close) and self._tunnel is not None:
             self._tunnel.closed(said.stream)
 
@@ -308,6 +319,9 @@ class Worker:
                 for message in self._attempt.poll():
                     if self._link is not None:
                         self._link.send(message)
+                if self._asked and self._link is not None and self._attempt.all_told():
+                    self._asked = False
+                    self._link.send(Looked())
                 if self._attempt.over:
                     self._last, self._attempt = self._attempt, None
                     if self._ending is None and self._link is not None and not self._link.connected:
