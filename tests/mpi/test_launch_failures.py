@@ -152,6 +152,19 @@ def test_a_launcher_asked_to_end_lets_the_ranks_save(tmp_path: Path) -> None:
         assert int((tmp_path / "step").read_text()) == launcher.ending.progress.step
 
 
+def test_a_job_that_is_deleted_ends_at_once_with_its_state_saved(tmp_path: Path) -> None:
+    """All its pods are asked to end at the same time."""
+    with PlayedJob(tmp_path, marching("MPICH", 10000, 0.02)) as job:
+        job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
+        launcher = job.start()
+        wait_until(lambda: step(job, 3))
+        pods = [launcher, *job.workers.values()]
+        for pod in pods:
+            pod.process.terminate()
+        assert [pod.wait(10) for pod in pods] == [143, 143, 143], job.everything()
+        assert int((tmp_path / "step").read_text()) == launcher.ending.progress.step
+
+
 class Network:
     """A TCP proxy before the launcher that can be cut, loudly (connections reset) or silently (nothing passes)."""
 

@@ -87,10 +87,12 @@ class Link:
             await self._receive(socket)
         finally:
             sender.cancel()
-            with contextlib.suppress(asyncio.CancelledError, ConnectionError, RuntimeError):
-                await sender
-            if self._socket is socket:
-                self._socket, self.connected = None, False
+            try:
+                # not `await sender`: whoever suppresses its cancellation suppresses our own, and goes on for ever
+                await asyncio.gather(sender, return_exceptions=True)
+            finally:
+                if self._socket is socket:
+                    self._socket, self.connected = None, False
 
     async def drop(self) -> None:
         """Closes the connection, if there is one."""
