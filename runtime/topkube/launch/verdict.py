@@ -18,7 +18,7 @@ from topkube.launch.messages import Hello, Look, ProxyEnded, Report
 from topkube.launch.report import RankReport, first_failure
 from topkube.launch.tunnel import Tunnel
 
-CLOSED_SECONDS = 2.0
+CLOSED_SECONDS = 1.0
 """A worker whose connection was closed, not cut, has so long to come back: a killed pod closes its connections."""
 _SILENT_SECONDS = 4.0
 """A worker that has said nothing for so long is a suspect when something else fails."""
