@@ -172,9 +172,12 @@ class Cluster:
         path = self._path(manifest["kind"], metadata["namespace"], metadata["name"])
         return self.call("PUT", path, manifest)
 
-    def delete(self, kind: str, namespace: str, name: str, uid: str) -> dict[str, Any]:
-        """Deletes this very object; what it owns follows."""
-        options = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+    def delete(self, kind: str, namespace: str, name: str, uid: str, *, ended: bool = False) -> dict[str, Any]:
+        """Deletes this very object; what it owns follows. `ended`: a pod in which nothing runs, which need not wait for
+        its kubelet's word."""
+        options: dict[str, Any] = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        if ended:
+            options["gracePeriodSeconds"] = 0
         return self._write("DELETE", self._path(kind, namespace, name), options)
 
     def publish_bundle(self, configuration: str, bundle: str) -> None:

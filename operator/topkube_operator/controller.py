@@ -6,6 +6,7 @@ that the next plan, made at once, sees them; a job is done when its plan is empt
 
 from __future__ import annotations
 
+import contextlib
 import http
 import logging
 import threading
@@ -32,6 +33,8 @@ WORKERS, CALLS = 8, 24
 _ROUNDS = 12
 _SOON, _PROGRESS = 1.0, 15.0
 _LONGEST_PAUSE = 60.0
+_LEFT_SECONDS = 2.0
+"""An ended pod may be there for so long after the time at which it was to be gone."""
 
 
 @dataclass
@@ -139,6 +142,8 @@ class Controller:
     def reconcile(self, key: Key) -> bool:
         """Brings one job to where it should be; gives whether anything was written."""
         wrote = False
+        if self._acting():
+            self._sweep(key)
         for _ in range(_ROUNDS):
             job = self._store.job(key)
             if job is None:
@@ -162,6 +167,19 @@ class Controller:
                 return wrote
         self._queue.add_after(key, 1.0)
         return wrote
+
+    def _sweep(self, key: Key) -> None:
+        """Removes ended pods of a job that is gone. Kubelets do that, at once or, where one of them (1.20) has missed
+        the end of a container, after a minute."""
+        now = datetime.now(UTC)
+        for pod in self._store.left_behind(key):
+            assert pod.deletion is not None
+            left = (pod.deletion - now).total_seconds() + _LEFT_SECONDS
+            if left > 0:
+                self._queue.add_after(key, left)
+                continue
+            with contextlib.suppress(ApiError):  # it is gone by now, or we are told of it again
+                self._cluster.delete("Pod", key[0], pod.name, pod.uid, ended=True)
 
     def _read_logs(self, key: Key, plan: Plan, memory: _Memory) -> None:
         for request in plan.logs:

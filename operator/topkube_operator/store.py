@@ -42,6 +42,8 @@ class Store:
         self._jobs: dict[Key, dict[str, Any]] = {}
         self._entries: dict[str, dict[Name, _Entry]] = {}
         self._of_owner: dict[str, dict[tuple[str, Name], _Entry]] = {}
+        self._owners: dict[Key, set[str]] = {}
+        """By a job's name the UIDs of the jobs that had it and have children."""
         self._nodes: dict[str, bool] = {}
         """Whether each node is heard from; one that was removed is not."""
         self._hostnames: dict[str, str] = {}
@@ -106,6 +108,7 @@ class Store:
             entry = _Entry(_version(thing), uid, owner[1], job, value)
             self._entries[kind][name] = entry
             self._of_owner.setdefault(owner[1], {})[kind, name] = entry
+            self._owners.setdefault(job, set()).add(owner[1])
             return job
 
     def remove(self, kind: str, name: Name, uid: str) -> Key | None:
@@ -142,6 +145,15 @@ class Store:
             return (
                 known.value if known is not None and known.owner == owner and isinstance(known.value, Child) else None
             )
+
+    def left_behind(self, key: Key) -> list[Pod]:
+        """Ended pods that are being deleted, of jobs that had this name and are gone."""
+        with self._lock:
+            job = self._jobs.get(key)
+            owners = self._owners.get(key, set()) - {job["metadata"]["uid"] if job is not None else ""}
+            values = [entry.value for owner in owners for entry in self._of_owner[owner].values()]
+        pods = [one for one in values if isinstance(one, Pod)]
+        return [pod for pod in pods if pod.deletion is not None and pod.phase in ("Succeeded", "Failed")]
 
     # Nodes.
 
@@ -270,6 +282,10 @@ class Store:
         siblings.pop((kind, name), None)
         if not siblings:
             self._of_owner.pop(entry.owner, None)
+            owners = self._owners.get(entry.job, set())
+            owners.discard(entry.owner)
+            if not owners:
+                self._owners.pop(entry.job, None)
 
     def _bury(self, uid: str, owner: str, name: str, pod: Pod | None = None) -> None:
         now = datetime.now(UTC)
