@@ -186,7 +186,7 @@ def blocked(pods: Iterable[Pod]) -> tuple[str, str] | None:
     for pod in pods:
         for name, container in pod.containers.items():
             if container.waiting in _IMAGE_REASONS:
-                text = f"{pod.name}, container {name}: the image cannot be pulled"
+                text = " ".join(f"{pod.name}, container {name}: the image {container.image} cannot be pulled".split())
                 detail = container.waiting_message if container.waiting != "ImagePullBackOff" else ""
                 return "ImagePullBackOff", f"{text}: {detail}" if detail else text
             if container.waiting in _CONFIG_REASONS:

@@ -40,6 +40,8 @@ class Container:
     waiting: str = ""
     """Why it has not started, such as ImagePullBackOff."""
     waiting_message: str = ""
+    image: str = ""
+    """What it waits for, where it waits."""
     started: datetime | None = None
     exit_code: int | None = None
     """None while it has not ended."""
@@ -63,7 +65,8 @@ class Container:
         if running:
             return cls(started=timestamp(running.get("startedAt")))
         waiting = waiting or {}
-        return cls(waiting=waiting.get("reason") or "", waiting_message=waiting.get("message") or "")
+        reason, message = waiting.get("reason") or "", waiting.get("message") or ""
+        return cls(waiting=reason, waiting_message=message, image=status.get("image") or "")
 
 
 @dataclass(frozen=True, slots=True)

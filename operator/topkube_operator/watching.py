@@ -22,7 +22,7 @@ CLAIM = "PersistentVolumeClaim"
 OPTIONAL = ("Node", CLAIM, CACHED_KIND)
 """Without these there is no word of lost nodes but their pods', no node cache, no preference for warm nodes."""
 _SELECTORS = {"Node": "", CACHED_KIND: "", CLAIM: names.NODE_CACHE}
-_AUDIT_SECONDS = 120.0
+_AUDIT_SECONDS = 30.0
 _PATIENCE = 180.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -44,6 +45,8 @@ class Target:
         self.leases = kubernetes.client.CoordinationV1Api(self.client)
         self.admission = kubernetes.client.AdmissionregistrationV1Api(self.client)
         self.dynamic = kubernetes.dynamic.DynamicClient(self.client)
+        told = kubernetes.client.VersionApi(self.client).get_code()
+        self.version = (int(told.major), int(re.match(r"\d+", told.minor)[0]))
 
     def apply(self, manifests: str) -> None:
         """Creates YAML documents, or changes what is there to them."""

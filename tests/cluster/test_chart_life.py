@@ -228,7 +228,9 @@ def server(life: Life, training: str) -> Iterator[Prometheus]:
 
 
 def test_every_panel_is_answered_from_the_running_job(life: Life, server: Prometheus) -> None:
-    """All panels together: the last to come is what the operator says about progress, at most 15 seconds late."""
+    """All panels together: the last to come is what the operator says about progress, at most 15 seconds late. One job
+    begins now, for what is counted when jobs begin."""
+    life.jobs.wait_phase(life.jobs.create(job("begins", ["sleep", "30"])), "Running")
     where, silent = {"namespace": life.jobs.name}, [query for panel in PANELS for query in panel.queries]
 
     def answered(expression: str) -> bool:
@@ -348,7 +350,7 @@ def test_a_rollback_goes_back_and_keeps_jobs_running(life: Life, training: str) 
 
 def test_uninstalling_keeps_the_definition_the_jobs_and_their_pods(life: Life, training: str) -> None:
     pods = {name: uid for name, uid in life.jobs.uids("worker").items() if name.startswith(training)}
-    jobs = {"trains", "digits-cnn", "fails", "stuck"}
+    jobs = {"trains", "digits-cnn", "fails", "stuck", "begins"}
     life.commands.run(line_of("uninstall"))
     assert life.operators() == []
     assert "Phase" in life.columns()
@@ -364,14 +366,15 @@ def test_uninstalling_keeps_the_definition_the_jobs_and_their_pods(life: Life, t
 
 
 def test_two_releases_for_different_namespaces_live_side_by_side(life: Life, training: str) -> None:
-    """With rights there and nowhere else. One of them finds the job that was left without an operator."""
+    """With rights there and nowhere else. The one that lives where an operator has lived before has its key: it goes on
+    with the job that was left without one."""
     other = life.namespace()
     pods = {name: uid for name, uid in life.jobs.uids("worker").items() if name.startswith(training)}
-    releases = {"first": life.jobs, "second": other}
+    releases = {"first": (OPERATOR_NAMESPACE, life.jobs), "second": (other.name, other)}
     small = {"replicas": 1, "crds": {"install": False}, "rbac": {"userRoles": False}}
     try:
-        for name, place in releases.items():
-            line = f"helm install {name} charts/topkube -n {place.name} --set namespaces={{{place.name}}}"
+        for name, (home, place) in releases.items():
+            line = f"helm install {name} charts/topkube -n {home} --set namespaces={{{place.name}}}"
             life.commands.run(line, webhook={"name": place.name}, **small)
         with pytest.raises(helm.HelmError, match=rf"looks after namespace {other.name} already"):
             life.commands.run(
@@ -397,6 +400,6 @@ def test_two_releases_for_different_namespaces_live_side_by_side(life: Life, tra
         life.jobs.delete(training)
         wait_for(lambda: not life.jobs.pods(job=training), "the job's pods to be gone", 60)
     finally:
-        for name, place in releases.items():
-            with life.commands.helm(place.name) as config:
+        for name, (home, _) in releases.items():
+            with life.commands.helm(home) as config:
                 config.uninstall(name, ignore_not_found=True)

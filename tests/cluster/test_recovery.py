@@ -15,8 +15,9 @@ from typing import Any
 import kubernetes
 import pytest
 from jobs import endless, job, steps
+from kubernetes.client.exceptions import ApiException
 from localkube.cluster import Cluster
-from target import Namespace, Target, wait_for
+from target import GROUP, PLURAL, VERSION, Namespace, Target, wait_for
 
 RESTART_SECONDS = 15.0
 """From the death of a worker to ranks that run again."""
@@ -272,9 +273,21 @@ def unguarded(namespace: Namespace) -> Iterator[Namespace]:
     hooks = namespace.target.admission
     before = hooks.read_validating_webhook_configuration("topkube")
     hooks.delete_validating_webhook_configuration("topkube")
+    wait_for(lambda: _accepted(namespace, job("asked", steps(1))), "the API server to forget the webhook", 30)
     yield namespace
     before.metadata = kubernetes.client.V1ObjectMeta(name="topkube", labels=before.metadata.labels)
     hooks.create_validating_webhook_configuration(before)
+
+
+def _accepted(namespace: Namespace, bad: dict[str, Any]) -> bool:
+    """Whether the API server would store a job that lacks its command."""
+    del bad["spec"]["template"]["spec"]["containers"][0]["command"]
+    kind = (GROUP, VERSION, namespace.name, PLURAL)
+    try:
+        namespace.target.custom.create_namespaced_custom_object(*kind, bad, dry_run="All")
+    except ApiException:
+        return False
+    return True
 
 
 @pytest.mark.alone

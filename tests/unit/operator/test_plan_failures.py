@@ -218,7 +218,7 @@ def _node_lost(world: Simulated) -> None:
     world.wait(60)
 
 
-IMAGE = {"worker": Container(waiting="ImagePullBackOff", waiting_message="Back-off pulling image")}
+IMAGE = {"worker": Container(waiting="ImagePullBackOff", waiting_message="Back-off pulling image", image="none/such:1")}
 DETAIL = {"worker": Container(waiting="ErrImagePull", waiting_message="manifest unknown")}
 OWN_MEMORY = {"pod": WORKER, "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": TAIL}
 CAUSES: dict[str, tuple[Callable[[Simulated], None], str, int | None, str, bool]] = {
@@ -280,7 +280,7 @@ CAUSES: dict[str, tuple[Callable[[Simulated], None], str, int | None, str, bool]
     "does not call": (_does_not_call, "RendezvousTimeout", None, WORKER, True),
 }
 PENDING: dict[str, tuple[Callable[[Simulated], None], str, str]] = {
-    "the image": (_waits(0, containers=IMAGE), "ImagePullBackOff", "cannot be pulled"),
+    "the image": (_waits(0, containers=IMAGE), "ImagePullBackOff", "the image none/such:1 cannot be pulled"),
     "the image, in its registry's words": (_waits(0, containers=DETAIL), "ImagePullBackOff", "manifest unknown"),
     "no room": (_waits(0, unschedulable="0/3 nodes: 3 Insufficient cpu."), "Unschedulable", "3 Insufficient cpu."),
     "nothing else": (_waits(0), "DeadlineExceeded", "activeDeadlineSeconds (100)"),
