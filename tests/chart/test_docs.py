@@ -50,6 +50,17 @@ def test_the_site_builds_and_every_link_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_picture_is_there(page: Path) -> None:
+    """Of the README also the files that it links to: the site's builder does not see it."""
+    text = page.read_text()
+    pictures = re.findall(r"!\[[^][]*\]\(([^)\s]+)\)", text)
+    assert len(pictures) == text.count("!["), "a picture without a file"
+    linked = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text) if page.name == "README.md" else pictures
+    for path in linked:
+        assert "://" in path or (page.parent / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_their_options_exist(page: Path) -> None:
     for line in lines_of(page):
         if not line.startswith("topkube "):
