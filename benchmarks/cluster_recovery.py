@@ -13,23 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import signal
 import statistics
-import sys
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
-
 import kubernetes
-from jobs import job
-from localkube.cluster import Cluster
-from localkube.layout import Layout
-from target import Namespace, Target, shared_claim, wait_for
+
+from on_cluster import about, running  # finds the modules of tests/cluster
+
+from jobs import job  # isort: skip
+from target import Namespace, Target, shared_claim, wait_for  # isort: skip
 
 from topkube.launch.rank import commands_among
 
@@ -136,16 +133,12 @@ def main() -> None:
     parser.add_argument("--only", choices=[*VICTIMS, "delete"], action="append", help="only these, results added")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the result is kept (%(default)s)")
     args = parser.parse_args()
-    cluster = Cluster.running(Layout.from_environment())
-    if cluster is None:
-        sys.exit("no cluster is up. Next: sudo make cluster NODES=3, kubectl apply -f manifests/")
-    target, folder = Target(cluster.layout.kubeconfig, cluster), cluster.layout.state / "volumes"
+    target, cluster = running()
+    folder = cluster.layout.state / "volumes"
     result: dict[str, Any] = json.loads(args.json.read_text()) if args.only and args.json.exists() else {}
     result |= {
         "what": "char_gpt as a TrainingJob: from SIGKILL to the end of the next attempt's first step, seconds",
-        "when": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
-        "kubernetes": kubernetes.client.VersionApi(target.client).get_code().git_version,
+        **about(target),
         "every_steps": EVERY_STEPS,
         "target_seconds": TARGET_SECONDS,
         "arguments": MODEL,

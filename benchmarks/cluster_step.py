@@ -14,22 +14,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import platform
 import re
 import statistics
-import sys
-import time
 import uuid
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
-
 import kubernetes
-from jobs import job
-from localkube.cluster import Cluster
-from localkube.layout import Layout
-from target import Namespace, Target, wait_for
+
+from on_cluster import about, running  # finds the modules of tests/cluster
+
+from jobs import job  # isort: skip
+from target import Namespace, wait_for  # isort: skip
 
 RESULTS = Path(__file__).with_name("results") / "cluster-step.json"
 WORKERS, SLOTS = 2, 2
@@ -78,10 +73,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="times that both are run (%(default)s)")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the result is kept (%(default)s)")
     args = parser.parse_args()
-    cluster = Cluster.running(Layout.from_environment())
-    if cluster is None:
-        sys.exit("no cluster is up. Next: sudo make cluster, kubectl apply -f manifests/")
-    target = Target(cluster.layout.kubeconfig, cluster)
+    target, cluster = running()
     place = f"bench-{uuid.uuid4().hex[:6]}"
     target.core.create_namespace(kubernetes.client.V1Namespace(metadata=kubernetes.client.V1ObjectMeta(name=place)))
     namespace = Namespace(target, place)
@@ -102,9 +94,7 @@ def main() -> None:
     medians = {name: statistics.median(list(itertools.chain(*rounds))) for name, rounds in found.items()}
     result = {
         "what": "char_gpt as a TrainingJob on a real Kubernetes, seconds per step",
-        "when": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
-        "kubernetes": kubernetes.client.VersionApi(target.client).get_code().git_version,
+        **about(target),
         "nodes": WORKERS,
         "ranks_per_node": SLOTS,
         "rate": args.rate,

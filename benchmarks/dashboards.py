@@ -21,16 +21,17 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
 
 import yaml
-from jobs import job
 from kubernetes.client.exceptions import ApiException
-from localkube import images
-from localkube.cluster import Cluster
-from localkube.layout import Layout
-from monitored import Found
-from target import Namespace, Target, wait_for
+
+from on_cluster import running  # finds the modules of tests/cluster
+
+from jobs import job  # isort: skip
+from localkube import images  # isort: skip
+from localkube.cluster import Cluster  # isort: skip
+from monitored import Found  # isort: skip
+from target import Namespace, Target, wait_for  # isort: skip
 
 from monitoring.dashboards import DASHBOARDS
 from monitoring.pictures import draw
@@ -140,12 +141,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300, help="how long to watch (%(default)s)")
     parser.add_argument("directory", type=Path, nargs="?", default=ROOT / "docs/images", help="(%(default)s)")
     args = parser.parse_args()
-    cluster = Cluster.running(Layout.from_environment())
-    if cluster is None:
-        sys.exit("no cluster is up. Next: sudo make cluster, kubectl apply -f manifests/")
     if BINARY is None:
         sys.exit("there is no prometheus. Next: apt-get install prometheus")
-    target = Target(cluster.layout.kubeconfig, cluster)
+    target, cluster = running()
     with (
         tempfile.TemporaryDirectory() as folder,
         namespaces(target) as place,

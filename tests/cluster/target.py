@@ -46,6 +46,7 @@ class Target:
         self.admission = kubernetes.client.AdmissionregistrationV1Api(self.client)
         self.dynamic = kubernetes.dynamic.DynamicClient(self.client)
         told = kubernetes.client.VersionApi(self.client).get_code()
+        self.release: str = told.git_version
         self.version = (int(told.major), int(re.match(r"\d+", told.minor)[0]))
 
     def apply(self, manifests: str) -> None:

@@ -1,0 +1,33 @@
+"""What benchmarks on a real Kubernetes share: the cluster of `make cluster`, and what a result says about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
+
+from localkube.cluster import Cluster
+from localkube.layout import Layout
+from target import Target
+
+
+def running() -> tuple[Target, Cluster]:
+    """The cluster that is up; ends the program where there is none."""
+    cluster = Cluster.running(Layout.from_environment())
+    if cluster is None:
+        sys.exit("no cluster is up. Next: sudo make cluster NODES=3, kubectl apply -f manifests/")
+    return Target(cluster.layout.kubeconfig, cluster), cluster
+
+
+def about(target: Target) -> dict[str, Any]:
+    """When and on what a result was measured."""
+    return {
+        "when": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
+        "kubernetes": target.release,
+    }
