@@ -31,7 +31,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-SUITE = ["test_kernels_cuda.py", "test_training_devices.py", "test_training_layerwise.py"]
+SUITE = [
+    *("test_cuda_selection.py", "test_cuda_wire.py", "test_cuda_refusals.py", "test_cuda_gpu.py"),
+    "test_training_devices.py",
+    "test_training_layerwise.py",
+]
 NEEDED = ["numpy", "ml_dtypes", "mpi4py", "pydantic", "xxhash", "pytest", "hypothesis"]
 RESULT = ROOT / "benchmarks" / "results" / "gpu.json"
 SIZES = {"25.6M": 25_557_032, "110M": 110_000_000, "1B": 1_000_000_000}

@@ -1,0 +1,98 @@
+"""What only a GPU can show: streams, graphs, the public face on CUDA tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cuda_device import same
+
+from topkube import kernels
+from topkube.errors import ArgumentError, WireError
+
+
+def gpu(test: Any) -> Any:
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")(test))
+
+
+@gpu
+def test_the_public_face_takes_cuda_tensors() -> None:
+    x = torch.randn(100_000)
+    indices, values = kernels.topk(x.cuda(), 1000)
+    assert indices.is_cuda
+    assert same(values, kernels.topk(x, 1000)[1])
+    with pytest.raises(ArgumentError, match=r"indices\[1\]"):
+        kernels.scatter_add_(x.cuda(), torch.tensor([0, 10**6]).cuda(), torch.ones(2).cuda())
+    with pytest.raises(WireError, match="does not begin"):
+        kernels.decode(torch.zeros(64, dtype=torch.uint8).cuda())
+
+
+@gpu
+def test_a_graph_captures_a_selection_and_replays_it_on_new_data() -> None:
+    gradient, residual = torch.zeros(1 << 20).cuda(), torch.zeros(1 << 20).cuda()
+    left = torch.empty_like(residual)
+    kernels.compress_(gradient, residual, 1000, out=left)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        indices, values = kernels.compress_(gradient, residual, 1000, out=left)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        new = torch.randn(1 << 20)
+        gradient.copy_(new)
+        graph.replay()
+        expected = torch.empty(1 << 20)
+        expected_indices, expected_values = kernels.compress_(new, torch.zeros(1 << 20), 1000, out=expected)
+        assert same(indices, expected_indices)
+        assert same(values, expected_values)
+        assert same(left, expected)
+
+
+@gpu
+def test_a_selection_waits_for_its_own_stream_only() -> None:
+    side = torch.cuda.Stream()
+    x = torch.randn(1 << 22).cuda()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        doubled = x * 2
+        indices, _ = kernels.topk(doubled, 100)
+    assert not side.query()  # the call came back before the work was done
+    side.synchronize()
+    assert same(indices, kernels.topk(doubled.cpu(), 100)[0])
+
+
+@gpu
+def test_what_another_stream_writes_is_ordered_as_torch_orders_it() -> None:
+    other = torch.cuda.Stream()
+    x, fresh = torch.zeros(1 << 22).cuda(), torch.randn(1 << 22)
+    there = fresh.cuda()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(there)
+    torch.cuda.current_stream().wait_stream(other)
+    assert same(kernels.topk(x, 100)[0], kernels.topk(fresh, 100)[0])
+
+
+@gpu
+def test_a_graph_captures_the_codec() -> None:
+    gradient, dense = torch.randn(1 << 18).cuda(), torch.zeros(1 << 18).cuda()
+
+    def there_and_back() -> None:
+        buffer = kernels.encode(*kernels.topk(gradient, 500), gradient.numel(), wire="bf16", wait=False)
+        kernels.decode_add_(dense, buffer, wait=False)
+
+    there_and_back()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        there_and_back()
+        with pytest.raises(ArgumentError, match="wait=False while capturing"):
+            kernels.encode(*kernels.topk(gradient, 500), gradient.numel())
+    new = torch.randn(1 << 18)
+    gradient.copy_(new)
+    dense.zero_()
+    graph.replay()
+    expected = torch.zeros(1 << 18)
+    kernels.decode_add_(expected, kernels.encode(*kernels.topk(new, 500), new.numel(), wire="bf16"))
+    assert same(dense, expected)
