@@ -90,6 +90,8 @@ class Bench:
         self.remote = stack.enter_context(remote.Remote(self._network.nodes[-1], self.root, directory / "nginx"))
         self._world = stack.enter_context(RankWorld(RECIPE, LAYOUT, directory, self._network))
         self._turn = 0
+        self.repeated: dict[str, int] = {}
+        """By contender: the most samples of an epoch that came once more than they should."""
 
     def link(self, problem: Problem) -> float:
         """Bytes per second that both nodes together get over the link by plain GETs; the best of three."""
@@ -101,7 +103,8 @@ class Bench:
         return max(rates)
 
     def epoch(self, entry: Entry, problem: Problem, number: int, **more: Any) -> list[dict[str, Any]]:
-        return self._world.ask(
+        """One epoch on all ranks. Every sample must have come once; a peer that gives some twice is timed, and named."""
+        answers = self._world.ask(
             do="epoch",
             name=entry.label,
             kind=entry.kind,
@@ -111,10 +114,17 @@ class Bench:
             uri=self.remote.uri,
             epoch=number,
         )
+        wrong = answers[0]["repeated"]
+        if wrong >= sum(LAYOUT):  # torch's sampler gives every rank as many samples
+            if entry not in PEERS:
+                raise SystemExit(f"{entry.label} gave {wrong} samples twice: it is not measured")
+            self.repeated[entry.label] = max(wrong, self.repeated.get(entry.label, 0))
+        return answers
 
     def close(self, entry: Entry, *, forget: bool = True) -> None:
         """Closes it on all ranks; the next one finds an empty cache if `forget`."""
         self._world.ask(do="close", name=entry.label)
+        self.repeated.pop(entry.label, None)
         if forget:
             shutil.rmtree(self.directory / "caches", ignore_errors=True)
             self._turn += 1
@@ -135,6 +145,7 @@ class Bench:
             "percent_of_link": round(100 * least / seconds / link, 1),
             "fetched_of_dataset": round(fetched / least, 4),
             "missing": answers[0]["missing"],
+            "repeated": self.repeated.get(entry.label, 0),
         }
         print(
             f"{problem.name:12} first epoch   {entry.label:42}{seconds:7.2f} s {row['mb_per_s']:8.1f} MB/s "
@@ -171,6 +182,7 @@ class Bench:
                     "of": of,
                     "percent": round(100 * rate[entry.label] / rate[of], 1) if of else None,
                     "fetched_mb_per_epoch": round(fetched[entry.label] / EPOCHS / 1e6, 1),
+                    "repeated": self.repeated.get(entry.label, 0),
                 }
             )
             said = f" {rows[-1]['percent']:6.1f}% of {of}" if of else ""

@@ -56,11 +56,13 @@ class OurCache:
 
 
 class FileCached(Dataset[torch.Tensor]):
-    """Samples through fsspec's filecache: whole objects are kept in a folder of the node. It is told where in a shard
-    its samples lie."""
+    """Samples through fsspec's filecache: whole objects are kept in a folder. It is told where in a shard its samples
+    lie. Two processes that fetch one object into one folder read each other's half of it: shards, which all ranks want,
+    are kept by every rank for itself."""
 
     def __init__(self, problem: Problem, uri: str, folder: Path) -> None:
-        self._problem, self._uri, self._folder = problem, f"{uri}/{problem.name}", folder / "filecache"
+        self._problem, self._uri = problem, f"{uri}/{problem.name}"
+        self._folder = folder / ("filecache" if problem.form == "files" else f"filecache-{topkube.rank()}")
         self._names, self._object, self._offset = problem.places()
         self._files: dict[int, Any] = {}
         self._system: tuple[int, Any] | None = None

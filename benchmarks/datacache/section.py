@@ -21,7 +21,9 @@ def told(problem: dict[str, Any]) -> str:
 
 
 def _bold(row: Row) -> str:
-    return f"**{row['contender']}**" if row["contender"].startswith("TopKube") else str(row["contender"])
+    if row["contender"].startswith("TopKube"):
+        return f"**{row['contender']}**"
+    return str(row["contender"]) + (f" (gave {row['repeated']:,} samples twice)" if row.get("repeated") else "")
 
 
 def filled(stored: dict[str, Any]) -> dict[str, str]:
