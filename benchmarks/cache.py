@@ -103,7 +103,7 @@ class Bench:
         return max(rates)
 
     def epoch(self, entry: Entry, problem: Problem, number: int, **more: Any) -> list[dict[str, Any]]:
-        """One epoch on all ranks. Every sample must have come once; a peer that gives some twice is timed, and named."""
+        """One epoch on all ranks. Every sample must come once; a peer that gives some twice is timed, and named."""
         answers = self._world.ask(
             do="epoch",
             name=entry.label,
