@@ -5,7 +5,7 @@
 As root. nginx (installed where it is missing) serves from a network namespace of its own; its link has 1 Gbit/s, those
 of the two reading nodes have 10. All ranks read batches of 256 at the same time; every contender begins with an empty
 cache, and every epoch is proved to hold every sample once. `--quick`, `--problem` and `--contender` keep nothing unless
---json is given. About 5 minutes in all.
+--json is given. About 20 minutes in all: the peers take most of them with small files.
 """
 
 from __future__ import annotations
