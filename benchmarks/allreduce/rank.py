@@ -6,11 +6,8 @@ rank.py LIBRARY SOCKET LAYOUT        LIBRARY: mpich | openmpi | gloo; LAYOUT: ra
 from __future__ import annotations
 
 import gc
-import json
-import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +15,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from allreduce import contenders
+from allreduce import contenders, orders
 from allreduce.problem import Problem
 
 
 def serve(library: str, path: str) -> None:
     backend = contenders.BACKENDS[library]()
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        stream = connection.makefile("rw")
-        stream.write(json.dumps({"rank": backend.rank}) + "\n")
-        stream.flush()
-        for line in stream:
-            try:
-                answer = obey(backend, json.loads(line))
-            except Exception:
-                answer = {"error": traceback.format_exc()}
-            stream.write(json.dumps(answer) + "\n")
-            stream.flush()
+    orders.follow(path, backend.rank, lambda order: obey(backend, order))
     backend.close()
 
 

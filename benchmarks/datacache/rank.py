@@ -6,12 +6,10 @@ rank.py LIBRARY SOCKET LAYOUT
 from __future__ import annotations
 
 import gc
-import json
 import os
 import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 
 import topkube
+from allreduce import orders
 from datacache import contenders
 from datacache.problem import NUMBER_BYTES, Problem
 
@@ -31,18 +30,7 @@ _open: dict[str, Any] = {}
 def main(path: str) -> None:
     world = topkube.init()
     torch.set_num_threads(1)
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        stream = connection.makefile("rw")
-        stream.write(json.dumps({"rank": world.rank}) + "\n")
-        stream.flush()
-        for line in stream:
-            try:
-                answer = obey(world, json.loads(line))
-            except BaseException:
-                answer = {"error": traceback.format_exc()}
-            stream.write(json.dumps(answer) + "\n")
-            stream.flush()
+    orders.follow(path, world.rank, lambda order: obey(world, order))
     for contender in _open.values():
         contender.close()
 

@@ -343,6 +343,8 @@ class Launcher:
                 return
             if ended_at is not None and now - ended_at > _REPORTS_SECONDS:
                 self._trouble()
+            for member in members if self._first_trouble is not None else ():
+                member.ask(self.plan.slots)
             self._look_for_stalls()
             if self._stop_asked is not None and (
                 all(member.ended for member in members)

@@ -82,6 +82,12 @@ class Member:
         """Whether a rank of it may have ended without our knowing."""
         return self.link.connected and self.proxy is None and len(self.reports) < slots and not self.looked
 
+    def ask(self, slots: int) -> None:
+        """Once: to look at its ranks, where one of them may have ended without our knowing."""
+        if not self.asked and self.owes_reports(slots):
+            self.asked = True
+            self.link.send(Look())
+
     def take(self, said: Report) -> RankReport:
         """Keeps a rank's report, with our times. A rank that was killed where the kernel kills for memory was killed
         for it."""
@@ -142,11 +148,7 @@ def unfit(plan: LaunchPlan, member: Member, first: Member, mpi: str) -> FirstFai
 
 
 def settled(plan: LaunchPlan, members: Collection[Member], first_trouble: float, now: float) -> bool:
-    """Whether it is clear what happened first. Times are monotonic. Asks the members, where that may help."""
-    for member in members:
-        if not member.asked and member.owes_reports(plan.slots):
-            member.asked = True
-            member.link.send(Look())
+    """Whether it is clear what happened first. Times are monotonic."""
     first_trouble = min([first_trouble, *(one.closed for one in members if one.closed is not None and one.gone(now))])
     if now - first_trouble < _SETTLE_SECONDS:
         return False
