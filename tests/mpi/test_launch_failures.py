@@ -32,10 +32,18 @@ def failed(job: PlayedJob, seconds: float = 30) -> FirstFailure:
     return failure
 
 
-def step(job: PlayedJob, least: int) -> int:
-    status = job.status()
-    now = status.progress.step if status and status.progress and status.progress.step else 0
-    return now if now >= least else 0
+def reached(job: PlayedJob, least: int) -> int:
+    """Waits until the job's progress is at step `least` or past it; the step it is at."""
+
+    def step() -> int:
+        status = job.status()
+        now = status.progress.step if status and status.progress and status.progress.step else 0
+        return now if now >= least else 0
+
+    try:
+        return wait_until(step, what=f"step {least}")
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{job.everything()}") from None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +137,7 @@ def test_a_worker_asked_to_end_saves_first_and_is_named(tmp_path: Path) -> None:
     with PlayedJob(tmp_path, marching("MPICH", 10000, 0.02)) as job:
         job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         job.start()
-        wait_until(lambda: step(job, 3))
+        reached(job, 3)
         asked = time.monotonic()
         job.workers[1].process.terminate()
         assert job.workers[1].wait(8) == 143, job.everything()
@@ -145,7 +153,7 @@ def test_a_launcher_asked_to_end_lets_the_ranks_save(tmp_path: Path) -> None:
     with PlayedJob(tmp_path, marching("MPICH", 10000, 0.02)) as job:
         job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         launcher = job.start()
-        wait_until(lambda: step(job, 3))
+        reached(job, 3)
         launcher.process.terminate()
         assert launcher.wait(10) == 143
         assert launcher.ending.first_failure.reason == "Terminated"
@@ -157,7 +165,7 @@ def test_a_job_that_is_deleted_ends_at_once_with_its_state_saved(tmp_path: Path)
     with PlayedJob(tmp_path, marching("MPICH", 10000, 0.02)) as job:
         job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         launcher = job.start()
-        wait_until(lambda: step(job, 3))
+        reached(job, 3)
         pods = [launcher, *job.workers.values()]
         for pod in pods:
             pod.process.terminate()
@@ -185,8 +193,12 @@ class Network:
                 if self.down:
                     near.close()
                     continue
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:  # nobody listens there yet: refused here too, and the next call is taken
+                    near.close()
+                    continue
                 self.connections += 1
-                far = socket.create_connection(("127.0.0.1", self._target))
                 self._open += [near, far]
                 for one, other in ((near, far), (far, near)):
                     threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
@@ -219,9 +231,9 @@ def test_a_short_cut_of_the_network_is_survived(tmp_path: Path) -> None:
         own, job.port = job.port, network.port
         job.start_worker(1)
         job.port = own
-        before = wait_until(lambda: step(job, 5))
+        before = reached(job, 5)
         network.reset()  # connections break: the worker comes back within the second
-        wait_until(lambda: step(job, before + 20))
+        reached(job, before + 20)
         network.silent.set()  # and nothing passes for a while
         time.sleep(5)
         network.silent.clear()
@@ -239,7 +251,7 @@ def test_a_worker_cut_off_for_good_is_named(tmp_path: Path) -> None:
         own, job.port = job.port, network.port
         job.start_worker(1)
         job.port = own
-        wait_until(lambda: step(job, 5))
+        reached(job, 5)
         network.silent.set()
         network.down = True
         failure = failed(job)
@@ -293,7 +305,7 @@ def test_the_killed_are_told_from_those_that_were_ended(tmp_path: Path) -> None:
     """A worker's process dies, and takes its shims along: what the others report is an echo."""
     with PlayedJob(tmp_path, marching("MPICH", 100000, 0.005)) as job:
         job.start()
-        wait_until(lambda: step(job, 3))
+        reached(job, 3)
         os.kill(job.workers[1].process.pid, signal.SIGKILL)
         failure = failed(job)
         assert (failure.reason, failure.pod) == ("WorkerLost", "j-worker-1-1"), job.everything()
