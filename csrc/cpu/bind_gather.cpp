@@ -52,6 +52,19 @@ void bind_gather(nb::module_& m) {
     }
     return std::pair<size_t, int>(done, error);
   });
+  m.def("write_rows", [](int file, size_t length, Longs rows, ConstBytes source) {
+    require(source.size() == rows.size() * length, "source does not hold exactly the records");
+    for (size_t i = 0; i < rows.size(); ++i)
+      if (rows.data()[i] < 0 || (length && rows.data()[i] > INT64_MAX / static_cast<int64_t>(length) - 1))
+        throw std::out_of_range("a record lies outside its file");
+    int error = 0;
+    size_t done = 0;
+    {
+      nb::gil_scoped_release free;
+      done = write_rows(file, length, rows.data(), rows.size(), source.data(), error);
+    }
+    return std::pair<size_t, int>(done, error);
+  });
 }
 
 }  // namespace topkube

@@ -77,4 +77,22 @@ size_t gather_files(const int32_t* files, const int64_t* offsets, const int64_t*
   return count;
 }
 
+size_t write_rows(int file, size_t length, const int64_t* rows, size_t count, const uint8_t* source, int& error) {
+  error = 0;
+  for (size_t i = 0; i < count; ++i, source += length) {
+    const off_t offset = rows[i] * static_cast<int64_t>(length);
+    size_t done = 0;
+    while (done < length) {
+      const ssize_t put = ::pwrite(file, source + done, length - done, offset + static_cast<off_t>(done));
+      if (put < 0 && errno == EINTR) continue;
+      if (put <= 0) {
+        error = put < 0 ? errno : EIO;
+        return i;
+      }
+      done += static_cast<size_t>(put);
+    }
+  }
+  return count;
+}
+
 }  // namespace topkube

@@ -1,4 +1,4 @@
-// Gathers records that lie anywhere into one buffer: from memory, or from open files by pread.
+// Gathers records that lie anywhere into one buffer: from memory, or from open files by pread. And puts them into a file.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -15,5 +15,9 @@ void gather_rows(const uint8_t* source, size_t length, const int64_t* rows, size
 // errno, 0 where the file ends too early.
 size_t gather_files(const int32_t* files, const int64_t* offsets, const int64_t* lengths, size_t count, uint8_t* out,
                     int& error);
+
+// Writes count records of equal length to a file, each at rows[i] * length. Returns count, or the first record that could
+// not be written whole, and its errno.
+size_t write_rows(int file, size_t length, const int64_t* rows, size_t count, const uint8_t* source, int& error);
 
 }  // namespace topkube

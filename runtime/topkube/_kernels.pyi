@@ -70,3 +70,7 @@ def gather_rows(source: Array, length: int, rows: Array, out: Array) -> None:
 def gather_files(files: Array, offsets: Array, lengths: Array, out: Array) -> tuple[int, int]:
     """The same by pread from open files (int32). Returns the records read and, where one failed, its errno (0 at the
     end of a file)."""
+
+def write_rows(file: int, length: int, rows: Array, source: Array) -> tuple[int, int]:
+    """Records of `length` bytes each, from `source`, to a file at row * length, by pwrite. rows: int64. Returns the
+    records written and, where one failed, its errno."""

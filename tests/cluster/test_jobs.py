@@ -191,7 +191,7 @@ def test_pods_pass_the_restricted_level_and_any_user(namespace: Namespace) -> No
 
 
 def test_time_to_live(namespace: Namespace) -> None:
-    name = namespace.create(job("brief", steps(1), workers=1, runPolicy={"ttlSecondsAfterFinished": 2}))
+    name = namespace.create(job("brief", steps(1), workers=1, runPolicy={"ttlSecondsAfterFinished": 5}))
     namespace.wait_phase(name, "Succeeded")
     wait_for(lambda: namespace.children() == set(), "the job and all of its children to be gone", 30)
 

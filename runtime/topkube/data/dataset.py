@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from topkube.data.batch import ArrayOf, Batch, Decode, merged
 from topkube.data.cache import Cache
 from topkube.data.fill import Filler
 from topkube.data.fingerprint import fingerprint as fingerprint_of
 from topkube.data.listing import UNKNOWN, Longs
+from topkube.data.memory_fill import MemoryFiller
 from topkube.data.memory_tier import Frozen, MemoryTier
 from topkube.data.opening import address, memory_folder, open_cache
 from topkube.data.patience import Patience
@@ -109,6 +111,7 @@ class CachedDataset:
             self._reader = Reader(self.cache, counts, decode.field if isinstance(decode, ArrayOf) else None)
             if memory_limit:
                 self._memory = self._memory_tier(memory, f"{self.cache.name}-{self._fingerprint}", memory_limit)
+            self._memory_filler = self._fill_memory()
         except BaseException:
             self._end()
             raise
@@ -153,6 +156,14 @@ class CachedDataset:
             self._memory_frozen(error)
             return None
 
+    def _fill_memory(self) -> MemoryFiller | None:
+        """Only of what is decoded without Python: a loop should not wait for the interpreter because of it."""
+        if self._memory is None or self.filler is None or (decode := self._columns) is None:
+            return None
+        return MemoryFiller(
+            self._memory, self.filler, self.filler.share, self._reader.starts, decode.record_bytes, self._keep
+        )
+
     def _memory_frozen(self, error: OSError) -> None:
         if self.session.freeze_memory():
             print(
@@ -186,27 +197,45 @@ class CachedDataset:
         self.counters.add("memory_requests", indices.size)
         if hits < indices.size:
             self.counters.add("memory_misses", indices.size - hits)
-        if hits == indices.size:
-            found = memory.gather(indices)
-            self.counters.add("memory_bytes", sum(c.nbytes for c in found.columns if isinstance(c, np.ndarray)))
-            return found
-        missing = indices[~present]
-        fresh = self._decoded(missing)
+        if hits < indices.size:
+            missing = indices[~present]
+            fresh = self._keep(missing)
+            if not hits:
+                return fresh
+            if not memory.has(missing).all():  # no room for all of them
+                return self._joined(present, memory.gather(indices[present]), fresh)
+        found = memory.gather(indices)
+        self.counters.add("memory_bytes", sum(c.nbytes for c in found.columns if isinstance(c, np.ndarray)))
+        return found
+
+    def _keep(self, indices: Longs) -> Sequence[Any]:
+        """Decoded samples, kept in memory as far as there is room."""
+        assert self._memory is not None
+        fresh = self._decoded(indices)
         try:
-            memory.admit(missing, fresh)
+            self._memory.admit(indices, fresh)
         except Frozen as error:
             self._memory_frozen(error)
-        if not hits:
-            return fresh
-        kept = memory.gather(indices[present])
+        return fresh
+
+    @staticmethod
+    def _joined(present: npt.NDArray[np.bool_], kept: Batch, fresh: Sequence[Any]) -> Sequence[Any]:
+        """One batch of the samples that memory has (`kept`) and of those that it lacks (`fresh`)."""
         if isinstance(fresh, Batch) and fresh.schema == kept.schema and kept.schema.fixed:
             return merged(present, kept, fresh)
         held, new = iter(kept), iter(fresh)
         return [next(held) if here else next(new) for here in present.tolist()]
 
+    @property
+    def _columns(self) -> ArrayOf | None:
+        """`decode`, where whole batches are decoded at once."""
+        return (
+            self.decode if isinstance(self.decode, ArrayOf) and self.cache.shards.format in ("files", "tar") else None
+        )
+
     def _decoded(self, indices: Longs) -> Sequence[Any]:
-        if isinstance(self.decode, ArrayOf) and self.cache.shards.format in ("files", "tar"):
-            return self._reader.arrays(indices, self.decode)
+        if (decode := self._columns) is not None:
+            return self._reader.arrays(indices, decode)
         raw = self._reader.samples(indices)
         return raw if self.decode is None else [self.decode(sample) for sample in raw]
 
@@ -268,6 +297,8 @@ class CachedDataset:
     def close(self) -> None:
         """Ends the filling and lets the tiers go. Called at the end of the process at the latest."""
         self._end()
+        if self._memory_filler is not None:
+            self._memory_filler.close()
         if self._memory is not None:
             self._memory.close()
 

@@ -30,14 +30,14 @@ class Filler:
     def __init__(self, cache: Cache, place: Place) -> None:
         self._cache, self._place = cache, place
         total = len(cache.shards)
-        mine = [number for number in range(total) if place.bringer(number) == place.rank]
-        self._waiting: list[int] = mine[::-1]
+        self.share = [number for number in range(total) if place.bringer(number) == place.rank]
+        """The shards that this rank brings to its node."""
+        self._waiting: list[int] = self.share[::-1]
         self._change = threading.Condition()
         self._busy = 0
         self._stopping = False
         self._threads: list[threading.Thread] = []
         self._running = False
-        self._share = len(mine)
         self.failure: TopKubeError | None = None
         self._exchange = Exchange(cache, place) if len(place.node_ranks) > 1 else None
 
@@ -101,7 +101,7 @@ class Filler:
     def done(self) -> int:
         """Shards of this rank's share that need no more waiting for."""
         with self._change:
-            return self._share - len(self._waiting) - self._busy
+            return len(self.share) - len(self._waiting) - self._busy
 
     def wait(self, progress: Callable[[int], None] | None = None) -> None:
         """Until this rank's share is here, or cannot come. `progress` gets the number of shards done. Raises what the
@@ -110,7 +110,7 @@ class Filler:
             while self._running:
                 self._change.wait(0.2)
                 if progress is not None:
-                    progress(self._share - len(self._waiting) - self._busy)
+                    progress(len(self.share) - len(self._waiting) - self._busy)
         if self.failure is not None:
             raise self.failure
 

@@ -13,7 +13,7 @@ import errno
 import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +93,48 @@ class MemoryTier:
         if self.schema is None:
             self._agree(samples)
         assert self.schema is not None
-        schema = self.schema
-        if isinstance(samples, Batch) and samples.schema == schema and schema.fixed:
-            rows = [[column[at] for column in samples.columns] for at in range(indices.size)]
+        if isinstance(samples, Batch) and samples.schema == self.schema and self.schema.fixed:
+            fitting = self._admit_batch(indices, samples)
         else:
-            kept = [at for at in range(indices.size) if fits(schema, samples[at])]
-            rows = [[as_array(value) for value in parts(samples[at])[2]] for at in kept]
+            kept = [at for at in range(indices.size) if fits(self.schema, samples[at])]
             indices = indices[kept]
+            fitting = self._admit_each(indices, [[as_array(value) for value in parts(samples[at])[2]] for at in kept])
+        if fitting < indices.size:
+            self.frozen = True
+            raise Frozen(errno.ENOSPC, f"the limit of {self.limit:,} bytes is reached")
+
+    def _admit_batch(self, indices: Longs, batch: Batch) -> int:
+        """Whole columns at once. Returns how many samples there was room for."""
+        assert self.schema is not None
+        size = self.schema.record_bytes
+        with self._locked():
+            fitting = min(indices.size, (self.limit - self.used) // size if size else indices.size)
+            self._cells[_USED] += fitting * size
+        indices = np.ascontiguousarray(indices[:fitting])
+        columns = [as_array(column) for column in batch.columns]
+        written, error = int(fitting), 0
+        for column, rows in zip(self._columns, columns, strict=True):
+            done, failed = column.put_rows(indices[:written], rows[:written])
+            if done < written:
+                written, error = done, failed
+        if len(columns) == 1 and size:
+            view = _view(columns[0])
+            sums = [xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, written * size, size)]
+        else:
+            sums = [_checksum([column[at] for column in columns]) for at in range(written)]
+        self._sums[indices[:written]] = np.array(sums, np.uint64)
+        with self._locked():  # what another put there meanwhile, or came twice, took no room
+            fresh = np.unique(indices[:written][self.present[indices[:written]] == 0])
+            self._cells[_USED] -= (written - fresh.size) * size
+            self.present[fresh] = 1
+        if error:
+            self.frozen = True
+            raise Frozen(error, os.strerror(error))
+        return int(fitting)
+
+    def _admit_each(self, indices: Longs, rows: list[list[Array]]) -> int:
+        """Samples as lists of their leaves' arrays. Returns how many there was room for."""
+        assert self.schema is not None
         sizes = [sum(array.nbytes for array in row) for row in rows]
         with self._locked():
             room = self.limit - self.used
@@ -108,24 +143,20 @@ class MemoryTier:
                 total += sizes[fitting]
                 fitting += 1
             self._cells[_USED] += total
-            offsets = int(self._cells[_BUMP])
+            offset = int(self._cells[_BUMP])
             self._cells[_BUMP] += sum(
-                row[at].nbytes for row in rows[:fitting] for at, leaf in enumerate(schema.leaves) if not leaf.fixed
+                row[at].nbytes for row in rows[:fitting] for at, leaf in enumerate(self.schema.leaves) if not leaf.fixed
             )
         try:
             for sample, row in zip(indices[:fitting].tolist(), rows, strict=False):
-                state = xxhash.xxh3_64()
                 for column, array in zip(self._columns, row, strict=True):
-                    offsets = column.put(sample, array, offsets)
-                    state.update(_view(array))
-                self._sums[sample] = state.intdigest()
+                    offset = column.put(sample, array, offset)
+                self._sums[sample] = _checksum(row)
                 self.present[sample] = 1
         except OSError as error:
             self.frozen = True
             raise Frozen(error.errno, error.strerror) from None
-        if fitting < len(rows):
-            self.frozen = True
-            raise Frozen(errno.ENOSPC, f"the limit of {self.limit:,} bytes is reached")
+        return fitting
 
     def _agree(self, samples: Sequence[Any]) -> None:
         """The first samples decide the schema for all processes."""
@@ -143,11 +174,7 @@ class MemoryTier:
         damaged = []
         self._read_schema()
         for sample in np.flatnonzero(self.present).tolist():
-            state = xxhash.xxh3_64()
-            for column in self._columns:
-                array = column.get(sample)
-                state.update(_view(array))
-            if state.intdigest() != int(self._sums[sample]):
+            if _checksum([column.get(sample) for column in self._columns]) != int(self._sums[sample]):
                 damaged.append(sample)
                 self.present[sample] = 0
         return damaged
@@ -219,6 +246,10 @@ class _Column:
         self._places[sample] = [offset, array.nbytes, array.ndim, *array.shape, *([0] * (5 - array.ndim))]
         return offset + array.nbytes
 
+    def put_rows(self, samples: Longs, rows: Array) -> tuple[int, int]:
+        """Writes records of equal size, one per sample. Returns how many, and the errno where one could not be."""
+        return _kernels.write_rows(self._file, self.leaf.record_bytes, samples, _bytes(rows))
+
     def _write(self, array: Array, offset: int) -> None:
         view = _view(np.ascontiguousarray(array))
         while view:
@@ -230,8 +261,20 @@ class _Column:
             os.close(self._file)
 
 
+def _checksum(arrays: Iterable[Array]) -> int:
+    """Of one sample: the arrays of its leaves."""
+    state = xxhash.xxh3_64()
+    for array in arrays:
+        state.update(_view(np.ascontiguousarray(array)))
+    return int(state.intdigest())
+
+
+def _bytes(array: Array) -> npt.NDArray[np.uint8]:
+    return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
+
+
 def _view(array: Array) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data if array.nbytes else memoryview(b"")
+    return _bytes(array).data
 
 
 def _map(path: Path, size: int, *, write: bool = False, sparse: bool = False) -> npt.NDArray[np.uint8]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +49,11 @@ def right(dataset: CachedDataset, data: npt.NDArray[np.uint8]) -> None:
 def shard_files(cache: Path) -> list[Path]:
     """Every file below a cache's shards that is not an index."""
     return [path for path in cache.glob("datasets/*/shards/*/*") if path.suffix != ".index"]
+
+
+def until(met: Callable[[], object]) -> None:
+    """Returns once `met()` is true; fails after 10 seconds."""
+    deadline = time.monotonic() + 10
+    while not met():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

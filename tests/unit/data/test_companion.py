@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from openers import until
 from remotes import Remote, write_files, write_tars
 
 from topkube.data.cache import Cache
@@ -59,13 +59,6 @@ class Pod:
 @pytest.fixture
 def pod(tmp_path: Path, remote: Remote) -> Pod:
     return Pod(tmp_path / "pod", remote)
-
-
-def until(met: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not met():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def source(remote: Remote) -> dict[str, bytes]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from openers import Opener
+from openers import Opener, until
 from remotes import Remote, write_files, write_tars
 from torch.utils.data import DataLoader
 
 from topkube.data import ArrayOf, DistributedSampler, collate
 from topkube.data.batch import Batch
+from topkube.data.memory_tier import MemoryTier
 from topkube.errors import DatasetError
 
 RECORD = ArrayOf("uint8", (3072,))
@@ -303,3 +306,53 @@ def test_arrays_that_are_partly_in_memory_stay_in_one_piece(tmp_path: Path, open
         batch = dataset.batch(order)
         assert isinstance(batch, Batch)
         np.testing.assert_array_equal(collate(batch).numpy(), data[order])
+
+
+def test_batches_are_whole_where_memory_has_room_for_some_samples_only(
+    tmp_path: Path, open_dataset: Opener, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = write_files(tmp_path / "source", 24)
+    record = data[0].nbytes
+    limits = {"memory_limit": 10 * record + record // 2, "group_bytes": 9000}
+    dataset = open_dataset(tmp_path / "source", decode=RECORD, prefetch=False, **limits)
+    for seed in range(4):
+        order = np.random.default_rng(seed).permutation(24)
+        for part in (order[:7], order[7:]):
+            np.testing.assert_array_equal(collate(dataset.batch(part)).numpy(), data[part])
+    assert dataset.statistics()["memory_used_bytes"] == 10 * record
+    assert dataset.statistics()["memory_misses"] == 24 + 3 * 14
+    assert capfd.readouterr().err.count("takes no more samples") == 1
+
+
+@pytest.mark.parametrize("room", [24, 10])
+def test_memory_is_filled_in_the_background_with_what_this_process_did_not_read(
+    tmp_path: Path, open_dataset: Opener, room: int
+) -> None:
+    data = write_files(tmp_path / "source", 24)
+    record = data[0].nbytes
+    dataset = open_dataset(
+        tmp_path / "source", decode=RECORD, memory_limit=room * record, group_bytes=9000, prefetch=True
+    )
+    until(lambda: dataset.statistics()["memory_used_bytes"] == room * record)
+    np.testing.assert_array_equal(collate(dataset.batch(np.arange(24))).numpy(), data)
+    assert dataset.statistics()["memory_misses"] == 24 - room
+
+
+def test_a_dataset_that_nobody_holds_is_not_kept_by_what_fills_its_memory(tmp_path: Path, open_dataset: Opener) -> None:
+    write_files(tmp_path / "source", 24)
+    dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=True)
+    open_dataset.opened.clear()
+    held = weakref.ref(dataset)
+    del dataset
+    until(lambda: gc.collect() >= 0 and held() is None)
+
+
+def test_samples_that_two_put_into_memory_take_room_once(tmp_path: Path) -> None:
+    batch = RECORD.many(np.zeros(4 * RECORD.record_bytes, np.uint8), 4)
+    tier = MemoryTier(tmp_path, "twice", 8, 8 * RECORD.record_bytes)
+    try:
+        for indices in ([0, 1, 2, 3], [2, 3, 4, 4]):
+            tier.admit(np.array(indices), batch)
+        assert tier.used == 5 * RECORD.record_bytes
+    finally:
+        tier.close()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -46,3 +50,32 @@ def test_a_row_outside_is_refused_and_nothing_is_written(row: int) -> None:
     with pytest.raises(ValueError, match="exactly"):
         _kernels.gather_rows(np.ones(300, np.uint8), 30, np.array([0, 1]), out[:59])
     assert not out.any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 200), st.lists(st.integers(0, 39), unique=True, max_size=30))
+def test_rows_written_to_a_file_lie_where_they_belong_and_nothing_else_changes(length: int, chosen: list[int]) -> None:
+    before = np.random.default_rng(1).integers(0, 256, (40, length), np.uint8)
+    after = np.random.default_rng(2).integers(0, 256, (len(chosen), length), np.uint8)
+    file = os.memfd_create("rows")
+    try:
+        os.write(file, before.tobytes())
+        rows = np.array(chosen, np.int64)
+        assert _kernels.write_rows(file, length, rows, after.reshape(-1)) == (len(chosen), 0)
+        before[rows] = after
+        assert os.pread(file, 1 << 20, 0) == before.tobytes()
+    finally:
+        os.close(file)
+
+
+def test_rows_that_cannot_be_written_are_told_with_the_reason(tmp_path: Path) -> None:
+    rows, source = np.array([0, 1]), np.ones(20, np.uint8)
+    with open("/dev/full", "wb") as full:
+        assert _kernels.write_rows(full.fileno(), 10, rows, source) == (0, errno.ENOSPC)
+    with (tmp_path / "file").open("wb") as file:
+        for wrong in (np.array([0, -1]), np.array([0, 2**62])):
+            with pytest.raises(IndexError, match="outside"):
+                _kernels.write_rows(file.fileno(), 10, wrong, source)
+        with pytest.raises(ValueError, match="exactly"):
+            _kernels.write_rows(file.fileno(), 10, rows, source[:19])
+    assert (tmp_path / "file").stat().st_size == 0
