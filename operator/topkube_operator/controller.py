@@ -169,8 +169,8 @@ class Controller:
         return wrote
 
     def _sweep(self, key: Key) -> None:
-        """Removes ended pods of a job that is gone. Kubelets do that, at once or, where one of them (1.20) has missed
-        the end of a container, after a minute."""
+        """Removes ended pods that are being deleted and are past their time. Kubelets do that, at once or, where one of
+        them (1.20) has missed the end of a container, after a minute."""
         now = datetime.now(UTC)
         for pod in self._store.left_behind(key):
             assert pod.deletion is not None

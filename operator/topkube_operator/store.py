@@ -147,11 +147,9 @@ class Store:
             )
 
     def left_behind(self, key: Key) -> list[Pod]:
-        """Ended pods that are being deleted, of jobs that had this name and are gone."""
+        """Ended pods that are being deleted, of the job of this name and of those that had it before."""
         with self._lock:
-            job = self._jobs.get(key)
-            owners = self._owners.get(key, set()) - {job["metadata"]["uid"] if job is not None else ""}
-            values = [entry.value for owner in owners for entry in self._of_owner[owner].values()]
+            values = [e.value for owner in self._owners.get(key, ()) for e in self._of_owner[owner].values()]
         pods = [one for one in values if isinstance(one, Pod)]
         return [pod for pod in pods if pod.deletion is not None and pod.phase in ("Succeeded", "Failed")]
 

@@ -197,6 +197,7 @@ class Node:
             "nodeStatusUpdateFrequency": "4s",
             "nodeLeaseDurationSeconds": 16,
             "imageGCHighThresholdPercent": 100,
+            "syncFrequency": "10s",  # how soon the end of a container is found out that kubelet 1.20 has missed
             "volumeStatsAggPeriod": "10s",  # how soon an emptyDir over its limit is noticed
             "evictionHard": {
                 "memory.available": "0%",

@@ -55,23 +55,27 @@ def test_an_older_message_changes_nothing() -> None:
     }
 
 
-def test_only_ended_pods_that_are_deleted_with_their_job_are_left_behind() -> None:
-    """What runs is waited for, and the pods of the job that has the name now are its plan's."""
+def test_only_ended_pods_that_are_being_deleted_are_left_behind() -> None:
+    """Of a job that is there, of one that is gone, and of one before it. What runs is waited for."""
     store = Store()
     for name, phase in (("runs", "Running"), ("ended", "Failed"), ("done", "Succeeded")):
         thing = child(name, 5, status={"phase": phase})
         thing["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         store.put("Pod", thing)
     store.put("Pod", child("kept", 5, status={"phase": "Failed"}))
+
+    def left() -> list[str]:
+        return sorted(pod.name for pod in store.left_behind(KEY))
+
     store.put_job(stored(1))
-    assert store.left_behind(KEY) == []
+    assert left() == ["done", "ended"]
     store.remove_job(KEY, "uid-1")
-    assert sorted(pod.name for pod in store.left_behind(KEY)) == ["done", "ended"]
+    assert left() == ["done", "ended"]
     store.put_job(stored(9, uid="uid-2"))  # the next job of this name
-    assert sorted(pod.name for pod in store.left_behind(KEY)) == ["done", "ended"]
+    assert left() == ["done", "ended"]
     for name in ("runs", "ended", "done", "kept"):
         store.remove("Pod", ("team", name), f"uid-of-{name}")
-    assert store.left_behind(KEY) == []
+    assert left() == []
 
 
 def test_a_late_answer_does_not_raise_the_dead() -> None:
