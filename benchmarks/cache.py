@@ -54,7 +54,7 @@ PROBLEMS = (
     Problem("files-150k", "files", 150_000, 3_000),
     Problem("shards-150k", "shards", 150_000, 8 * 426),
     Problem("shards-3k", "shards", 3_072, 8 * 17_857),
-    Problem("files-3k", "files", 3_072, 6_000),
+    Problem("files-3k", "files", 3_072, 3_000),
 )
 QUICK = (Problem("files-150k", "files", 150_000, 300), Problem("shards-3k", "shards", 3_072, 3 * 17_857))
 

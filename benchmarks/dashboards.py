@@ -40,7 +40,7 @@ from monitoring.server import BINARY, prometheus
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGE, VISION = "language", "vision"
 GPT = [
-    *("python", "-m", "topkube.examples.char_gpt", "--steps", "400", "--batch-size", "4", "--learning-rate", "0.002"),
+    *("python", "-m", "topkube.examples.char_gpt", "--steps", "2000", "--batch-size", "4", "--learning-rate", "0.002"),
     *("--optimizer", "adamw"),
 ]
 # 3,000 images of 3 x 32 x 32, a tenth of a second to decode a batch of them; memory for half.
@@ -72,7 +72,7 @@ dataset = topkube.data.CachedDataset(
 sampler = topkube.data.DistributedSampler(dataset)
 loader = DataLoader(dataset, batch_size=32, sampler=sampler)
 with topkube.checkpointing(model, optimizer, sampler) as run:
-    for x in run.progress(loader, total=1200):
+    for x in run.progress(loader, total=6000):
         run.loss(nn.functional.mse_loss(model(x), x)).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -26,7 +26,7 @@ GSO_BYTES = 32 * 1024
 """Largest packet that leaves a socket: below the burst, or tbf cuts every packet into frames on the processor, which a
 network card does in hardware."""
 QUEUE_SECONDS = 0.05
-RATES = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
+RATES = {"200mbit": 200e6, "100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
 """Link speeds by the name that tc gives them, bits per second."""
 
 _HOLD = """

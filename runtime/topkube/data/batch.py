@@ -185,6 +185,11 @@ class Batch(Sequence[Any]):
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves of all samples."""
+        return sum(c.nbytes if isinstance(c, np.ndarray) else sum(one.nbytes for one in c) for c in self.columns)
+
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(self._count))]

@@ -107,6 +107,8 @@ class CachedDataset:
         try:
             if self.filler is not None:
                 self.filler.start()
+                if self._place.world is not None:  # whoever reads must know that shards are on their way
+                    self._place.world.comm.Barrier()
             counts = self._counts()
             self._reader = Reader(self.cache, counts, decode.field if isinstance(decode, ArrayOf) else None)
             if memory_limit:
@@ -203,9 +205,14 @@ class CachedDataset:
             if not hits:
                 return fresh
             if not memory.has(missing).all():  # no room for all of them
-                return self._joined(present, memory.gather(indices[present]), fresh)
-        found = memory.gather(indices)
-        self.counters.add("memory_bytes", sum(c.nbytes for c in found.columns if isinstance(c, np.ndarray)))
+                return self._joined(present, self._remembered(indices[present]), fresh)
+        return self._remembered(indices)
+
+    def _remembered(self, indices: Longs) -> Batch:
+        """Samples that memory has."""
+        assert self._memory is not None
+        found = self._memory.gather(indices)
+        self.counters.add("memory_bytes", found.nbytes)
         return found
 
     def _keep(self, indices: Longs) -> Sequence[Any]:

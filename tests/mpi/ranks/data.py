@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ from remotes import write_files, write_tars
 
 from topkube.data import ArrayOf, DistributedSampler, collate
 from topkube.data.dataset import CachedDataset
+from topkube.data.fill import Filler
 from topkube.errors import DatasetError
 from topkube.world import World
 
@@ -80,6 +83,24 @@ def case_every_remote_byte_crosses_once_per_job(world: World) -> None:
         np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(90)))), data)
         assert totals(world, dataset, "remote_bytes") == size
         assert totals(world, dataset, "peer_bytes") == size * (world.nodes - 1)
+        world.comm.Barrier()
+        dataset.close()
+
+
+def case_nobody_fetches_what_a_late_rank_will_bring(world: World) -> None:
+    """The rank that brings the only shard begins to fill long after the others could have begun to read."""
+    with scene(world) as (folder, data):
+        start = Filler.start
+
+        def late(self: Filler) -> None:
+            if self.share:
+                time.sleep(0.5)
+            start(self)
+
+        with mock.patch.object(Filler, "start", late):
+            dataset = opened(world, folder, decode=ArrayOf("uint8", (SIZE,)))
+        np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(120)))), data)
+        assert totals(world, dataset, "remote_bytes") == data.nbytes
         world.comm.Barrier()
         dataset.close()
 

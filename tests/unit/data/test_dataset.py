@@ -321,6 +321,7 @@ def test_batches_are_whole_where_memory_has_room_for_some_samples_only(
             np.testing.assert_array_equal(collate(dataset.batch(part)).numpy(), data[part])
     assert dataset.statistics()["memory_used_bytes"] == 10 * record
     assert dataset.statistics()["memory_misses"] == 24 + 3 * 14
+    assert dataset.statistics()["memory_bytes"] == 3 * 10 * record
     assert capfd.readouterr().err.count("takes no more samples") == 1
 
 
