@@ -65,7 +65,7 @@ def filled(stored: dict[str, Any]) -> dict[str, str]:
             "Python's own start and imports included."
         ),
         "CACHE_FACTS": (
-            f"{stored['date']}, `{stored['command']}`; "
+            f"{stored['date']}, {stored['command']}; "
             + "; ".join(f"{name}: {value}" for name, value in facts.items())
             + f"; peers: {stored['versions']}"
         ),
