@@ -20,6 +20,8 @@ from localkube.cluster import Cluster
 T = TypeVar("T")
 GROUP, VERSION, PLURAL = "topkube.dev", "v1alpha1", "trainingjobs"
 OPERATOR_NAMESPACE, OPERATOR = "topkube-system", "topkube-operator"
+KUBELET_SECONDS = 180.0
+"""Until ended pods are gone with nobody but their kubelet at work: one of 1.20 may take a minute and more."""
 
 
 def wait_for(look: Callable[[], T], what: str, seconds: float = 60.0, interval: float = 0.15) -> T:
@@ -80,7 +82,7 @@ class Target:
             pods = self.operator_pods()
             return len(pods) == replicas == (deployment.status.ready_replicas or 0)
 
-        wait_for(settled, f"{replicas} replicas of the operator", 90)
+        wait_for(settled, f"{replicas} replicas of the operator", KUBELET_SECONDS)
 
     def operator_pods(self) -> list[Any]:
         return self.core.list_namespaced_pod(

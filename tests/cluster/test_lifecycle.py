@@ -7,7 +7,7 @@ import time
 import pytest
 from jobs import endless, fails, job, steps
 from kubernetes.client.exceptions import ApiException
-from target import Namespace, wait_for
+from target import KUBELET_SECONDS, Namespace, wait_for
 
 GONE_SECONDS = 15.0
 """From deleting a job to nothing being left of it, on nodes that can be reached."""
@@ -79,7 +79,7 @@ def test_deleted_while_no_operator_ran(namespace: Namespace) -> None:
     namespace.target.scale_operator(0)
     try:
         namespace.delete(name)
-        wait_for(lambda: namespace.children() == set(), "the garbage collector to take the children", 60)
+        wait_for(lambda: namespace.children() == set(), "the garbage collector to take the children", KUBELET_SECONDS)
     finally:
         namespace.target.scale_operator(2)
 

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from aiohttp import web
 from play import apply, create, minimal
+from target import KUBELET_SECONDS
 
 from topkube.cli.cluster.api import Api, missing_is_fine, path_of
 from topkube.cli.cluster.jobs import job_path, phase, pods_of
@@ -139,7 +140,7 @@ def nobody_else(admin: Api) -> Iterator[None]:
         return
     admin.request("PATCH", scale, body={"spec": {"replicas": 0}}, content=kind)
     try:
-        until("the installed operator rests", lambda: not admin.get(pods)["items"])
+        until("the installed operator rests", lambda: not admin.get(pods)["items"], KUBELET_SECONDS)
         yield
     finally:
         admin.request("PATCH", scale, body={"spec": {"replicas": before}}, content=kind)
