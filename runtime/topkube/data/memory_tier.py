@@ -28,6 +28,7 @@ from topkube.data.locks import FileLock
 from topkube.errors import DatasetError
 
 _USED, _BUMP = 0, 1
+_ABSENT, _PRESENT, _WRITING = 0, 1, 2
 Longs = npt.NDArray[np.int64]
 
 
@@ -55,7 +56,7 @@ class MemoryTier:
         self._change = FileLock(self.folder / "change")
         self._cells = _map(self.folder / "cells", 16, write=True).view(np.int64)
         self.present = _map(self.folder / "present", samples, write=True)
-        """Nonzero for samples that are here."""
+        """A byte per sample: it is not here, it is here, or somebody is writing it."""
         self._sums = _map(self.folder / "sums", samples * 8, write=True).view(np.uint64)
         self._read_schema()
 
@@ -83,7 +84,8 @@ class MemoryTier:
 
     def has(self, indices: Longs) -> npt.NDArray[np.bool_]:
         """Which of these samples are here."""
-        return self.present.take(indices).view(np.bool_)
+        found: npt.NDArray[np.bool_] = self.present.take(indices) == _PRESENT
+        return found
 
     def admit(self, indices: Longs, samples: Sequence[Any]) -> None:
         """Keeps these samples as far as there is room. Raises Frozen (an OSError) once where there is none any more,
@@ -94,27 +96,51 @@ class MemoryTier:
             self._agree(samples)
         assert self.schema is not None
         if isinstance(samples, Batch) and samples.schema == self.schema and self.schema.fixed:
-            fitting = self._admit_batch(indices, samples)
+            whole = self._admit_batch(indices, samples)
         else:
             kept = [at for at in range(indices.size) if fits(self.schema, samples[at])]
-            indices = indices[kept]
-            fitting = self._admit_each(indices, [[as_array(value) for value in parts(samples[at])[2]] for at in kept])
-        if fitting < indices.size:
+            rows = [[as_array(value) for value in parts(samples[at])[2]] for at in kept]
+            whole = self._admit_each(indices[kept], rows)
+        if not whole:
             self.frozen = True
             raise Frozen(errno.ENOSPC, f"the limit of {self.limit:,} bytes is reached")
 
-    def _admit_batch(self, indices: Longs, batch: Batch) -> int:
-        """Whole columns at once. Returns how many samples there was room for."""
+    def _claim(self, indices: Longs, sizes: Longs) -> tuple[Longs, bool]:
+        """Takes room for the samples that nobody has or writes. Returns where in `indices` they stand, and whether
+        there was room for all of them."""
+        _, first = np.unique(indices, return_index=True)
+        first.sort()
+        with self._locked():
+            free = first[self.present[indices[first]] == _ABSENT]
+            total = np.cumsum(sizes[free])
+            claimed = free[: int(np.searchsorted(total, self.limit - self.used, "right"))]
+            self._cells[_USED] += sizes[claimed].sum()
+            self.present[indices[claimed]] = _WRITING
+        return claimed, claimed.size == free.size
+
+    def _settle(self, samples: Longs, sizes: Longs, written: int, error: int) -> None:
+        """The first `written` of the claimed samples are here, the others will not come. Raises Frozen for an error."""
+        self.present[samples[:written]] = _PRESENT
+        if error:
+            self.frozen = True
+            with self._locked():
+                self.present[samples[written:]] = _ABSENT
+                self._cells[_USED] -= sizes[written:].sum()
+            raise Frozen(error, os.strerror(error))
+
+    def _admit_batch(self, indices: Longs, batch: Batch) -> bool:
+        """Whole columns at once. Returns whether there was room for all."""
         assert self.schema is not None
         size = self.schema.record_bytes
-        with self._locked():
-            fitting = min(indices.size, (self.limit - self.used) // size if size else indices.size)
-            self._cells[_USED] += fitting * size
-        indices = np.ascontiguousarray(indices[:fitting])
+        sizes = np.full(indices.size, size)
+        claimed, whole = self._claim(indices, sizes)
+        samples = np.ascontiguousarray(indices[claimed])
         columns = [as_array(column) for column in batch.columns]
-        written, error = int(fitting), 0
+        if claimed.size < indices.size:
+            columns = [column[claimed] for column in columns]
+        written, error = claimed.size, 0
         for column, rows in zip(self._columns, columns, strict=True):
-            done, failed = column.put_rows(indices[:written], rows[:written])
+            done, failed = column.put_rows(samples[:written], rows[:written])
             if done < written:
                 written, error = done, failed
         if len(columns) == 1 and size:
@@ -122,41 +148,32 @@ class MemoryTier:
             sums = [xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, written * size, size)]
         else:
             sums = [_checksum([column[at] for column in columns]) for at in range(written)]
-        self._sums[indices[:written]] = np.array(sums, np.uint64)
-        with self._locked():  # what another put there meanwhile, or came twice, took no room
-            fresh = np.unique(indices[:written][self.present[indices[:written]] == 0])
-            self._cells[_USED] -= (written - fresh.size) * size
-            self.present[fresh] = 1
-        if error:
-            self.frozen = True
-            raise Frozen(error, os.strerror(error))
-        return int(fitting)
+        self._sums[samples[:written]] = np.array(sums, np.uint64)
+        self._settle(samples, sizes[claimed], written, error)
+        return whole
 
-    def _admit_each(self, indices: Longs, rows: list[list[Array]]) -> int:
-        """Samples as lists of their leaves' arrays. Returns how many there was room for."""
+    def _admit_each(self, indices: Longs, rows: list[list[Array]]) -> bool:
+        """Samples as lists of their leaves' arrays. Returns whether there was room for all."""
         assert self.schema is not None
-        sizes = [sum(array.nbytes for array in row) for row in rows]
+        sizes = np.array([sum(array.nbytes for array in row) for row in rows], np.int64)
+        claimed, whole = self._claim(indices, sizes)
+        samples, rows = indices[claimed], [rows[at] for at in claimed.tolist()]
         with self._locked():
-            room = self.limit - self.used
-            fitting, total = 0, 0
-            while fitting < len(rows) and total + sizes[fitting] <= room:
-                total += sizes[fitting]
-                fitting += 1
-            self._cells[_USED] += total
             offset = int(self._cells[_BUMP])
             self._cells[_BUMP] += sum(
-                row[at].nbytes for row in rows[:fitting] for at, leaf in enumerate(self.schema.leaves) if not leaf.fixed
+                row[at].nbytes for row in rows for at, leaf in enumerate(self.schema.leaves) if not leaf.fixed
             )
+        written, failed = 0, 0
         try:
-            for sample, row in zip(indices[:fitting].tolist(), rows, strict=False):
+            for sample, row in zip(samples.tolist(), rows, strict=True):
                 for column, array in zip(self._columns, row, strict=True):
                     offset = column.put(sample, array, offset)
                 self._sums[sample] = _checksum(row)
-                self.present[sample] = 1
+                written += 1
         except OSError as error:
-            self.frozen = True
-            raise Frozen(error.errno, error.strerror) from None
-        return fitting
+            failed = error.errno or errno.EIO
+        self._settle(samples, sizes[claimed], written, failed)
+        return whole
 
     def _agree(self, samples: Sequence[Any]) -> None:
         """The first samples decide the schema for all processes."""
@@ -173,10 +190,10 @@ class MemoryTier:
         """Samples whose bytes are not what was written; they are no longer present afterwards."""
         damaged = []
         self._read_schema()
-        for sample in np.flatnonzero(self.present).tolist():
+        for sample in np.flatnonzero(self.present == _PRESENT).tolist():
             if _checksum([column.get(sample) for column in self._columns]) != int(self._sums[sample]):
                 damaged.append(sample)
-                self.present[sample] = 0
+                self.present[sample] = _ABSENT
         return damaged
 
     def _locked(self) -> FileLock:
