@@ -138,7 +138,7 @@ def submit(place: dict[str, Namespace]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=300, help="how long to watch (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=240, help="how long to watch (%(default)s)")
     parser.add_argument("directory", type=Path, nargs="?", default=ROOT / "docs/images", help="(%(default)s)")
     args = parser.parse_args()
     if BINARY is None:
