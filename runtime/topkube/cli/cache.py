@@ -19,7 +19,8 @@ from topkube.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from topkube.data.disk_tier import DatasetFolder, DiskTier
+    from topkube.data.dataset_folder import DatasetFolder
+    from topkube.data.disk_tier import DiskTier
 
 cache = typer.Typer(help="Fill, list, check and empty the data cache of this node.", no_args_is_help=True)
 DirectoryOption = Annotated[

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from topkube.data.counters import Counters
-from topkube.data.disk_tier import DatasetFolder, DiskTier, Full, Limits
+from topkube.data.dataset_folder import DatasetFolder
+from topkube.data.disk_tier import DiskTier, Full, Limits
 from topkube.data.sample_index import SampleIndex, files_index
 from topkube.data.session import DROPPED, FROZEN, OPEN, Session
 from topkube.data.shards import Shard, Shards

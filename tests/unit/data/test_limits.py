@@ -12,7 +12,7 @@ from openers import Opener, right, shard_files
 from processes import ending, fork
 from remotes import Remote, write_files
 
-from topkube.data import ArrayOf, disk_tier
+from topkube.data import ArrayOf, dataset_folder
 from topkube.data.disk_tier import DiskTier, Limits
 from topkube.data.listing import Listing, Object
 from topkube.data.opening import check_limits
@@ -148,7 +148,7 @@ def test_a_shard_never_counts_twice_against_the_limit(tmp_path: Path, monkeypatc
             other = DiskTier(tmp_path / "cache", Limits(2000, 0))
             held.append(other.reserve(1000, folder.path / "part", folder))
 
-    monkeypatch.setattr(disk_tier, "step", look_for_room)
+    monkeypatch.setattr(dataset_folder, "step", look_for_room)
     os.close(folder.publish("0" * 32, 1000, lambda file: None))
     assert held
     held[0].release()

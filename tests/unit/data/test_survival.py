@@ -13,7 +13,7 @@ from openers import Opener, right, shard_files
 from processes import ending, fork, on_volume
 from remotes import Remote, write_files, write_tars
 
-from topkube.data import ArrayOf, disk_tier
+from topkube.data import ArrayOf, dataset_folder
 from topkube.data.disk_tier import DiskTier, Limits
 from topkube.data.locks import FileLock
 from topkube.errors import CacheError, StoreError
@@ -33,7 +33,7 @@ def test_a_kill_at_any_step_of_a_publication_loses_at_most_that_shard(
             os.kill(os.getpid(), signal.SIGKILL)
 
     def train() -> None:
-        monkeypatch.setattr(disk_tier, "step", die)
+        monkeypatch.setattr(dataset_folder, "step", die)
         open_dataset(tmp_path / "source", decode=RECORD, group_bytes=20_000, prefetch=False)[0]
 
     assert ending(fork(train)) == -signal.SIGKILL
@@ -110,7 +110,7 @@ def test_a_waiter_takes_over_from_a_process_that_stands_still(
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def train() -> None:
-        monkeypatch.setattr(disk_tier, "step", stop)
+        monkeypatch.setattr(dataset_folder, "step", stop)
         open_dataset(remote.uri, decode=decode, prefetch=False)
 
     stopped = fork(train)

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkube.data.disk_tier import DatasetFolder, DiskTier
+from topkube.data.dataset_folder import DatasetFolder
+from topkube.data.disk_tier import DiskTier
 from topkube.job.cached_dataset import CachedDatasetStatus, dataset_id, object_name
 from topkube_operator.cluster import ApiError
 from topkube_operator.node_cache import agent as agents
