@@ -199,12 +199,11 @@ class CachedDataset:
         self.counters.add("memory_requests", indices.size)
         if hits < indices.size:
             self.counters.add("memory_misses", indices.size - hits)
-        if hits < indices.size:
             missing = indices[~present]
             fresh = self._keep(missing)
             if not hits:
                 return fresh
-            if not memory.has(missing).all():  # no room for all of them
+            if not memory.has(missing).all():  # no room for them, or another is writing them
                 return self._joined(present, self._remembered(indices[present]), fresh)
         return self._remembered(indices)
 

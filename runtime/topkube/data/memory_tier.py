@@ -1,9 +1,10 @@
 """The memory tier: decoded samples of a dataset, one copy per node for all its ranks and their data loader's workers.
 
 Files in memory (tmpfs): a column of records per leaf of the schema, a presence byte and a checksum per sample. Readers
-map them read-only. A sample is written by pwrite, where a full tmpfs is an error and not a SIGBUS, and counts as
-present only afterwards; two processes that write the same sample write the same bytes. Nothing is ever moved or
-changed, so there is nothing to lock against readers and no process number to believe.
+map them read-only. A sample is claimed, with its room, by whoever writes it; it is written by pwrite, where a full
+tmpfs is an error and not a SIGBUS, and counts as present only afterwards. What a process had claimed when it died stays
+on the disk tier. Nothing is ever moved or changed, so there is nothing to lock against readers and no process number to
+believe.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from topkube.errors import DatasetError
 
 _USED, _BUMP = 0, 1
 _ABSENT, _PRESENT, _WRITING = 0, 1, 2
+_DIMENSIONS = 5
+"""Most that an array of open shape may have."""
 Longs = npt.NDArray[np.int64]
 
 
@@ -155,6 +158,9 @@ class MemoryTier:
     def _admit_each(self, indices: Longs, rows: list[list[Array]]) -> bool:
         """Samples as lists of their leaves' arrays. Returns whether there was room for all."""
         assert self.schema is not None
+        most = max((array.ndim for row in rows for array in row), default=0)
+        if most > _DIMENSIONS and not self.schema.fixed:
+            raise DatasetError(f"an array has {most} dimensions", next_step=f"return at most {_DIMENSIONS}")
         sizes = np.array([sum(array.nbytes for array in row) for row in rows], np.int64)
         claimed, whole = self._claim(indices, sizes)
         samples, rows = indices[claimed], [rows[at] for at in claimed.tolist()]
@@ -226,7 +232,7 @@ class _Column:
             self._rows = self._bytes.view(self._dtype).reshape(samples, *leaf.shape)
         else:
             places = path.with_name(f"{path.name}.places")
-            # offset, length, number of dimensions, up to 5 dimensions
+            # offset, length, number of dimensions, the dimensions
             self._places = _map(places, samples * 64, write=True).view(np.int64).reshape(samples, 8)
 
     def gather(self, indices: Longs) -> Array | list[Array]:
@@ -257,10 +263,8 @@ class _Column:
         if self.leaf.fixed:
             self._write(array, sample * self.leaf.record_bytes)
             return offset
-        if array.ndim > 5:
-            raise DatasetError(f"an array has {array.ndim} dimensions", next_step="return at most 5")
         self._write(array, offset)
-        self._places[sample] = [offset, array.nbytes, array.ndim, *array.shape, *([0] * (5 - array.ndim))]
+        self._places[sample] = [offset, array.nbytes, array.ndim, *array.shape, *([0] * (_DIMENSIONS - array.ndim))]
         return offset + array.nbytes
 
     def put_rows(self, samples: Longs, rows: Array) -> tuple[int, int]:

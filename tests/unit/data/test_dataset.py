@@ -357,3 +357,15 @@ def test_samples_that_two_put_into_memory_take_room_once(tmp_path: Path) -> None
         assert tier.used == 5 * RECORD.record_bytes
     finally:
         tier.close()
+
+
+def test_arrays_of_too_many_dimensions_are_refused_and_take_no_room(tmp_path: Path, open_dataset: Opener) -> None:
+    write_files(tmp_path / "source", 4)
+
+    def deep(raw: bytes) -> Any:
+        return np.zeros((1, 1, 1, 1, 1, 1 + raw[0] % 5 + raw[1] % 3))
+
+    dataset = open_dataset(tmp_path / "source", decode=deep, memory_limit=1 << 20, prefetch=False)
+    with pytest.raises(DatasetError, match="6 dimensions"):
+        dataset.__getitems__(range(4))
+    assert dataset.statistics()["memory_used_bytes"] == 0
