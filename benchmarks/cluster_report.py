@@ -82,9 +82,10 @@ def launch_section(stored: dict[str, Any]) -> dict[str, str]:
     rows = []
     for run in stored["runs"]:
         start, floor, ratio = run["start_seconds"], run["floor_seconds"], run.get("times_the_floor")
+        device = run["way"].partition("-")[2]
         rows.append(
             [
-                f"{run['mpi']}, {run['workers']} workers",
+                f"{run['mpi']}{' over ' + device if device else ''}, {run['workers']} workers",
                 f"{start:.1f}" if run["ok"] else "not all ranks left it",
                 f"{floor:.1f}" if floor is not None else "not all ranks left it",
                 f"{ratio:.1f}×" if ratio else "",

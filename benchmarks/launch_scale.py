@@ -4,15 +4,18 @@ Real: the launcher (`topkube launch`, its TLS, its sessions), mpiexec, one proxy
 that reaches mpiexec through its worker's tunnel, and one rank per worker, a C program that calls MPI_Init.
 Simulated, as all workers share this machine: they are coroutines of this one process, each with an address, a token, a
 TLS session and a tunnel of its own; there are no pods. Ranks spin while they wait, which on nodes of their own takes
-nothing from anybody: here they run with the least priority. Under Open MPI they use its TCP device alone.
+nothing from anybody: here they run with the least priority. Under Open MPI they use its TCP device alone. MPICH is
+measured twice: over UCX, where MPI_Init of every rank connects to all others, and over OFI, where it does not.
 
 Most of the time is the machine's: hundreds of processes start and call MPI_Init on its few processors. So each size is
 measured twice in turn: as above, and without TopKube (the floor): mpiexec starts the same number of the same proxies
 itself, they connect to it directly, the same ranks run. What counts is the ratio, and the processor time of the parts.
 
-    .venv/bin/python benchmarks/launch_scale.py            # both MPIs, 2 to 256 workers; needs root
+    .venv/bin/python benchmarks/launch_scale.py            # all of it, 2 to 256 workers; needs root
 
-As root of a PID namespace of its own: whatever ends it, no process stays behind.
+As root of a PID namespace of its own: whatever ends it, no process stays behind. In a cgroup of its own: outside of
+any, Linux shares the processors out between sessions (autogroup) before it looks at priorities, every rank is a
+session, and so the ranks that wait would take nearly everything from the proxies that they wait for.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ import aiohttp
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests/mpi"))
+sys.path.insert(0, str(ROOT / "tests/cluster"))
 
+from localkube.cgroups import Group, hierarchies  # noqa: E402
 from pods import KEY, PYTHONS, UID, PlayedJob  # noqa: E402  the tests' stand-in for the operator
 
 from topkube.launch.contract import JOIN_PATH, worker_token  # noqa: E402
@@ -64,6 +69,15 @@ from topkube.launch.tunnel import Tunnel  # noqa: E402
 SIZES = (2, 16, 64, 65, 128, 129, 256)
 GOAL_SECONDS = 10.0
 INSIDE = "TOPKUBE_BENCH_INSIDE"
+WAYS: dict[str, tuple[str, dict[str, str]]] = {
+    "MPICH-OFI": ("MPICH", {"MPIR_CVAR_CH4_NETMOD": "ofi"}),
+    "MPICH-UCX": ("MPICH", {"MPIR_CVAR_CH4_NETMOD": "ucx"}),
+    "OpenMPI": (
+        "OpenMPI",
+        {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"},
+    ),
+}
+"""Each an MPI, and what its ranks find in their environment."""
 
 
 def addresses(workers: int) -> list[str]:
@@ -72,20 +86,17 @@ def addresses(workers: int) -> list[str]:
 
 @dataclass
 class Programs:
-    """What is compiled once per MPI."""
+    """What the proxies start: compiled once per way, and in which environment."""
 
     rank: Path
     host: Path
+    settings: dict[str, str]
 
     def on_host(self, mpi: Mpi, index: int, command: list[str]) -> list[str]:
         return [str(self.host), f"w{index}", *command] if mpi.implementation == "OpenMPI" else command
 
-
-def rank_environment(mpi: Mpi, directory: Path) -> dict[str, str]:
-    found = {**mpi.environment(), "TOPKUBE_RUN_DIRECTORY": str(directory)}
-    if mpi.implementation == "OpenMPI":
-        found |= {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"}
-    return found
+    def environment(self, mpi: Mpi, directory: Path) -> dict[str, str]:
+        return {**mpi.environment(), **self.settings, "TOPKUBE_RUN_DIRECTORY": str(directory)}
 
 
 @dataclass
@@ -130,7 +141,7 @@ class SimulatedWorker:
         temporary = self.directory / f"t{self.index}"
         temporary.mkdir()
         environment = {"PATH": os.environ["PATH"], "HOME": str(temporary), "TMPDIR": str(temporary)}
-        environment |= {**start.environment, **rank_environment(self.mpi, self.directory)}
+        environment |= {**start.environment, **self.programs.environment(self.mpi, self.directory)}
         with (self.directory / f"proxy-{self.index}.log").open("wb") as log:
             self.proxy = subprocess.Popen(
                 self.programs.on_host(self.mpi, self.index, command),
@@ -192,13 +203,13 @@ async def launched(mpi: Mpi, workers: int, programs: Programs, directory: Path, 
                 while left_at(directory, workers) is None and launcher.process.poll() is None:
                     await asyncio.sleep(0.25)
         used = processor_seconds(launcher.process.pid), time.process_time() - used_before
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(20):
                 await asyncio.gather(*(worker.ended.wait() for worker in all_workers))
-        for worker in all_workers:
-            if worker.proxy is not None and worker.proxy.poll() is None:
-                worker.proxy.send_signal(signal.SIGKILL)
-        if launcher.process.poll() is None:
+        except TimeoutError:
+            for worker in all_workers:
+                if worker.proxy is not None and worker.proxy.poll() is None:
+                    worker.proxy.send_signal(signal.SIGKILL)
             launcher.process.terminate()
         code = await asyncio.to_thread(launcher.wait, 30)
         for task in tasks:
@@ -222,7 +233,7 @@ async def launched(mpi: Mpi, workers: int, programs: Programs, directory: Path, 
 def floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: float) -> dict[str, object]:
     """The same proxies and ranks, started by mpiexec itself."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "TMPDIR": str(directory)}
-    environment |= rank_environment(mpi, directory)
+    environment |= programs.environment(mpi, directory)
     command = [str(mpi.mpiexec)]
     if mpi.implementation == "MPICH":
         command += ["-launcher", "fork", "-hosts", ",".join(addresses(workers)), "-bind-to", "none"]
@@ -253,9 +264,9 @@ def floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: 
     return result
 
 
-def measure(mpi: Mpi, workers: int, programs: Programs, seconds: float) -> dict[str, object]:
-    """Both ways, the floor first."""
-    result: dict[str, object] = {"mpi": str(mpi), "workers": workers}
+def measure(way: str, mpi: Mpi, workers: int, programs: Programs, seconds: float) -> dict[str, object]:
+    """The floor first, then the launch."""
+    result: dict[str, object] = {"way": way, "mpi": str(mpi), "workers": workers}
     for run in (floor, launched):
         directory = Path(tempfile.mkdtemp(prefix="ts-"))
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -272,10 +283,10 @@ def measure(mpi: Mpi, workers: int, programs: Programs, seconds: float) -> dict[
     return result
 
 
-def compiled(mpi: Mpi, directory: Path) -> Programs:
+def compiled(mpi: Mpi, settings: dict[str, str], directory: Path) -> Programs:
     """The rank for this MPI, and what gives a process a host name."""
     prefix = mpi.mpiexec.parent.parent
-    programs = Programs(directory / f"rank-{mpi.implementation}", directory / "host")
+    programs = Programs(directory / f"rank-{mpi.implementation}", directory / "host", settings)
     library = prefix / "lib"
     flags = [f"-I{prefix / 'include'}", f"-L{library}", f"-Wl,-rpath,{library}", "-lmpi"]
     for program, source, more in ((programs.rank, "launch_rank.c", flags), (programs.host, "launch_host.c", [])):
@@ -283,36 +294,53 @@ def compiled(mpi: Mpi, directory: Path) -> Programs:
     return programs
 
 
+def alone() -> int:
+    """This script again, in a PID namespace and a cgroup of its own; its exit code."""
+    group = Group("topkube-launch-scale")
+    group.remove()  # what a killed run left
+    group.make()
+    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, *sys.argv]
+    dies = dies_with_parent(signal.SIGKILL)
+
+    def enter() -> None:
+        dies()
+        for hierarchy in hierarchies():
+            (hierarchy / group.path / "cgroup.procs").write_text("0")
+
+    try:
+        inside = subprocess.Popen(command, env={**os.environ, INSIDE: "1"}, preexec_fn=enter, start_new_session=True)
+        for number in (signal.SIGTERM, signal.SIGINT):  # unshare itself does not hear them
+            signal.signal(number, lambda *_: inside.kill())
+        return inside.wait()
+    finally:
+        group.remove(60)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--mpi", nargs="+", choices=("MPICH", "OpenMPI"), default=("MPICH", "OpenMPI"))
-    parser.add_argument("--seconds", type=float, default=60.0, help="that one start may take (%(default)s)")
+    parser.add_argument("--mpi", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--seconds", type=float, default=120.0, help="that one start may take (%(default)s)")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/launch-scale.json")
     options = parser.parse_args()
     if INSIDE not in os.environ:
         if os.geteuid() != 0:
             print("benchmarks/launch_scale.py needs root. Next: sudo .venv/bin/python benchmarks/launch_scale.py")
             return 2
-        alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, *sys.argv]
-        inside = subprocess.Popen(
-            alone, env={**os.environ, INSIDE: "1"}, preexec_fn=dies_with_parent(signal.SIGKILL), start_new_session=True
-        )
-        for number in (signal.SIGTERM, signal.SIGINT):  # unshare itself does not hear them
-            signal.signal(number, lambda *_: inside.kill())
-        return inside.wait()
+        return alone()
     results = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
-    for name in options.mpi:
-        mpi = find(PYTHONS[name].parent)
+    for way in options.mpi:
+        implementation, settings = WAYS[way]
+        mpi = find(PYTHONS[implementation].parent)
         with tempfile.TemporaryDirectory() as directory:
-            programs = compiled(mpi, Path(directory))
+            programs = compiled(mpi, settings, Path(directory))
             for workers in options.sizes:
-                result = measure(mpi, workers, programs, options.seconds)
+                result = measure(way, mpi, workers, programs, options.seconds)
                 result["date"] = datetime.date.today().isoformat()
                 print(json.dumps(result), flush=True)
-                results = [one for one in results if (one["mpi"], one["workers"]) != (str(mpi), workers)] + [result]
-                results.sort(key=lambda one: (one["mpi"], one["workers"]))
-                machine = {"processors": os.cpu_count(), "system": platform.platform()}
+                results = [one for one in results if (one["way"], one["workers"]) != (way, workers)] + [result]
+                results.sort(key=lambda one: (one["way"], one["workers"]))
+                machine = {"cores": os.cpu_count(), "python": platform.python_version()}
                 text = {"machine": machine, "goal_seconds": GOAL_SECONDS, "runs": results}
                 options.json.write_text(json.dumps(text, indent=1) + "\n")
     return 0

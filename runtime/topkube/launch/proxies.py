@@ -36,7 +36,9 @@ _HYDRA_OPTIONS = {
 }
 """What Hydra of MPICH 3.4 to 5 tells its proxies, without the control port."""
 _HYDRA_FLAGS = {"debug"}
-_NOT_FOR_WORKERS = {"plm_ssh_agent", "plm_rsh_agent", "plm_ssh_no_tree_spawn", "plm_rsh_no_tree_spawn"}
+_NOT_FOR_WORKERS = {
+    f"plm_{plm}_{name}" for plm in ("ssh", "rsh") for name in ("agent", "no_tree_spawn", "num_concurrent")
+}
 _CONTACTS = {"prte_hnp_uri", "orte_hnp_uri"}
 
 
@@ -57,6 +59,8 @@ def mpiexec_command(mpi: Mpi, hosts: list[str], slots: int, agent: Path, program
         f"{plm}_no_tree_spawn": "1",
         # Every prted talks to mpiexec itself: otherwise beyond 64 nodes they go through each other.
         radix: str(len(hosts) + 1),
+        # Beyond 128 it would wait for an agent to end, and with --leave-session-attached refuses to.
+        f"{plm}_num_concurrent": str(len(hosts) + 1),
         names: "1",
     }
     options = [word for name, value in parameters.items() for word in (prefix, name, value)]

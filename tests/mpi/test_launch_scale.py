@@ -1,0 +1,30 @@
+"""mpiexec asked for many workers. Whole starts of that size: benchmarks/launch_scale.py."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from pods import PYTHONS
+
+from topkube.launch.messages import ProxyParameters
+from topkube.launch.mpi import find
+from topkube.launch.mpiexec import Mpiexec
+
+
+@pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
+@pytest.mark.parametrize("workers", [65, 129, 256])  # Open MPI's own ways change beyond 64 and beyond 128
+def test_mpiexec_asks_for_every_proxy_at_once(mpi: str, workers: int, tmp_path: Path) -> None:
+    async def asked() -> dict[int, ProxyParameters]:
+        hosts = [f"127.60.{index // 250}.{index % 250 + 2}" for index in range(workers)]
+        mpiexec = Mpiexec(find(PYTHONS[mpi].parent), hosts, 1, ["/bin/true"], tmp_path)
+        try:
+            return {number: parameters async for number, _, parameters in mpiexec.proxies()}
+        finally:
+            await mpiexec.end()
+
+    found = asyncio.run(asked())
+    assert sorted(found) == list(range(workers))
+    if mpi == "OpenMPI":
+        assert all(("routed_radix", str(workers + 1)) in one.options for one in found.values()), "no tree of daemons"
