@@ -19,10 +19,11 @@ from topkube.training.norms import Norms
 from topkube.training.parameters import named
 from topkube.training.steps import StepReports
 from topkube.training.uneven import Turns
+from topkube.training.wrapper import OptimizerWrapper
 from topkube.world import current
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(OptimizerWrapper):
     """Wraps `optimizer`; use it in its place, with LR schedulers and GradScaler too.
 
     `named_parameters` names every parameter of `optimizer`, as `model.named_parameters()` does. `aggregation` is
@@ -53,8 +54,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_bytes: int | None = None,
         settings: Settings | None = None,
     ) -> None:
-        # torch.optim.Optimizer.__init__ is left out: parameters, state and hooks are the wrapped optimizer's, not
-        # copies.
         world = current()
         if isinstance(optimizer, DistributedOptimizer):
             raise ArgumentError("the optimizer is distributed already", next_step="wrap the plain torch optimizer once")
@@ -63,7 +62,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "LBFGS evaluates the loss again inside step(), and its line search would take each rank another way",
                 next_step="use SGD, AdamW or another optimizer that needs gradients only",
             )
-        self.inner = optimizer
+        super().__init__(optimizer)
         self.aggregation = Aggregation.of(
             settings or Settings.from_environment(),
             algorithm=aggregation,
@@ -204,25 +203,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward.steps, backward.skipped_steps = own.get("steps", 0), own.get("skipped_steps", 0)
         backward.exchange.residuals.load(own.get("residuals", {}).get("pieces", {}))
         backward.layout.restore(own.get("order"))
-
-    # ---- the rest of torch.optim.Optimizer is the wrapped optimizer's
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.inner.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.inner!r}, {self.aggregation})"

@@ -13,11 +13,12 @@ import torch
 
 from topkube.errors import ArgumentError
 from topkube.training.layerwise import evaluated
+from topkube.training.wrapper import OptimizerWrapper
 
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class MasterWeights(torch.optim.Optimizer):
+class MasterWeights(OptimizerWrapper):
     """Wraps `optimizer`, whose 16-bit parameters get float32 masters: a step casts the gradients to float32, updates
     the masters, and rounds them back into the model. Both casts are one fused operation over all tensors.
 
@@ -26,13 +27,12 @@ class MasterWeights(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        # torch.optim.Optimizer.__init__ is left out: the groups below are those that schedulers and scalers see.
         if optimizer.state:
             raise ArgumentError(
                 "the optimizer has taken steps: its state belongs to 16-bit weights",
                 next_step="wrap it before the first step, or load its state afterwards",
             )
-        self.inner = optimizer
+        super().__init__(optimizer)
         self._groups: list[dict[str, Any]] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for group in optimizer.param_groups:
@@ -110,19 +110,6 @@ class MasterWeights(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self._groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.inner.defaults
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
     def __repr__(self) -> str:
         return f"MasterWeights({self.inner!r})"
