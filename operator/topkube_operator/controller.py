@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from topkube.job import KIND
-from topkube_operator import names, reconcile
+from topkube_operator import reconcile
 from topkube_operator.cluster import ApiError, Cluster
 from topkube_operator.failures import LOG_TAIL_BYTES, LOG_TAIL_LINES
 from topkube_operator.metrics import OperatorMetrics
@@ -33,6 +33,7 @@ WORKERS, CALLS = 8, 24
 _ROUNDS = 12
 _SOON, _PROGRESS = 1.0, 15.0
 _LONGEST_PAUSE = 60.0
+_LOOK_AGAIN = 0.5
 _LEFT_SECONDS = 2.0
 """An ended pod may be there for so long after the time at which it was to be gone."""
 
@@ -67,11 +68,15 @@ class Controller:
         self._recorder, self._metrics, self._policy, self._acting = recorder, metrics, policy, acting
         self._memories: dict[str, _Memory] = {}
         self._uids: dict[Key, str] = {}
+        self._passed: set[Key] = set()
+        """Jobs that came while this replica might not write."""
+        self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._calls = ThreadPoolExecutor(CALLS, "call")
         self._threads = [
             threading.Thread(target=self._work, name=f"reconcile-{index}", daemon=True) for index in range(WORKERS)
         ]
+        self._threads.append(threading.Thread(target=self._bring_back, name="bring-back", daemon=True))
 
     def start(self) -> None:
         for thread in self._threads:
@@ -79,6 +84,7 @@ class Controller:
 
     def stop(self) -> None:
         self._queue.close()
+        self._stopped.set()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=5)
@@ -121,7 +127,9 @@ class Controller:
             try:
                 outcome = "changed" if self.reconcile(key) else "unchanged"
             except ApiError as error:
-                if error.reason != "NotLeading":
+                if error.reason == "NotLeading":
+                    self._pass(key)
+                else:
                     _log.warning("%s/%s: %s", *key, error)
                     self._queue.add_after(key, self._backoff(key))
             except Exception:
@@ -130,6 +138,19 @@ class Controller:
             finally:
                 self._queue.done(key)
                 self._metrics.reconciled(time.monotonic() - begun, outcome)
+
+    def _pass(self, key: Key) -> None:
+        with self._lock:
+            self._passed.add(key)
+
+    def _bring_back(self) -> None:
+        """Takes up what was passed over, once this replica may write: it leads and has listed everything, or a renewal
+        of its Lease that was late has come. No event would."""
+        while not self._stopped.wait(_LOOK_AGAIN):
+            if self._passed and self._acting():
+                with self._lock:
+                    keys, self._passed = self._passed, set()
+                self.woken(keys)
 
     def _backoff(self, key: Key) -> float:
         job = self._store.job(key)
@@ -150,6 +171,7 @@ class Controller:
                 self._forget(key)
                 return wrote
             if not self._acting():
+                self._pass(key)
                 return wrote
             memory = self._memory(key, job["metadata"]["uid"])
             observed = self._store.observe(
@@ -275,7 +297,9 @@ class Controller:
         """Makes all of a stage before the next; what cannot be made is remembered, and tried again later."""
         uid, troubles = job["metadata"]["uid"], dict[tuple[str, str], Trouble]()
         for stage in stages:
-            for manifest, trouble in zip(stage, self._each(lambda one: self._make_one(one, uid), stage), strict=True):
+            for manifest, trouble in zip(
+                stage, self._each(lambda one: self._make_one(one, key[1], uid), stage), strict=True
+            ):
                 if trouble is not None:
                     troubles[manifest["kind"], manifest["metadata"]["name"]] = trouble
             if troubles:
@@ -288,7 +312,7 @@ class Controller:
         else:
             memory.again = time.monotonic() + self._backoff(key)
 
-    def _make_one(self, manifest: dict[str, Any], uid: str) -> Trouble | None:
+    def _make_one(self, manifest: dict[str, Any], job: str, uid: str) -> Trouble | None:
         kind, metadata = manifest["kind"], manifest["metadata"]
         name = (metadata["namespace"], metadata["name"])
         try:
@@ -300,7 +324,7 @@ class Controller:
             return None
         except ApiError as error:
             if error.status == http.HTTPStatus.CONFLICT and error.reason == "AlreadyExists":
-                return self._taken(kind, name, uid)
+                return self._taken(kind, name, job, uid)
             if error.status in (400, 403, 404, 409, 422):
                 return Trouble("Refused", error.what)
             raise
@@ -313,7 +337,7 @@ class Controller:
         patch = {"metadata": {"uid": known.uid}, "data": {**stale, **manifest["data"]}}
         return self._cluster.patch("Secret", manifest["metadata"]["namespace"], known.name, patch)
 
-    def _taken(self, kind: str, name: tuple[str, str], uid: str) -> Trouble | None:
+    def _taken(self, kind: str, name: tuple[str, str], job: str, uid: str) -> Trouble | None:
         """An object of this name exists: ours, made by a call whose answer was lost, or somebody else's."""
         try:
             found = self._cluster.get(kind, *name)
@@ -325,7 +349,7 @@ class Controller:
         if owner is not None and owner[1] == uid:
             self._store.put(kind, found)
             return None
-        if found["metadata"].get("deletionTimestamp") or (owner is not None and owner[0] == _job_of(found)):
+        if found["metadata"].get("deletionTimestamp") or (owner is not None and owner[0] == job):
             return Trouble("Terminating", "an object of this name, left by an earlier job, is being deleted")
         return Trouble("ForeignObject", "exists and does not belong to this job: delete it, or rename the job")
 
@@ -333,10 +357,6 @@ class Controller:
         if len(things) == 1:
             return [call(things[0])]
         return list(self._calls.map(call, things))
-
-
-def _job_of(thing: dict[str, Any]) -> str:
-    return str((thing["metadata"].get("labels") or {}).get(names.JOB_NAME))
 
 
 def _said(report: Report) -> tuple[Any, ...]:

@@ -29,6 +29,14 @@ _NODE_REASONS = (
     "Preempting",
     "TaintManagerEviction",
 )
+# What the DisruptionTarget condition's reasons are called here; the others keep their names.
+_DISRUPTIONS = {
+    "PreemptionByScheduler": "Preempted",
+    "PreemptionByKubeScheduler": "Preempted",
+    "EvictionByEvictionAPI": "Evicted",
+    "DeletionByTaintManager": "Evicted",
+    "DeletionByPodGC": "NodeLost",
+}
 # An eviction with one of these words is for what the pod itself used.
 _OWN_FAULT = ("exceeds the limit", "exceeds the total limit", "exceeded its local ephemeral storage limit")
 _IMAGE_REASONS = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
@@ -111,7 +119,7 @@ def judge(attempt: Attempt, observed: Observed, now: datetime) -> Verdict:
         last = next((pod for pod in observed.last.values() if _launched(pod, attempt)), None)
         if last is not None and last.launching.exit_code is not None:  # its pod went before we looked
             return judge(replace(attempt, launcher=last), observed, now)
-        return _over(_first_of_workers(attempt, observed, now) or _gone("the launcher", "", observed, now))
+        return _over(_first_of_workers(attempt, observed, now) or _gone("the launcher", "", observed))
     if container.exit_code is not None:
         ending = ending_of(container)
         if container.exit_code == 0:
@@ -154,6 +162,9 @@ def pod_failure(pod: Pod, observed: Observed) -> Failure:
     container = pod.containers.get(names.LAUNCHER) or pod.container
     if pod.container.exit_code is not None:
         container = pod.container
+    where = ""
+    if container.exit_code is None and pod.failed_container:
+        container, where = pod.containers[pod.failed_container], f"container {pod.failed_container}: "
     ending = ending_of(container)
     known = ending.first_failure if ending else None
     code = container.exit_code
@@ -164,14 +175,15 @@ def pod_failure(pod: Pod, observed: Observed) -> Failure:
         reason, message = disruption
         return Failure(reason, message, pod.name, exit_code=code, disruption=True, at=container.ended)
     if container.ended_reason == "OOMKilled" or (ending is not None and ending.oom_kills):
-        message = "the container went over its memory limit and the kernel killed it: raise resources.limits.memory"
+        message = "went over its memory limit and the kernel killed it: raise resources.limits.memory"
+        message = where + message if where else f"the container {message}"
         rank = known.rank if known else None
         return Failure("OOMKilled", message, pod.name, rank, code, _tail(known), at=container.ended)
     if known is not None:
         return _known(known, pod.name, container)
     if code is not None:
         reason = container.ended_reason or "Error"
-        message = container.ended_message.strip() or exit_words(code)
+        message = where + (container.ended_message.strip() or exit_words(code))
         return Failure(reason, message, pod.name, exit_code=code, at=container.ended)
     return Failure(pod.reason or "Failed", pod.message or "the pod failed", pod.name, at=container.ended)
 
@@ -287,7 +299,7 @@ def _dead(attempt: Attempt, observed: Observed, now: datetime) -> Iterator[tuple
         if pod is None:
             yield (
                 None,
-                _gone(name, name, observed, now),
+                _gone(name, name, observed),
                 observed.gone.get(name, datetime.min.replace(tzinfo=now.tzinfo)),
             )
         elif pod.over:
@@ -306,7 +318,7 @@ def _first_of_workers(
     found: list[tuple[datetime, Failure]] = []
     for name, pod in zip(attempt.names, attempt.workers, strict=True):
         if pod is None:
-            found.append((observed.gone.get(name, now), _gone(name, name, observed, now)))
+            found.append((observed.gone.get(name, now), _gone(name, name, observed)))
         elif _disruption(pod, observed) or (pod.over and not pod.succeeded):
             found.append((pod.container.ended or now, pod_failure(pod, observed)))
     if disruptions_only:
@@ -316,13 +328,13 @@ def _first_of_workers(
 
 def _disruption(pod: Pod, observed: Observed) -> tuple[str, str] | None:
     """What the cluster did to a pod, as (reason, message)."""
+    if pod.reason in _NODE_REASONS or pod.reason.startswith("OutOf"):
+        return pod.reason, pod.message or pod.disruption_message or f"ended by its node: {pod.reason}"
     if pod.disruption:
-        word = "Preempted" if "Preempt" in pod.disruption else pod.disruption
-        return word, pod.message or f"the cluster took the pod away ({pod.disruption})"
+        words = pod.message or pod.disruption_message or f"the cluster took the pod away ({pod.disruption})"
+        return _DISRUPTIONS.get(pod.disruption, pod.disruption), words
     if pod.node in observed.lost_nodes and not pod.over:
         return "NodeLost", f"its node, {pod.node}, is lost"
-    if pod.reason in _NODE_REASONS or pod.reason.startswith("OutOf"):
-        return ("Evicted" if pod.reason == "Evicted" else pod.reason), pod.message or f"ended by its node: {pod.reason}"
     if pod.deletion is not None:
         return "Deleted", "the pod was deleted: a drain, a preemption, or by hand"
     return None
@@ -336,14 +348,13 @@ def _launched(pod: Pod, attempt: Attempt) -> bool:
     return pod.attempt == attempt.number and (pod.role == names.LAUNCHER or pod.workers > 0)
 
 
-def _gone(what: str, name: str, observed: Observed, now: datetime) -> Failure:
+def _gone(what: str, name: str, observed: Observed) -> Failure:
     """The failure of a pod that is not there any more: what was seen of it last, where that says something."""
     last = observed.last.get(name)
     if last is not None and (_disruption(last, observed) or (last.over and not last.succeeded)):
-        return replace(pod_failure(last, observed), at=now)
-    return Failure(
-        "Deleted", f"{what}: the pod is gone: a drain, a preemption, or by hand", name, disruption=True, at=now
-    )
+        return replace(pod_failure(last, observed), at=observed.gone.get(name))
+    words = f"{what}: the pod is gone: a drain, a preemption, or by hand"
+    return Failure("Deleted", words, name, disruption=True, at=observed.gone.get(name))
 
 
 def _over(failure: Failure) -> Verdict:
@@ -367,5 +378,5 @@ def _rendezvous(attempt: Attempt, observed: Observed, now: datetime) -> Verdict:
     pod = attempt.names[index] if index < len(attempt.names) else ""
     lost = frozenset(attempt.names[index] for index in report.missing if index < len(attempt.names))
     return _over(
-        Failure("RendezvousTimeout", f"{missing_words(attempt, report.missing)}, {seconds}", pod, lost=lost, at=now)
+        Failure("RendezvousTimeout", f"{missing_words(attempt, report.missing)}, {seconds}", pod, lost=lost, at=due)
     )

@@ -48,7 +48,8 @@ def service(job: TrainingJob, uid: str, attempt: int, address: str = "") -> dict
 
 
 def network_policies(job: TrainingJob, uid: str, policy: Policy) -> list[dict[str, Any]]:
-    """Two, because workers and launcher open different ports: the workers' is called as the job."""
+    """Two, because workers and launcher open different ports. Neither is called as the job: one job may be called as
+    another's policy."""
     own = {names.JOB_NAME: names.job_label(job.name)}
     workers = {"matchLabels": {**own, names.ROLE: names.WORKER}}
     launcher = {"matchLabels": {**own, names.ROLE: names.LAUNCHER}}
@@ -59,7 +60,11 @@ def network_policies(job: TrainingJob, uid: str, policy: Policy) -> list[dict[st
     prometheus = {"namespaceSelector": {}, "podSelector": {"matchLabels": dict(PROMETHEUS_LABELS)}}
     peers = {"podSelector": workers}
     rules = [
-        (job.name, workers, [{"from": [peers]}, {"from": [prometheus], "ports": _tcp(contract.METRICS_PORT)}]),
+        (
+            names.child_name(job.name, names.WORKER),
+            workers,
+            [{"from": [peers]}, {"from": [prometheus], "ports": _tcp(contract.METRICS_PORT)}],
+        ),
         (
             names.child_name(job.name, names.LAUNCHER),
             launcher,

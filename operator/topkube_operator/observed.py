@@ -99,6 +99,7 @@ class Pod:
     """The scheduler's words."""
     disruption: str = ""
     """The reason of the DisruptionTarget condition."""
+    disruption_message: str = ""
     containers: Mapping[str, Container] = field(default_factory=dict)
 
     @classmethod
@@ -131,6 +132,7 @@ class Pod:
             if scheduled.get("status") == "False"
             else "",
             disruption=target.get("reason") or "" if target.get("status") == "True" else "",
+            disruption_message=target.get("message") or "",
             containers={one["name"]: Container.from_status(one) for one in statuses},
         )
 
@@ -138,6 +140,14 @@ class Pod:
     def container(self) -> Container:
         """The wrapped container; one that says nothing where its kubelet has not spoken."""
         return self.containers.get(self.main) or Container()
+
+    @property
+    def failed_container(self) -> str:
+        """Which container made the pod fail: the wrapped one, or another, such as an init container, that kept it from
+        ever running. Empty where none has ended with an error."""
+        if self.container.exit_code is not None:
+            return self.main if self.container.exit_code else ""
+        return next((name for name, one in self.containers.items() if one.exit_code), "")
 
     @property
     def launching(self) -> Container:

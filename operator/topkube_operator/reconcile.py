@@ -17,7 +17,7 @@ from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube_operator import admission, attempts, datasets, failures, following, names, placement
 from topkube_operator.failures import Failure, Verdict
-from topkube_operator.observed import Observed, Pod, Report
+from topkube_operator.observed import Container, Observed, Pod, Report
 from topkube_operator.status import Event, Record, Urgency, urgency
 
 _REFUSED = "ChangeRefused"
@@ -337,7 +337,7 @@ class _Planner:
         words = f"{failure.sentence()}; attempt {record.attempt + 1} follows"
         record.set("Restarting", True, failure.reason, words)
         record.phase = "Restarting"
-        due = (failure.at or self.now) + timedelta(seconds=self.pause(attempt))
+        due = self.pause(attempt, failure)
         if self.now < due:
             record.set("Running", False, failure.reason, failure.sentence())
             self.wakes.append(due)
@@ -356,25 +356,31 @@ class _Planner:
         )
         self.create()
 
-    def pause(self, attempt: failures.Attempt) -> float:
-        """Seconds between a failure and the next attempt: none after the first, or where the attempt lasted."""
+    def pause(self, attempt: failures.Attempt, failure: Failure) -> datetime:
+        """When the next attempt may begin: at once after the first failure, or where the attempt lasted. The same at
+        every look: it counts from the time of the failure, or where that is unknown (a pod that its kubelet refused)
+        from the attempt's beginning."""
         before = self.record.restarts + self.record.disruptions
-        lasted = self.now - attempt.launcher.created if attempt.launcher else _QUICK
-        if before == 0 or lasted >= _QUICK:
-            return 0.0
+        if before == 0 or attempt.launcher is None:
+            return self.now
+        began = attempt.launcher.created
+        ended = failure.at or began
+        if ended - began >= _QUICK:
+            return self.now
         seconds = self.observed.policy.backoff_seconds * 2.0 ** min(before - 1, 16)
-        return min(seconds, _LONGEST_BACKOFF)
+        return ended + timedelta(seconds=min(seconds, _LONGEST_BACKOFF))
 
     def with_log(self, attempt: failures.Attempt, failure: Failure) -> Failure:
         """The failure with the tail of its pod's log; asks for it where it has not been read."""
         pod = next((pod for pod in (attempt.launcher, *attempt.workers) if pod and pod.name == failure.pod), None)
         if failure.log_tail or pod is None or pod.node in self.observed.lost_nodes:
             return failure
-        container = attempt.launching if pod is attempt.launcher else pod.container
-        if container.started is None:
+        name = names.LAUNCHER if pod is attempt.launcher else pod.main
+        if pod.failed_container and (pod.containers.get(name) or Container()).started is None:
+            name = pod.failed_container  # an init container: the wrapped one has said nothing
+        if (pod.containers.get(name) or Container()).started is None:
             return failure
         if pod.name not in self.observed.logs:
-            name = names.LAUNCHER if pod is attempt.launcher else pod.main
             self.logs.append(LogRequest(pod.name, name))
             return failure
         return replace(failure, log_tail=self.observed.logs[pod.name])
@@ -411,7 +417,8 @@ class _Planner:
         record = self.record
         words = "spec.runPolicy.suspend is true: nothing is kept but the status"
         self.remove(self.observed.pods)
-        self.remove_surroundings()
+        if not any(pod.active and pod.node not in self.observed.lost_nodes for pod in self.observed.pods):
+            self.remove_surroundings()  # until then ranks save their state, and nobody else may reach them
         record.phase, record.start, record.completion = "Suspended", None, None
         record.set("Suspended", True, "Suspended", words, "Normal")
         record.set("Running", False, "Suspended", words)
@@ -443,6 +450,8 @@ class _Planner:
                 self.wakes.append(due)
                 return
             self.remove(active)
+        elif clean == "None" and record.phase == "Failed" and attempt.launcher in active:
+            self.remove([attempt.launcher])  # or the run would go on beyond its deadline
         if not active or clean == "All":
             self.remove_surroundings()
 

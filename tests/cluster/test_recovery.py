@@ -102,7 +102,7 @@ def test_a_deleted_pod_costs_one_attempt_and_no_backoff(namespace: Namespace, ho
 def test_a_deleted_child_is_put_back(namespace: Namespace, kind: str) -> None:
     """And when the Service comes back under another address, the workers of the next attempt find it."""
     running(namespace, "child")
-    names = {"service": "child", "secret": "child-credentials", "network_policy": "child"}
+    names = {"service": "child", "secret": "child-credentials", "network_policy": "child-worker"}
     api = namespace.target.policies if kind == "network_policy" else namespace.target.core
     before = getattr(api, f"read_namespaced_{kind}")(names[kind], namespace.name)
     getattr(api, f"delete_namespaced_{kind}")(names[kind], namespace.name, _preload_content=False)

@@ -142,6 +142,27 @@ def test_nothing_gets_in_but_what_the_matrix_says(colocate: bool) -> None:
     assert open_ports(second, operator) == set()
 
 
+def test_jobs_whose_names_go_on_like_a_childs_share_none() -> None:
+    first = stored()
+    made = [first, *(_called(f"{first.name}-{more}") for more in ("launcher", "worker", "credentials"))]
+    children = [
+        {
+            (manifest["kind"], manifest["metadata"]["name"])
+            for manifest in (
+                objects.secret(one, "uid", [], POLICY),
+                objects.service(one, "uid", 1),
+                *objects.network_policies(one, "uid", POLICY),
+            )
+        }
+        for one in made
+    ]
+    assert len(set().union(*children)) == sum(len(one) for one in children)
+
+
+def _called(name: str) -> TrainingJob:
+    return stored().model_copy(update={"metadata": stored().metadata.model_copy(update={"name": name})})
+
+
 # Pods.
 
 

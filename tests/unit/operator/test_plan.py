@@ -148,6 +148,43 @@ def test_quick_restarts_wait_longer_and_longer() -> None:
     assert waits == [0, 5, 10, 20]
 
 
+@pytest.mark.parametrize("looks_every", [1, None])
+def test_the_pause_between_restarts_does_not_depend_on_who_looks(looks_every: float | None) -> None:
+    """`None`: nobody looks before the plan asks for it."""
+    world = Simulated(job(runPolicy={"backoffLimit": 9}))
+    waits = []
+    for _ in range(8):
+        world.to_running()
+        world.end_launcher(1, RANK_FAILED)
+        began, attempt = world.now, world.status()["attempt"]
+        while world.status()["attempt"] == attempt:
+            plan = world.reconcile()
+            if world.status()["attempt"] == attempt:
+                assert plan.requeue is not None
+                world.wait(looks_every or plan.requeue)
+        waits.append((world.now - began).total_seconds())
+    assert waits == [0, 5, 10, 20, 40, 80, 160, 300]
+
+
+def test_pods_that_kubelets_refuse_are_made_anew_after_the_same_pauses() -> None:
+    """Such a pod never had a container, so nothing says when it failed."""
+    world = Simulated(job())
+    waits = []
+    for number in range(1, 4):
+        world.reconcile()
+        world.schedule()
+        began = world.now
+        world.change(f"train-worker-0-{number}", phase="Failed", reason="UnexpectedAdmissionError", message="no GPU")
+        while world.status()["attempt"] == number:
+            plan = world.reconcile()
+            if world.status()["attempt"] == number:
+                assert plan.requeue is not None
+                world.wait(plan.requeue)
+        waits.append((world.now - began).total_seconds())
+    assert waits == [0, 5, 10]
+    assert world.status()["disruptions"] == 3
+
+
 @pytest.mark.parametrize(("policy", "left"), [("Running", 3), ("All", 0), ("None", 4)])
 def test_pods_after_the_end(policy: str, left: int) -> None:
     world = running(workers=3, runPolicy={"cleanPodPolicy": policy})
@@ -163,6 +200,21 @@ def test_pods_after_the_end(policy: str, left: int) -> None:
     assert bool(world.children) == (policy == "None")
     counts = world.status()["replicaStatuses"]
     assert (counts["launcher"]["succeeded"], counts["workers"]["succeeded"]) == (1, 2)
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_a_deadline_ends_the_run_even_where_pods_are_kept(colocate: bool) -> None:
+    policy = {"cleanPodPolicy": "None", "activeDeadlineSeconds": 100}
+    world = running(runPolicy=policy, launcher={"colocate": colocate})
+    launcher = world.launcher()
+    assert launcher is not None
+    world.wait(100)
+    world.reconcile()
+    assert world.status()["phase"] == "Failed"
+    world.run()
+    world.reconcile()
+    assert launcher.name not in world.pods, "it would train on"
+    assert "train-worker-1-1" in world.pods
 
 
 def test_a_finished_job_is_deleted_after_its_time_to_live() -> None:

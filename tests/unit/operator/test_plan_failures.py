@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from simulated import RANK_FAILED, Simulated, job, running
+from simulated import RANK_FAILED, START, Simulated, job, running
 
 from topkube.launch import contract
 from topkube_operator.observed import Container, Policy
@@ -19,6 +19,28 @@ DISRUPTIONS = {
         "Preempted",
     ),
     "evicted": (lambda world: world.change(VICTIM, phase="Failed", reason="Evicted", message="low on disk"), "Evicted"),
+    "evicted, as newer kubelets say it": (
+        lambda world: world.change(
+            VICTIM,
+            phase="Failed",
+            reason="Evicted",
+            message="The node was low on resource: memory.",
+            disruption="TerminationByKubelet",
+        ),
+        "Evicted",
+    ),
+    "drained": (
+        lambda world: world.change(VICTIM, disruption="EvictionByEvictionAPI", deletion=world.now),
+        "Evicted",
+    ),
+    "its node is tainted": (
+        lambda world: world.change(VICTIM, disruption="DeletionByTaintManager", deletion=world.now),
+        "Evicted",
+    ),
+    "its node was removed": (
+        lambda world: world.change(VICTIM, phase="Failed", disruption="DeletionByPodGC"),
+        "NodeLost",
+    ),
     "lost": (lambda world: world.lost.add(world.pods[VICTIM].node), "NodeLost"),
     "gone": (lambda world: world.remove(VICTIM), "Deleted"),
 }
@@ -218,6 +240,17 @@ def _node_lost(world: Simulated) -> None:
     world.wait(60)
 
 
+def _never_began(prepare: Container) -> Callable[[Simulated], None]:
+    """Worker 1's init container fails: its own container waits for ever."""
+
+    def act(world: Simulated) -> None:
+        containers = {"prepare": prepare, "worker": Container(waiting="PodInitializing")}
+        world.change(WORKER, phase="Failed", ready=False, containers=containers)
+        world.say("Waiting", missing=(1,))
+
+    return act
+
+
 IMAGE = {"worker": Container(waiting="ImagePullBackOff", waiting_message="Back-off pulling image", image="none/such:1")}
 DETAIL = {"worker": Container(waiting="ErrImagePull", waiting_message="manifest unknown")}
 OWN_MEMORY = {"pod": WORKER, "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": TAIL}
@@ -269,11 +302,30 @@ CAUSES: dict[str, tuple[Callable[[Simulated], None], str, int | None, str, bool]
         True,
     ),
     "preempted": (
-        lambda world: world.change(WORKER, disruption="PreemptionByScheduler", deletion=world.now),
+        lambda world: world.change(
+            WORKER,
+            disruption="PreemptionByScheduler",
+            disruption_message="preempting to accommodate a higher priority pod",
+            deletion=world.now,
+        ),
         "Preempted",
         None,
-        "Preemption",
+        "a higher priority pod",
         False,
+    ),
+    "an init container": (
+        _never_began(Container(started=START, exit_code=3, ended=START, ended_reason="Error")),
+        "Error",
+        3,
+        "container prepare: ended with exit code 3",
+        True,
+    ),
+    "an init container's memory": (
+        _never_began(Container(started=START, exit_code=137, ended=START, ended_reason="OOMKilled")),
+        "OOMKilled",
+        137,
+        "container prepare: went over its memory limit",
+        True,
     ),
     "its node is lost": (_node_lost, "NodeLost", None, "node-x", False),
     "deleted": (lambda world: world.remove(WORKER), "Deleted", None, "gone", False),

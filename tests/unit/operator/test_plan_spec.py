@@ -40,6 +40,29 @@ def test_suspended_at_creation_then_resumed_then_suspended_again() -> None:
     assert world.events.count("Resumed") == 2
 
 
+def test_while_suspended_ranks_save_their_state_nobody_else_may_reach_them() -> None:
+    world = running()
+    guards = set(world.children)
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    assert all(pod.deletion is not None for pod in world.pods.values())
+    assert set(world.children) == guards, "they guard pods that still run"
+    world.run()
+    world.reconcile()
+    assert (world.pods, world.children) == ({}, {})
+
+
+def test_a_lost_node_does_not_keep_what_a_suspended_job_has() -> None:
+    world = running()
+    world.change("train-worker-1-1", node="node-x")
+    world.lost.add("node-x")
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert (list(world.pods), world.children) == (["train-worker-1-1"], {})
+
+
 def test_somebody_elses_job_is_left_alone() -> None:
     world = Simulated(job(runPolicy={"managedBy": "kueue.x-k8s.io/multikueue"}))
     assert world.reconcile().idle
