@@ -21,6 +21,7 @@ CHECKPOINTS = "/checkpoint"
 HOME = "/home/topkube"
 _USER = 1000
 _GRACE_SECONDS = 30
+_LAST_WORDS_SECONDS = 5
 _SHM_MIB, _SHM_MIB_PER_RANK = 1024, 256
 _PREFIX = "topkube-"
 _OF_WORKERS, _OF_LAUNCHER = "spec.template", "spec.launcher.template"
@@ -59,7 +60,7 @@ def worker(
         names.LAUNCHER_ADDRESS: address,
         names.DEFAULT_CONTAINER: container["name"],
     }
-    grace = spec.setdefault("terminationGracePeriodSeconds", _GRACE_SECONDS)
+    spec.setdefault("terminationGracePeriodSeconds", _GRACE_SECONDS)
     host = f"$({contract.POD_IP_VARIABLE})" if launches else address
     plan = contract.WorkerPlan(
         name=job.name,
@@ -71,7 +72,7 @@ def worker(
         slots=job.spec.slots_per_worker,
         workers=job.spec.workers,
         launcher=endpoint(host),
-        grace_seconds=max(0.0, float(grace) - 5) if isinstance(grace, int) else 25.0,
+        grace_seconds=_ranks_grace(job),
     )
     container["command"] = ["topkube", "worker", "--", *container["command"]]
     _environment(container, {contract.WORKER_VARIABLE: plan.text()})
@@ -113,6 +114,7 @@ def launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[tuple[i
     for field in _INHERITED:
         if field in above:
             spec.setdefault(field, above[field])
+    spec.setdefault("terminationGracePeriodSeconds", _grace(job))  # ranks save their state: it waits for them
     containers = list_in(spec, "containers", f"{_OF_LAUNCHER}.spec")
     if not any(isinstance(one, dict) and one.get("name") == names.LAUNCHER for one in containers):
         if len(containers) == 1 and isinstance(containers[0], dict) and "name" not in containers[0]:
@@ -140,6 +142,18 @@ def colocated(
     list_in(pod["spec"], "containers", _POD).append(container)
     _launch(job, uid, attempt, workers, policy, pod, container)
     return pod
+
+
+def _grace(job: TrainingJob) -> int:
+    """Seconds that workers' pods may take to end."""
+    spec: Any = without_nulls(job.spec.template.get("spec"))
+    grace = (spec or {}).get("terminationGracePeriodSeconds")
+    return grace if isinstance(grace, int) else _GRACE_SECONDS
+
+
+def _ranks_grace(job: TrainingJob) -> float:
+    """Of that, what ranks have to save their state."""
+    return max(0.0, float(_grace(job)) - _LAST_WORDS_SECONDS)
 
 
 def endpoint(host: str) -> str:
@@ -177,6 +191,7 @@ def _launch(
         stall_seconds=policy.stall_seconds,
         startup_seconds=policy.startup_seconds,
         lost_seconds=policy.lost_seconds,
+        grace_seconds=_ranks_grace(job),
         environment=job.environment(**changes),
     )
     container.setdefault("image", image["image"])

@@ -100,11 +100,20 @@ class LaunchError(TopKubeError, RuntimeError):
 
 
 class ClusterError(TopKubeError, RuntimeError):
-    """A Kubernetes cluster is not there or refused a request; nothing was changed by it. `status` is HTTP's, or 0."""
+    """A Kubernetes cluster is not there or refused a request; nothing was changed by it. `status` is HTTP's, or 0;
+    `unknown_kind` says that the server does not serve the kind at all."""
 
-    def __init__(self, what: str, *, status: int = 0, cause: str = "", next_step: str = "") -> None:
-        self.status = status
+    def __init__(
+        self, what: str, *, status: int = 0, unknown_kind: bool = False, cause: str = "", next_step: str = ""
+    ) -> None:
+        self.status, self.unknown_kind = status, unknown_kind
         super().__init__(what, cause=cause, next_step=next_step)
+
+    @property
+    def passing(self) -> bool:
+        """Whether a server that has answered before may soon do so again: it restarts (and knows no kind at first), or
+        has too much to do."""
+        return self.status in (0, 429) or self.status >= 500 or self.unknown_kind
 
 
 class DatasetError(TopKubeError, ValueError):

@@ -16,6 +16,7 @@ from pods import KEY, PYTHONS, UID, PlayedJob, certificate, wait_until
 from topkube.launch.contract import JOIN_PATH, STATUS_PATH, worker_token
 from topkube.launch.messages import Hello
 from topkube.launch.mpiexec import listening
+from topkube.launch.rendezvous import STRANGERS_OF_ONE
 
 TOKEN = worker_token(KEY, UID, 0, 1)
 UPGRADE = (
@@ -174,6 +175,45 @@ def test_slow_clients_do_not_keep_others_out(job: PlayedJob) -> None:
     finally:
         for one in slow:
             one.close()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_crowd_from_one_address_does_not_keep_others_out(job: PlayedJob, tls: bool) -> None:
+    """More than the launcher lets in at once, for as long as they like; and the same again after they have gone."""
+    crowd: list[socket.socket] = []
+    try:
+        for _ in range(2):
+            for _ in range(STRANGERS_OF_ONE + 100):
+                raw = socket.create_connection(("127.0.0.1", job.port), 5, source_address=("127.99.0.1", 0))
+                crowd.append(raw)
+                if tls and len(crowd) < 100:
+                    crowd[-1] = job.tls.wrap_socket(raw)
+            wait_until(lambda: sum(_is_open(one) for one in crowd) <= STRANGERS_OF_ONE)
+            assert job.status() is not None, "the operator is kept out"
+            while crowd:
+                crowd.pop().close()
+        wait_until(lambda: '"state"' in _status(job, "127.99.0.1"), 8)  # they have left: there is room again
+    finally:
+        for one in crowd:
+            one.close()
+
+
+def _is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) != b""
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return True
+    except OSError:
+        return False
+
+
+def _status(job: PlayedJob, source: str) -> str:
+    try:
+        token = "Authorization: Bearer the operator's token"
+        return ask(job, f"GET {STATUS_PATH} HTTP/1.1\r\nHost: x\r\n{token}\r\nConnection: close\r\n\r\n", source)
+    except OSError:
+        return ""
 
 
 def test_plain_text_and_old_tls_are_refused(job: PlayedJob) -> None:

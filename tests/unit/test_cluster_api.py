@@ -218,3 +218,136 @@ def test_a_log_stream_that_breaks_goes_on_where_it_was(
     assert run_app(["logs", "j", "--kubeconfig", str(server(answers))]) == 0
     assert capsys.readouterr().out.split() == [word for letter in "abcde" for word in ("[worker0.rank0]", letter)]
     assert "sinceTime=2025-01-01T00%3A00%3A02.2Z" in asked[1]
+
+
+PASSING: dict[str, Answer] = {
+    "it starts, and has no paths yet": status(
+        503, "the request has been made before all known HTTP paths have been installed"
+    ),
+    "it starts, and does not know TrainingJobs yet": (404, b"404 page not found\n", {}),
+    "it has lost its leader": status(500, "etcdserver: leader changed"),
+    "it has too much to do": status(429, "Too many requests, please try again later."),
+    "it is killed while it answers": (200, b"{", {"Content-Length": "100", "Connection": "close"}),
+}
+
+
+@pytest.mark.parametrize("answer", PASSING.values(), ids=PASSING)
+@pytest.mark.parametrize("command", ["submit --wait", "logs", "status --watch"])
+def test_who_waits_for_a_job_outlives_a_restart_of_the_api_server(
+    server: Callable[[Answers], Path], command: str, answer: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(__file__).parents[2] / "manifests" / "samples" / "char-gpt.yaml"
+    asked = {"watch": 0, "bad": 0}
+
+    def answers(method: str, path: str) -> Answer:
+        over = asked["bad"] > 1
+        job = {"metadata": {"name": "char-gpt", "uid": "u"}, "status": {"phase": "Succeeded" if over else "Running"}}
+        if "watch=true" in path:
+            asked["watch"] += 1
+            return 200, b"", {}
+        if "/pods" in path or "/events" in path:
+            return 200, json.dumps({"items": []}).encode(), {}
+        if method == "GET" and asked["watch"] and not over:
+            asked["bad"] += 1
+            return answer
+        return 200, json.dumps(job).encode(), {}
+
+    words = [*command.split(), str(file) if command.startswith("submit") else "char-gpt"]
+    code = run_app([*words, "--kubeconfig", str(server(answers))])
+    said = capsys.readouterr()
+    assert (code, asked["bad"]) == (0, 2), said.err
+    assert "deleted" not in said.err
+    assert "Traceback" not in said.err
+
+
+def test_a_job_that_is_deleted_meanwhile_is_said_to_be(
+    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def answers(method: str, path: str) -> Answer:
+        if "watch=true" in path:
+            return 200, b"", {}
+        if "/pods" in path:
+            return 200, json.dumps({"items": []}).encode(), {}
+        seen.append(path)
+        if len(seen) > 2:
+            return status(404, 'trainingjobs.topkube.dev "j" not found', name="j", kind="trainingjobs")
+        return 200, json.dumps({"metadata": {"name": "j", "uid": "u"}, "status": {"phase": "Running"}}).encode(), {}
+
+    assert run_app(["logs", "j", "--kubeconfig", str(server(answers))]) == 1
+    assert "the job j was deleted" in capsys.readouterr().err
+
+
+def test_submit_follows_no_longer_than_it_is_told(
+    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(__file__).parents[2] / "manifests" / "samples" / "char-gpt.yaml"
+
+    def answers(method: str, path: str) -> Answer:
+        if "watch=true" in path:
+            return 200, b"", {}
+        if "/pods" in path:
+            return 200, json.dumps({"items": []}).encode(), {}
+        job = {"metadata": {"name": "char-gpt", "uid": "u"}, "status": {"phase": "Running"}}
+        return 200, json.dumps(job).encode(), {}
+
+    words = ["submit", "--follow", "--timeout", "1", str(file), "--kubeconfig", str(server(answers))]
+    assert run_app(words) == 124
+    assert "char-gpt is still Running after 1 s; it goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "delete"])
+def test_an_empty_name_is_refused(
+    server: Callable[[Answers], Path], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a shell's variable that is not set: the path would be that of all jobs."""
+    asked: list[str] = []
+
+    def answers(method: str, path: str) -> Answer:
+        asked.append(method)
+        return 200, json.dumps({"items": []}).encode(), {}
+
+    assert run_app([command, "", "--kubeconfig", str(server(answers))]) == 1
+    assert "the job's name is empty" in capsys.readouterr().err
+    assert asked == []
+
+
+def test_a_job_of_more_workers_than_streams_is_followed_in_part(
+    server: Callable[[Answers], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("topkube.cli.cluster.logs.MOST_STREAMS", 2)
+    asked: set[str] = set()
+    waiting = threading.Event()
+
+    def answers(method: str, path: str) -> Answer:
+        over = len(asked) >= 2
+        pods = [
+            {
+                "metadata": {
+                    "name": f"p{index}",
+                    "uid": str(index),
+                    "labels": {"topkube.dev/job-name": "j", "topkube.dev/worker-index": str(index)},
+                },
+                "spec": {"containers": [{"name": "main"}]},
+                "status": {"containerStatuses": [{"name": "main", "state": {"running": {}}}]},
+            }
+            for index in range(4)
+        ]
+        if "/log?" in path:
+            asked.add(path.partition("?")[0])
+            waiting.wait(3)
+            return 200, b"2025-01-01T00:00:01Z said\n", {}
+        if "/pods/" in path:
+            return status(404, "gone", name="p", kind="pods")
+        if "/pods?" in path:
+            return 200, json.dumps({"items": pods}).encode(), {}
+        job = {"metadata": {"name": "j", "uid": "u"}, "status": {"phase": "Succeeded" if over else "Running"}}
+        if "watch=true" in path:
+            return 200, json.dumps({"type": "MODIFIED", "object": job}).encode() + b"\n", {}
+        return 200, json.dumps(job).encode(), {}
+
+    assert run_app(["logs", "j", "--kubeconfig", str(server(answers))]) == 0
+    said = capsys.readouterr()
+    assert "the first 2 containers are followed; choose others: --worker INDEX" in said.err
+    assert said.out.count("said") >= 2

@@ -13,7 +13,7 @@ import hmac
 import json
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
 from topkube.errors import LaunchError
@@ -214,9 +214,16 @@ class WorkerPlan(Message):
     workers: int = Field(default=1, ge=1)
     """Of the job: each brings its share of the dataset."""
     launcher: str
-    """HOST:PORT of the launcher, usually its Service's ClusterIP and LAUNCHER_PORT; [HOST]:PORT for IPv6."""
+    """HOST:PORT of the launcher, usually its Service's ClusterIP and LAUNCHER_PORT; [HOST]:PORT for IPv6, also where it
+    was written without the brackets, from a pod's address that was not known yet."""
     grace_seconds: float = Field(default=25.0, ge=0)
     """Between SIGTERM and SIGKILL to the ranks: less than the pod's terminationGracePeriodSeconds."""
+
+    @field_validator("launcher")
+    @classmethod
+    def _bracketed(cls, launcher: str) -> str:
+        host, _, port = launcher.rpartition(":")
+        return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else launcher
 
 
 class LauncherStatus(Message):

@@ -122,12 +122,13 @@ def rank_of(environment: Mapping[str, str]) -> int | None:
     return None
 
 
-def cores() -> int:
-    """Processors that this process may use: its affinity, less what the cgroup withholds."""
+def cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Processors that this process may use: its affinity, less what the cgroup (version 2 or 1) withholds."""
     usable = len(os.sched_getaffinity(0))
-    for line in _lines(Path("/sys/fs/cgroup/cpu.max")):
-        quota, period = line.split()
-        if quota != "max":
+    limits = [line.split() for line in _lines(cgroups / "cpu.max")]
+    limits += [[*_lines(cgroups / "cpu/cpu.cfs_quota_us"), *_lines(cgroups / "cpu/cpu.cfs_period_us")]]
+    for quota, period in (limit for limit in limits if len(limit) == 2):
+        if quota.isdigit() and int(period):  # neither "max" nor -1
             return max(1, min(usable, round(int(quota) / int(period))))
     return usable
 

@@ -50,15 +50,14 @@ def mpiexec_command(mpi: Mpi, hosts: list[str], slots: int, agent: Path, program
     if mpi.implementation == "MPICH":
         options = ["-launcher", "manual", "-localhost", "127.0.0.1", "-hosts", listed, "-genvnone", "-wdir", "/"]
         return [str(mpi.mpiexec), *options, "-bind-to", "none", "-n", ranks, *program]
-    prefix, plm, names = ("--prtemca", "plm_ssh", "prte_if_do_not_resolve")
-    radix = "routed_radix"
+    prefix, plm, names = ("--prtemca", "plm_ssh", "prte_do_not_resolve")
     if mpi.version.split(".")[0].isdigit() and int(mpi.version.split(".")[0]) < 5:
-        prefix, plm, names, radix = "--mca", "plm_rsh", "orte_do_not_resolve", "routed_radix_radix"
+        prefix, plm, names = "--mca", "plm_rsh", "opal_if_do_not_resolve"
     parameters = {
         f"{plm}_agent": f"/bin/sh {agent}",
         f"{plm}_no_tree_spawn": "1",
         # Every prted talks to mpiexec itself: otherwise beyond 64 nodes they go through each other.
-        radix: str(len(hosts) + 1),
+        "routed_radix": str(len(hosts) + 1),
         # Beyond 128 it would wait for an agent to end, and with --leave-session-attached refuses to.
         f"{plm}_num_concurrent": str(len(hosts) + 1),
         names: "1",

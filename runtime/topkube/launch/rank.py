@@ -25,7 +25,7 @@ from topkube.errors import SettingsError
 from topkube.launch.memory import memory_kills
 from topkube.launch.mpi import rank_of
 from topkube.launch.processes import dies_with_parent, parent_of
-from topkube.launch.report import RankReport, abort_code, log_path, signal_name, tail
+from topkube.launch.report import RankReport, abort_code, killed_for_memory, log_path, signal_name, tail
 from topkube.roll_call import RollCall
 from topkube.settings import Settings
 
@@ -166,8 +166,7 @@ class Keeper:
             os.killpg(child.pid, signal.SIGKILL)
         number = -child.returncode if child.returncode < 0 else None
         code = 128 + number if number else child.returncode
-        killed_for_memory = number == signal.SIGKILL and memory_kills() > kills
-        self._report(started, ended, code, number, killed_for_memory)
+        self._report(started, ended, code, number, memory_kills() > kills)
         return code
 
     def _turn(
@@ -218,7 +217,7 @@ class Keeper:
         ended: float,
         code: int,
         number: int | None,
-        out_of_memory: bool,
+        kernel_killed: bool,
         not_started: str | None = None,
     ) -> None:
         if self.directory is None:
@@ -240,7 +239,7 @@ class Keeper:
             signal=signal_name(number) if number else None,
             told_to_end=told,
             aborted=aborted is not None,
-            out_of_memory=out_of_memory,
+            out_of_memory=kernel_killed and killed_for_memory(signal_name(number) if number else None, code, lines),
             not_started=not_started,
             missing=roll_call.missing if roll_call and code else [],
             traceback=traceback if code else None,

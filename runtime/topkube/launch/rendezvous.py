@@ -1,15 +1,19 @@
 """The launcher's door: TLS, who may come in, and limits for those who may not.
 
 Nothing is read from a stranger beyond a request's head; a head has ten seconds to arrive, and the number of connections
-that have not shown a token is bounded.
+that have not shown a token is bounded: in all, and for one address, so that one thief cannot keep everybody out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable
+import resource
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
 
 from aiohttp import web
 
@@ -21,8 +25,11 @@ from topkube.launch.messages import Hello, read
 
 HEAD_SECONDS = 10.0
 """For the TLS handshake, and again for the request's head and the worker's first words."""
-STRANGERS = 512
-"""Connections without a valid token at any one time."""
+STRANGERS, STRANGERS_OF_ONE = 1024, 512
+"""Connections without a valid token at any one time, and of these from one address."""
+_FILES = 4096
+"""Descriptors that the launcher wants: for strangers, and a few for each worker."""
+_LOOK_SECONDS = 0.25
 _HELLO_BYTES = 32 << 10
 
 Joined = Callable[[int, Hello, web.WebSocketResponse], Awaitable[None]]
@@ -46,55 +53,94 @@ class Rendezvous:
             for worker in plan.workers
         }
         self._web: web.Server | None = None
-        self._server: asyncio.Server | None = None
-        self._strangers: set[web.RequestHandler] = set()
+        self._listener: socket.socket | None = None
+        self._strangers: Counter[str] = Counter()
+        """By address."""
+        self._greeted: dict[web.RequestHandler, str] = {}
+        """The address of each whose request has not come yet."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> int:
         """Listens; returns the port. Raises LaunchError where it is taken."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < _FILES:  # not more than needed: MPI's programs close every descriptor that there may be
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(_FILES, hard), hard))
         self._web = web.Server(self._handle, keepalive_timeout=HEAD_SECONDS, lingering_time=0, max_headers=32)
-        loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(
-                self._accept,
-                self._plan.address or None,
-                self._plan.port,
-                ssl=self._credentials.tls,
-                ssl_handshake_timeout=HEAD_SECONDS,
-                backlog=1024,
-            )
+            self._listener = _listen(self._plan.address, self._plan.port)
         except OSError as error:
             raise LaunchError(
                 f"port {self._plan.port} cannot be listened on: {error.strerror}",
                 cause="another process of this pod uses it",
                 next_step="change that process's port",
             ) from None
-        port: int = self._server.sockets[0].getsockname()[1]
+        self._hold(self._accept(self._listener))
+        port: int = self._listener.getsockname()[1]
         return port
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
         if self._web is not None:
             await self._web.shutdown(1.0)
 
-    def _accept(self) -> asyncio.BaseProtocol:
-        assert self._web is not None
-        if len(self._strangers) >= STRANGERS:
-            return _Refusal()
-        protocol = self._web()
-        self._strangers.add(protocol)
-        asyncio.get_running_loop().call_later(2 * HEAD_SECONDS, self._too_slow, protocol)
-        return protocol
+    def _hold(self, doing: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(doing)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def _too_slow(self, protocol: web.RequestHandler) -> None:
-        """A stranger has had time enough to say who it is."""
-        if protocol in self._strangers:
-            self._strangers.discard(protocol)
-            if protocol.transport is not None:
-                protocol.transport.abort()
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        # Where addresses are rewritten on the way, all workers may have one.
+        most = STRANGERS_OF_ONE if self._plan.check_address else STRANGERS
+        while True:
+            try:
+                connection, address = await loop.sock_accept(listener)
+            except OSError:  # no file descriptors left, for now
+                await asyncio.sleep(_LOOK_SECONDS)
+                continue
+            host = str(address[0])
+            if self._strangers.total() >= STRANGERS or self._strangers[host] >= most:
+                connection.close()
+                continue
+            assert self._web is not None
+            handler = self._web()
+            self._greeted[handler] = host
+            self._strangers[host] += 1
+            self._hold(self._greet(connection, handler))
+
+    def _met(self, handler: web.RequestHandler) -> None:
+        """No stranger any more: its request has come, or it is gone."""
+        if host := self._greeted.pop(handler, ""):
+            self._strangers[host] -= 1
+            if not self._strangers[host]:
+                del self._strangers[host]
+
+    async def _greet(self, connection: socket.socket, handler: web.RequestHandler) -> None:
+        """A stranger's time to say who it is: it ends with its request, with the connection, or after a while."""
+        loop = asyncio.get_running_loop()
+        try:
+            try:
+                await loop.connect_accepted_socket(
+                    lambda: handler, connection, ssl=self._credentials.tls, ssl_handshake_timeout=HEAD_SECONDS
+                )
+            except OSError:  # TLS's errors are of them
+                connection.close()
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEAD_SECONDS):
+                    while handler in self._greeted and handler.transport is not None:
+                        await asyncio.sleep(_LOOK_SECONDS)
+            if handler in self._greeted and handler.transport is not None:
+                handler.transport.abort()
+        finally:
+            self._met(handler)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._strangers.discard(request.protocol)  # from here on it is answered, and closed if it may not come in
+        self._met(request.protocol)  # from here on it is answered, and closed if it may not come in
         if request.path == STATUS_PATH:
             return self._answer_status(request)
         if request.path == JOIN_PATH:
@@ -119,25 +165,25 @@ class Rendezvous:
             return _refuse(401, "the token is not that of an expected worker")
         if request.method != "GET":
             return _refuse(405, "GET")
-        socket = web.WebSocketResponse(max_msg_size=FRAME_BYTES, compress=False, timeout=1.0)
-        if not socket.can_prepare(request):
+        session = web.WebSocketResponse(max_msg_size=FRAME_BYTES, compress=False, timeout=1.0)
+        if not session.can_prepare(request):
             return _refuse(426, "a WebSocket is wanted")
-        await socket.prepare(request)
+        await session.prepare(request)
         try:
             async with asyncio.timeout(HEAD_SECONDS):
-                text = await socket.receive_str()
+                text = await session.receive_str()
             hello = read(text) if len(text) <= _HELLO_BYTES else None
         except (TimeoutError, TypeError, LaunchError):
             hello = None
         if not isinstance(hello, Hello):
-            await socket.close(code=1002)
-            return socket
+            await session.close(code=1002)
+            return session
         problem = self._address_problem(request.remote, hello.ip)
         if problem:
-            await socket.close(code=1008, message=problem.encode()[:120])
-            return socket
-        await self._joined(expected.index, hello, socket)
-        return socket
+            await session.close(code=1008, message=problem.encode()[:120])
+            return session
+        await self._joined(expected.index, hello, session)
+        return session
 
     def _address_problem(self, peer: str | None, claimed: str) -> str:
         """Why a worker that calls from `peer` may not claim the pod address `claimed`; empty where it may."""
@@ -154,12 +200,18 @@ class Rendezvous:
         return f"the call comes from {caller}, not from the pod's address {claimed}"
 
 
-class _Refusal(asyncio.Protocol):
-    """Too many strangers: closed as soon as it is there."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
+def _listen(address: str, port: int) -> socket.socket:
+    """A listening socket on `address`, or on all there are, of both families where the kernel has both."""
+    if address or not socket.has_dualstack_ipv6():
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family, backlog=1024)
+    else:
+        try:
+            listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+        except OSError:  # IPv6 is switched off; or the port is taken, which the next line says
+            listener = socket.create_server(("", port), backlog=1024)
+    listener.setblocking(False)
+    return listener
 
 
 def _bearer(request: web.BaseRequest) -> str:

@@ -21,6 +21,8 @@ ERRORS = {
 TAIL_BYTES = 64 << 10
 TAIL_LINES = 20
 _SAME_MOMENT_SECONDS = 1.0
+# What torch's DataLoader, concurrent.futures and others print of a process of theirs that was killed.
+_CHILD_KILLED = ("killed by signal: Killed", "BrokenProcessPool", "died with <Signals.SIGKILL")
 
 
 def log_path(directory: Path, rank: int) -> Path:
@@ -77,6 +79,14 @@ class RankReport:
         """The last line of the traceback: 'ValueError: boom'."""
         lines = [line for line in (self.traceback or "").splitlines() if line[:1].strip()]
         return lines[-1] if len(lines) > 1 else None
+
+
+def killed_for_memory(signal_name: str | None, exit_code: int, lines: Iterable[str]) -> bool:
+    """Whether a rank that ended where the kernel has killed for memory ended for that: it was killed itself, or one of
+    its own processes was, such as a data loader, and it failed over that."""
+    if signal_name is not None:
+        return signal_name == "SIGKILL"
+    return exit_code != 0 and any(words in line for line in lines for words in _CHILD_KILLED)
 
 
 def read_all(directory: Path, ranks: int) -> list[RankReport]:
@@ -157,8 +167,9 @@ def diagnose(report: RankReport, node: int) -> tuple[str, str, str]:
             "install it here, or correct command in spec.template's container",
         )
     if report.out_of_memory:
+        whom = "it" if report.signal else "a process of it"
         return (
-            f"{who}: the kernel killed it for memory (OOMKilled, exit code {report.exit_code})",
+            f"{who}: the kernel killed {whom} for memory (OOMKilled, exit code {report.exit_code})",
             "the ranks together need more memory than this machine or its cgroup has",
             "use a smaller batch or model, or fewer ranks (--workers, --slots)",
         )

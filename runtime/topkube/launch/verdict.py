@@ -15,7 +15,7 @@ from topkube.launch.contract import LaunchPlan
 from topkube.launch.ending import TERMINATED, describe, tail_of
 from topkube.launch.link import Link
 from topkube.launch.messages import Hello, Look, ProxyEnded, Report
-from topkube.launch.report import RankReport, first_failure
+from topkube.launch.report import RankReport, first_failure, killed_for_memory
 from topkube.launch.tunnel import Tunnel
 
 CLOSED_SECONDS = 1.0
@@ -89,10 +89,11 @@ class Member:
             self.link.send(Look())
 
     def take(self, said: Report) -> RankReport:
-        """Keeps a rank's report, with our times. A rank that was killed where the kernel kills for memory was killed
-        for it."""
+        """Keeps a rank's report, with our times. A rank that was killed, or a process of it, where the kernel kills for
+        memory was killed for it."""
         report = RankReport.of(said.report)
-        killed = report.signal == "SIGKILL" and said.oom_kills > 0 and not report.told_to_end
+        killed = said.oom_kills > 0 and not report.told_to_end
+        killed = killed and killed_for_memory(report.signal, report.exit_code, report.tail)
         report = dataclasses.replace(
             report,
             started=report.started + self.clock,
@@ -135,8 +136,10 @@ def unfit(plan: LaunchPlan, member: Member, first: Member, mpi: str) -> FirstFai
         wrong = f"its image has {hello.mpi}, the launcher's {mpi}: they must be of one release"
     elif hello.python != first.hello.python:
         wrong = f"its Python is {hello.python}, worker 0's {first.hello.python}: use one image"
-    elif ":" in hello.ip and plan.mpi == "MPICH":
-        wrong = f"its address is {hello.ip}: MPICH's host lists cannot hold IPv6 addresses; use OpenMPI, or IPv4 pods"
+    elif ":" in hello.ip:
+        wrong = (
+            f"its address is {hello.ip}: the host lists of mpiexec hold no IPv6 addresses; use IPv4 or dual-stack pods"
+        )
     if not wrong:
         return None
     return FirstFailure(

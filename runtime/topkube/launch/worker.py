@@ -239,8 +239,9 @@ class Worker:
 
     def _abandon(self, reason: str) -> None:
         if self._attempt is not None:
-            self._say(f"{reason}: ending the ranks of attempt {self._last_number}")
-            self._attempt.stop(min(self.plan.grace_seconds, _LAUNCHER_GONE_GRACE_SECONDS))
+            if self._terminated is None:  # else they end already, and have the pod's own time for it
+                self._say(f"{reason}: ending the ranks of attempt {self._last_number}")
+                self._attempt.stop(min(self.plan.grace_seconds, _LAUNCHER_GONE_GRACE_SECONDS))
         else:
             self._end_session()
 
@@ -299,7 +300,8 @@ class Worker:
     async def _end(self, end: End) -> None:
         self._ending, self._over = end, end.over
         if self._attempt is not None:
-            self._attempt.stop(end.grace_seconds)
+            if end.grace_seconds == 0 or self._terminated is None:
+                self._attempt.stop(end.grace_seconds)
             await self._until_idle()
         if self._link is not None:
             self._link.send(Ended())

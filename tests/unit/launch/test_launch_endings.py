@@ -22,6 +22,7 @@ from topkube.launch.environment import home
 from topkube.launch.launcher import run_launcher
 from topkube.launch.memory import memory_kills
 from topkube.launch.messages import read
+from topkube.launch.mpi import cores
 from topkube.launch.report import RankReport
 from topkube.launch.steps import Steps
 from topkube.launch.verdict import clock_offset
@@ -52,6 +53,19 @@ def test_kills_for_memory_are_counted_in_both_versions_of_cgroups(tmp_path: Path
     assert memory_kills(one, own_one, machine) == 6
     assert memory_kills(tmp_path / "gone", none, none) == 0
     assert memory_kills() >= 0
+
+
+def test_processors_are_counted_in_both_versions_of_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    two, one = tmp_path / "two", tmp_path / "one"
+    for quota, counted in (("max 100000", 64), ("400000 100000", 4), ("20000 100000", 1), ("9900000 100000", 64)):
+        write(two / "cpu.max", f"{quota}\n")
+        assert cores(two) == counted
+    for quota, counted in (("-1", 64), ("400000", 4), ("50000", 1)):
+        write(one / "cpu/cpu.cfs_quota_us", f"{quota}\n")
+        write(one / "cpu/cpu.cfs_period_us", "100000\n")
+        assert cores(one) == counted
+    assert cores(tmp_path / "gone") == 64
 
 
 def test_only_dead_segments_of_our_own_are_removed(tmp_path: Path) -> None:

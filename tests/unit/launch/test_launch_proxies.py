@@ -98,8 +98,28 @@ def test_orted_of_open_mpi_4_goes_through_the_tunnel(tmp_path: Path) -> None:
 
 def test_open_mpi_4_and_5_are_asked_by_their_own_names() -> None:
     for version, words in [
-        ("5.0.11", ["--prtemca plm_ssh_agent", "--prtemca plm_ssh_no_tree_spawn 1", "--map-by :OVERSUBSCRIBE"]),
-        ("4.1.4", ["--mca plm_rsh_agent", "--mca plm_rsh_no_tree_spawn 1", "--oversubscribe"]),
+        (
+            "5.0.11",
+            [
+                "--prtemca plm_ssh_agent",
+                "--prtemca plm_ssh_no_tree_spawn 1",
+                "--prtemca plm_ssh_num_concurrent 3",
+                "--prtemca routed_radix 3",
+                "--prtemca prte_do_not_resolve 1",
+                "--map-by :OVERSUBSCRIBE",
+            ],
+        ),
+        (
+            "4.1.4",
+            [
+                "--mca plm_rsh_agent",
+                "--mca plm_rsh_no_tree_spawn 1",
+                "--mca plm_rsh_num_concurrent 3",
+                "--mca routed_radix 3",
+                "--mca opal_if_do_not_resolve 1",
+                "--oversubscribe",
+            ],
+        ),
     ]:
         mpi = Mpi("OpenMPI", version, Path("/x/mpiexec"))
         text = " ".join(proxies.mpiexec_command(mpi, ["10.0.0.1", "10.0.0.2"], 4, Path("/t/agent"), ["prog"]))

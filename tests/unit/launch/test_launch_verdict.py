@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from topkube.launch.contract import ExpectedWorker, LaunchPlan
+from topkube.launch.ending import describe
 from topkube.launch.link import Link
 from topkube.launch.messages import Hello, Look, Report
 from topkube.launch.processes import descendants
 from topkube.launch.rank import commands_among
-from topkube.launch.verdict import CLOSED_SECONDS, Member, settled
+from topkube.launch.verdict import CLOSED_SECONDS, Member, settled, unfit
 
 PLAN = LaunchPlan(
     name="j",
@@ -79,6 +80,42 @@ def test_the_time_a_closed_connection_had_to_come_back_counts(members: list[Memb
     assert not settled(PLAN, members, now, now), "it may come back"
     members[1].closed = now - CLOSED_SECONDS - 0.1
     assert settled(PLAN, members, now, now)
+
+
+@pytest.mark.parametrize(
+    ("line", "kills", "told", "out_of_memory"),
+    [
+        ("RuntimeError: DataLoader worker (pid 17) is killed by signal: Killed. ", 1, False, True),
+        ("concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated", 1, False, True),
+        ("subprocess.CalledProcessError: Command 'x' died with <Signals.SIGKILL: 9>.", 1, False, True),
+        ("RuntimeError: DataLoader worker (pid 17) is killed by signal: Killed. ", 0, False, False),
+        ("RuntimeError: DataLoader worker (pid 17) is killed by signal: Killed. ", 1, True, False),
+        ("ValueError: a bad batch", 1, False, False),
+    ],
+)
+def test_a_data_loader_killed_for_memory_is_the_ranks_cause(
+    members: list[Member], line: str, kills: int, told: bool, out_of_memory: bool
+) -> None:
+    """The rank itself ends with a traceback and exit code 1."""
+    report = {"rank": 0, "host": "", "command": [], "started": 0.0, "ended": 1.0, "exit_code": 1, "tail": [line]}
+    taken = members[0].take(Report(report={**report, "told_to_end": told}, oom_kills=kills))
+    assert taken.out_of_memory == out_of_memory
+    failure = describe(taken, lambda rank: "j-worker-0-1", 0)
+    assert (failure.reason == "OOMKilled") == out_of_memory
+    assert failure.exit_code == 1
+    if out_of_memory:
+        assert "the kernel killed a process of it for memory" in (failure.message or "")
+
+
+@pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
+def test_pods_with_ipv6_addresses_alone_are_refused_with_words(members: list[Member], mpi: str) -> None:
+    """Both mpiexecs cut such an address at its first colon."""
+    hello = members[1].hello.model_copy(update={"ip": "fd00::2", "mpi": f"{mpi} 5.0.2"})
+    member = Member(1, hello, Recorded())
+    failure = unfit(PLAN.model_copy(update={"mpi": mpi}), member, member, f"{mpi} 5.0.2")
+    assert failure is not None
+    assert failure.reason == "WorkerUnfit"
+    assert "use IPv4 or dual-stack pods" in (failure.message or "")
 
 
 def test_a_shims_command_counts_as_living_until_it_has_ended(tmp_path: Path) -> None:

@@ -142,6 +142,24 @@ def test_nothing_gets_in_but_what_the_matrix_says(colocate: bool) -> None:
     assert open_ports(second, operator) == set()
 
 
+@pytest.mark.parametrize("grace", [None, 300])
+def test_ranks_and_launcher_have_the_grace_period_of_the_workers_pods(grace: int | None) -> None:
+    container = {"name": "worker", "image": "image:1", "command": ["python", "train.py"]}
+    spec = {"containers": [container], **({"terminationGracePeriodSeconds": grace} if grace else {})}
+    made = stored(template={"spec": spec})
+    pod, container = worker(made)
+    head, launching = launcher(made)
+    seconds = grace or 30
+    assert pod["spec"]["terminationGracePeriodSeconds"] == head["spec"]["terminationGracePeriodSeconds"] == seconds
+    plans = [_variable(container, contract.WORKER_VARIABLE), _variable(launching, contract.PLAN_VARIABLE)]
+    assert contract.WorkerPlan.read(plans[0]).grace_seconds == seconds - 5
+    assert contract.LaunchPlan.read(plans[1]).grace_seconds == seconds - 5
+
+
+def _variable(container: dict[str, Any], name: str) -> str:
+    return str(next(one["value"] for one in container["env"] if one["name"] == name))
+
+
 def test_jobs_whose_names_go_on_like_a_childs_share_none() -> None:
     first = stored()
     made = [first, *(_called(f"{first.name}-{more}") for more in ("launcher", "worker", "credentials"))]

@@ -59,9 +59,15 @@ class Api:
         self, method: str, path: str, query: Mapping[str, Any] | None = None, body: Any = None, content: str = JSON
     ) -> Answer:
         """One request; `query` without what is None. Raises ClusterError, or JobError where a job itself is refused."""
+        import urllib3
+
         answer = self._send(method, path, query or {}, body, content)
-        text = answer.read()
-        answer.release_conn()
+        try:
+            text = answer.read()
+        except urllib3.exceptions.HTTPError as error:
+            raise self._silent(error) from None
+        finally:
+            answer.release_conn()
         if answer.status >= 400:
             raise _refused(answer.status, text, method, path, self.namespace)
         warnings = [_unquoted(value) for name, value in answer.headers.iteritems() if name.lower() == "warning"]
@@ -119,11 +125,14 @@ class Api:
                 timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=silent or READ_SECONDS),
             )
         except urllib3.exceptions.HTTPError as error:
-            raise ClusterError(
-                f"the cluster at {self.server} does not answer: {_reason(error)}",
-                cause="it is down, or this machine cannot reach it",
-                next_step="kubectl cluster-info; another cluster: --context NAME or --kubeconfig FILE",
-            ) from None
+            raise self._silent(error) from None
+
+    def _silent(self, error: Exception) -> ClusterError:
+        return ClusterError(
+            f"the cluster at {self.server} does not answer: {_reason(error)}",
+            cause="it is down, or this machine cannot reach it",
+            next_step="kubectl cluster-info; another cluster: --context NAME or --kubeconfig FILE",
+        )
 
 
 def connect(where: Where) -> Api:
@@ -232,6 +241,7 @@ def _refused(status: int, text: bytes, method: str, path: str, namespace: str) -
         return ClusterError(
             "this cluster does not know TrainingJobs",
             status=status,
+            unknown_kind=True,
             cause="TopKube is not installed in it",
             next_step="kubectl apply -f manifests/ (an admin's task); `topkube run JOB.yaml` needs no cluster",
         )

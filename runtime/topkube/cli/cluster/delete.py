@@ -39,7 +39,7 @@ def delete_jobs(options: Options) -> int:
 
 
 def _gone(api: Api, name: str, uid: str, deadline: float, seconds: float) -> None:
-    while left := _left(api, name, uid):
+    while left := _still_there(api, name, uid):
         if time.monotonic() >= deadline:
             raise ClusterError(
                 f"after {seconds:g} s there is still {', '.join(left)}",
@@ -48,6 +48,15 @@ def _gone(api: Api, name: str, uid: str, deadline: float, seconds: float) -> Non
                 "`topkube delete --no-wait` does not wait",
             )
         time.sleep(_LOOK_SECONDS)
+
+
+def _still_there(api: Api, name: str, uid: str) -> list[str]:
+    try:
+        return _left(api, name, uid)
+    except ClusterError as error:
+        if not error.passing:
+            raise
+        return [f"no answer: {error.what}"]
 
 
 def _left(api: Api, name: str, uid: str) -> list[str]:

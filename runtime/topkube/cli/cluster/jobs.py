@@ -20,6 +20,8 @@ JOB_LABEL, ROLE_LABEL, INDEX_LABEL, ATTEMPT_LABEL = (
 DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 OVER = ("Succeeded", "Failed")
 _NO_DNS = "MissingClusterDNS"  # of no interest here: jobs need no DNS
+WAIT_CODE = 124
+"""Exit code of a command that was told to wait no longer, as timeout's."""
 WATCH_SECONDS = 60
 """A watch is asked for again after so long at the latest."""
 
@@ -30,10 +32,14 @@ def job_path(api: Api, name: str | None = None) -> str:
 
 def find(api: Api, name: str) -> dict[str, Any]:
     """The stored job. Raises ClusterError that names the nearest jobs where there is none of this name."""
+    if not name:
+        raise ClusterError(
+            "the job's name is empty", cause="a shell variable that is not set", next_step="topkube status: all jobs"
+        )
     try:
         return api.get(job_path(api, name))
     except ClusterError as error:
-        if error.status != 404 or "no namespace" in str(error) or "does not know" in str(error):
+        if error.status != 404 or error.unknown_kind or "no namespace" in str(error):
             raise
     names = [job["metadata"]["name"] for job in all_jobs(api)]
     near = difflib.get_close_matches(name, names, 3, 0.5) or names[:3]
@@ -169,13 +175,13 @@ class Watch:
             try:
                 job = self.api.get(job_path(self.api, self.name))
             except ClusterError as error:
+                if error.passing:
+                    time.sleep(1)
+                    continue
                 if error.status == 404:
                     yield None
                     return
-                if error.status:
-                    raise
-                time.sleep(1)  # the API server restarts
-                continue
+                raise
             if job["metadata"].get("uid") != uid:
                 yield None
                 return

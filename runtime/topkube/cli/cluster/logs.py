@@ -19,6 +19,7 @@ from typing import Any
 from topkube.cli.cluster.api import Api, Where, connect, path_of
 from topkube.cli.cluster.jobs import (
     OVER,
+    WAIT_CODE,
     Watch,
     container_state,
     exit_code,
@@ -35,7 +36,7 @@ LOOK_SECONDS = 0.5
 SILENT_SECONDS = 3600.0
 DRAIN_SECONDS = 10.0
 """How long the last lines may take to arrive once the job has ended."""
-MOST_STREAMS = 256
+MOST_STREAMS = 512
 _LAUNCHER = "launcher"
 """The name of the launcher's container, wherever it is."""
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
@@ -55,6 +56,8 @@ class Options:
     tail: int | None = None
     timestamps: bool = False
     json: bool = False
+    timeout_seconds: float | None = None
+    """How long to follow; None: to the end."""
 
 
 def show_logs(options: Options) -> int:
@@ -84,14 +87,21 @@ def _follow(api: Api, options: Options, printer: _Printer) -> int:
     said = {"phase": "", "attempt": 0}
     last: dict[str, Any] | None = None
     watched: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
-    threading.Thread(target=_watch, args=(api, options.job, watched), daemon=True).start()
+    watch = Watch(api, options.job, options.timeout_seconds)
+    threading.Thread(target=_watch, args=(watch, watched), daemon=True).start()
     ended_at: float | None = None
     while True:
-        following.look()
+        for note in following.look():
+            printer.note(note)
         for source, stamp, text in following.arrived(LOOK_SECONDS):
             printer.line(source, stamp, text)
         while not watched.empty():
             news = watched.get()
+            if isinstance(news, TimeoutError):
+                printer.note(
+                    f"{options.job} is still {phase(last or {})} after {options.timeout_seconds:g} s; it goes on"
+                )
+                return WAIT_CODE
             if isinstance(news, Exception):
                 raise news
             if news is None and last is not None and phase(last) not in OVER:
@@ -111,13 +121,13 @@ def _follow(api: Api, options: Options, printer: _Printer) -> int:
                 return exit_code(last)
 
 
-def _watch(api: Api, name: str, watched: queue.SimpleQueue[dict[str, Any] | Exception | None]) -> None:
+def _watch(watch: Watch, watched: queue.SimpleQueue[dict[str, Any] | Exception | None]) -> None:
     try:
-        for job in Watch(api, name).states():
+        for job in watch.states():
             watched.put(job)
             if job is None or phase(job) in OVER:
                 return
-    except ClusterError as error:
+    except Exception as error:  # whatever it is: who waits for the job's end must hear of it
         watched.put(error)
 
 
@@ -187,23 +197,24 @@ class _Following:
     options: Options
     seen: dict[tuple[str, str], threading.Thread] = field(default_factory=dict)
     _lines: queue.Queue[tuple[_Source, str, bytes]] = field(default_factory=lambda: queue.Queue(10_000))
-    _listed: bool = False
+    _full: bool = False
 
-    def look(self) -> None:
-        """Starts to follow pods that have started."""
+    def look(self) -> Iterator[str]:
+        """Starts to follow pods that have started; gives what there is to say of that."""
         try:
             sources = _sources(pods_of(self.api, self.options.job), self.options)
         except ClusterError as error:
-            if error.status in (401, 403, 404):
+            if not error.passing:
                 raise
-            return  # the API server restarts
+            return
         for source in sources:
             if source.key in self.seen or source.waits:
                 continue
             if len(self.seen) >= MOST_STREAMS and sum(one.is_alive() for one in self.seen.values()) >= MOST_STREAMS:
-                raise ClusterError(
-                    f"the job has more than {MOST_STREAMS} pods to follow", next_step="choose some: --worker INDEX"
-                )
+                if not self._full:
+                    yield f"the first {MOST_STREAMS} containers are followed; choose others: --worker INDEX"
+                self._full = True
+                return
             self.seen[source.key] = threading.Thread(target=self._read, args=(source,), daemon=True)
             self.seen[source.key].start()
 
@@ -249,7 +260,7 @@ def _lines(api: Api, source: _Source, options: Options, follow: bool) -> Iterato
                 shown.add(line)
                 yield stamp, text
         except ClusterError as error:
-            if error.status and error.status < 500:
+            if not error.passing:
                 return  # the pod is gone, or has never run
         if not follow or not _goes_on(api, path, source):
             return

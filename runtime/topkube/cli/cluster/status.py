@@ -104,7 +104,13 @@ def _follow(api: Api, options: Options, name: str) -> int:
                 print(f"the job {name} was deleted", file=sys.stderr)
                 return 1
             if live is not None:
-                lines = report(gather(api, job), datetime.now(UTC), bar=True)
+                try:
+                    view = gather(api, job)
+                except ClusterError as error:
+                    if not error.passing:
+                        raise
+                    view = View(job, [], [])
+                lines = report(view, datetime.now(UTC), bar=True)
                 live.update(Text("\n").join(Text.from_markup(line, emoji=False) for line in lines))
             elif options.json:
                 print(json.dumps(job), flush=True)

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from topkube.cli.cluster.api import APPLY, FIELD_MANAGER, Api, Where, connect
-from topkube.cli.cluster.jobs import OVER, Watch, exit_code, job_path, phase, why
+from topkube.cli.cluster.jobs import OVER, WAIT_CODE, Watch, exit_code, job_path, phase, why
 from topkube.errors import ClusterError, JobError
 from topkube.job import TrainingJob
 
 _WRITTEN = ("name", "namespace", "labels", "annotations")
-WAIT_CODE = 124
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,8 @@ def submit_job(options: Options) -> int:
     if options.follow:
         from topkube.cli.cluster import logs
 
-        return logs.show_logs(
-            logs.Options(job.name, Where(options.where.kubeconfig, options.where.context, api.namespace))
-        )
+        where = Where(options.where.kubeconfig, options.where.context, api.namespace)
+        return logs.show_logs(logs.Options(job.name, where, timeout_seconds=options.timeout_seconds))
     return wait(api, job.name, options.timeout_seconds) if options.wait else 0
 
 
@@ -68,7 +66,7 @@ def _stored(api: Api, name: str) -> dict[str, Any] | None:
     try:
         return api.get(job_path(api, name))
     except ClusterError as error:
-        if error.status != 404 or "does not know" in str(error):
+        if error.status != 404 or error.unknown_kind:
             raise
         return None
 
