@@ -34,8 +34,6 @@ _ROUNDS = 12
 _SOON, _PROGRESS = 1.0, 15.0
 _LONGEST_PAUSE = 60.0
 _LOOK_AGAIN = 0.5
-_LEFT_SECONDS = 2.0
-"""An ended pod may be there for so long after the time at which it was to be gone."""
 
 
 @dataclass
@@ -191,12 +189,12 @@ class Controller:
         return wrote
 
     def _sweep(self, key: Key) -> None:
-        """Removes ended pods that are being deleted and are past their time. Kubelets do that, at once or, where one of
-        them (1.20) has missed the end of a container, after a minute."""
+        """Removes pods that are being deleted and in which nothing runs. Kubelets do that, at once or, where one (1.20)
+        has missed the end of a container or waits for a volume of a Secret that is gone, after a minute or two."""
         now = datetime.now(UTC)
         for pod in self._store.left_behind(key):
-            assert pod.deletion is not None
-            left = (pod.deletion - now).total_seconds() + _LEFT_SECONDS
+            assert pod.overdue is not None
+            left = (pod.overdue - now).total_seconds()
             if left > 0:
                 self._queue.add_after(key, left)
                 continue

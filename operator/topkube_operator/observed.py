@@ -9,12 +9,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from topkube_operator import names
 
 Gang = Literal["volcano", "scheduler-plugins"]
+_LEFT = timedelta(seconds=5)
+"""A pod that is being deleted and in which nothing runs may be there for so long."""
 
 
 def timestamp(text: str | None) -> datetime | None:
@@ -89,6 +91,8 @@ class Pod:
     """The name of the container that we wrapped."""
     deletion: datetime | None = None
     """When it is to be gone, where it is being deleted."""
+    deletion_grace: int = 0
+    """Seconds from the request to delete it to that time."""
     node: str = ""
     address: str = ""
     phase: str = "Pending"
@@ -122,6 +126,7 @@ class Pod:
             workers=_number(notes.get(names.WORKERS), 0),
             main=notes.get(names.DEFAULT_CONTAINER) or "",
             deletion=timestamp(metadata.get("deletionTimestamp")),
+            deletion_grace=_number(metadata.get("deletionGracePeriodSeconds"), 0),
             node=spec.get("nodeName") or "",
             address=status.get("podIP") or "",
             phase=status.get("phase") or "Pending",
@@ -168,6 +173,22 @@ class Pod:
     def active(self) -> bool:
         """Whether it still holds resources."""
         return self.phase not in ("Succeeded", "Failed")
+
+    @property
+    def overdue(self) -> datetime | None:
+        """From when on a pod that is being deleted is there for nothing: all its containers have ended, or none has
+        begun and, with the job's Secret gone, none can. None where it is not being deleted, or something of it runs.
+        """
+        if self.deletion is None:
+            return None
+        known = self.containers.values()
+        if not self.active:
+            ends = [one.ended for one in known if one.ended is not None]
+            return min(self.deletion, max(ends)) + _LEFT if ends else self.deletion + _LEFT
+        begun = any(one.started is not None or one.exit_code is not None for one in known)
+        if begun or self.phase != "Pending":
+            return None
+        return self.deletion - timedelta(seconds=self.deletion_grace) + _LEFT
 
 
 @dataclass(frozen=True, slots=True)

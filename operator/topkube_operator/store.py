@@ -147,11 +147,12 @@ class Store:
             )
 
     def left_behind(self, key: Key) -> list[Pod]:
-        """Ended pods that are being deleted, of the job of this name and of those that had it before."""
+        """Pods that are being deleted and in which nothing runs, of the job of this name and of those that had it
+        before."""
         with self._lock:
             values = [e.value for owner in self._owners.get(key, ()) for e in self._of_owner[owner].values()]
         pods = [one for one in values if isinstance(one, Pod)]
-        return [pod for pod in pods if pod.deletion is not None and pod.phase in ("Succeeded", "Failed")]
+        return [pod for pod in pods if pod.overdue is not None]
 
     # Nodes.
 

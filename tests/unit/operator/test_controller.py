@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from topkube_operator import names
 from topkube_operator.cluster import ApiError
 from topkube_operator.controller import Controller
 from topkube_operator.metrics import OperatorMetrics
-from topkube_operator.observed import Policy
+from topkube_operator.observed import Policy, written
 from topkube_operator.queue import WorkQueue
 from topkube_operator.store import Store
 
@@ -61,6 +62,15 @@ class Server:
             before = self.things[kind, namespace, name]
             patch["metadata"].pop("resourceVersion", None)
             return self.keep(merged(before, patch))
+
+    def delete(self, kind: str, namespace: str, name: str, uid: str, *, ended: bool = False) -> Thing:
+        with self.lock:
+            self._may_write()
+            found = self.things[kind, namespace, name]
+            assert found["metadata"]["uid"] == uid
+            if ended:
+                del self.things[kind, namespace, name]
+            return found
 
     def names(self, kind: str) -> set[str]:
         with self.lock:
@@ -170,3 +180,23 @@ def test_what_an_earlier_job_of_the_name_left_is_waited_for(house: House) -> Non
     with house.server.lock:
         del house.server.things["Service", "team", "train"]  # the garbage collector was there
     wait_until(lambda: "train-launcher-1" in house.server.names("Pod"))
+
+
+@pytest.mark.parametrize("phase", ["Pending", "Failed"])
+def test_a_kubelet_that_holds_what_does_not_run_keeps_no_deleted_job(house: House, phase: str) -> None:
+    """The garbage collector has asked the pods to end, and the job is gone."""
+    house.comes()
+    wait_until(lambda: "train-launcher-1" in house.server.names("Pod"))
+    pods = [thing for (kind, *_), thing in house.server.things.items() if kind == "Pod"]
+    asked = datetime.now(UTC) - timedelta(seconds=4)
+    times = {"deletionTimestamp": written(asked + timedelta(seconds=30)), "deletionGracePeriodSeconds": 30}
+    over = {"terminated": {"exitCode": 1, "startedAt": written(asked), "finishedAt": written(asked)}}
+    for pod in pods:
+        name = pod["metadata"]["annotations"]["kubectl.kubernetes.io/default-container"]
+        containers = [{"name": name, "state": over if phase == "Failed" else {"waiting": {}}}]
+        changed = {**pod, "status": {"phase": phase, "containerStatuses": containers}}
+        changed["metadata"] = {**pod["metadata"], **times}
+        house.store.put("Pod", house.server.keep(changed))
+    house.store.remove_job(KEY, "uid-of-train")
+    house.queue.add(KEY)
+    wait_until(lambda: house.server.names("Pod") == set())

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from simulated import job
 
 from topkube.job.cached_dataset import object_name
 from topkube_operator import names
-from topkube_operator.observed import Observed, Policy
+from topkube_operator.observed import Observed, Pod, Policy
 from topkube_operator.queue import WorkQueue
 from topkube_operator.store import Store
 
@@ -40,6 +42,15 @@ def node(name: str, ready: str) -> dict[str, Any]:
 
 def seen(store: Store, owner: str = "uid-1") -> Observed:
     return store.observe(owner, Policy(), None, {}, {})
+
+
+def ended(name: str, second: int) -> dict[str, Any]:
+    at = f"2026-01-01T00:00:{second:02}Z"
+    return {"name": name, "state": {"terminated": {"exitCode": 1, "startedAt": at, "finishedAt": at}}}
+
+
+def running(name: str) -> dict[str, Any]:
+    return {"name": name, "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
 
 
 def test_an_older_message_changes_nothing() -> None:
@@ -76,6 +87,31 @@ def test_only_ended_pods_that_are_being_deleted_are_left_behind() -> None:
     for name in ("runs", "ended", "done", "kept"):
         store.remove("Pod", ("team", name), f"uid-of-{name}")
     assert left() == []
+
+
+@pytest.mark.parametrize(
+    ("status", "second"),
+    [
+        # It was asked to end at second 0, and has until second 30.
+        ({"phase": "Failed", "containerStatuses": [ended("worker", 4), ended("sidecar", 7)]}, 12),
+        ({"phase": "Succeeded", "containerStatuses": [ended("worker", 58)]}, 35),
+        ({"phase": "Failed", "reason": "Evicted"}, 35),
+        ({"phase": "Pending", "containerStatuses": [{"name": "worker", "state": {"waiting": {}}}]}, 5),
+        ({"phase": "Pending"}, 5),
+        ({"phase": "Pending", "initContainerStatuses": [running("prepare")]}, None),
+        ({"phase": "Pending", "initContainerStatuses": [ended("prepare", 1)]}, None),
+        ({"phase": "Running", "containerStatuses": [running("worker")]}, None),
+        ({"phase": "Running", "containerStatuses": [ended("worker", 4), running("sidecar")]}, None),
+        ({"phase": "Running"}, None),
+        ({"phase": "Unknown"}, None),
+    ],
+)
+def test_a_pod_is_overdue_when_nothing_of_it_runs_any_more(status: dict[str, Any], second: int | None) -> None:
+    thing = child("a", 5, status=status)
+    assert Pod.from_object(thing).overdue is None, "nobody deletes it"
+    thing["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:30Z", "deletionGracePeriodSeconds": 30}
+    overdue = Pod.from_object(thing).overdue
+    assert overdue == (None if second is None else datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=second))
 
 
 def test_a_late_answer_does_not_raise_the_dead() -> None:
