@@ -47,7 +47,7 @@ def install(*packages: str) -> None:
 
 
 def kubernetes(cache: Path) -> Path:
-    """The folder with Kubernetes' programs; compiled once (about 4 minutes on 2 cores) and kept in `cache`."""
+    """The folder with Kubernetes' programs; compiled once (4 to 8 minutes on 2 cores) and kept in `cache`."""
     cache = cache / "kubernetes"
     with lock(cache / "lock"):
         for folder in sorted(cache.glob("v*")):
@@ -93,7 +93,7 @@ def _compile(scratch: Path) -> tuple[str, Path]:
         raise RuntimeError(f"no version in the name of Debian's source package, {description.name}")
     source = scratch / "src"
     run("dpkg-source", "-x", description, source)
-    print(f"compiling Kubernetes {version[1]} from Debian's source package (about 4 minutes)", flush=True)
+    print(f"compiling Kubernetes {version[1]} from Debian's source package (4 to 8 minutes)", flush=True)
 
     # reflect2 1.0.1, as vendored, corrupts iterations over maps under Go 1.18 and newer: Debian packages the corrected
     # one
