@@ -244,8 +244,8 @@ def _a_life(api: Api) -> None:
 
     # Somebody opens the job's NetworkPolicy: it is closed again.
     opened = {"spec": {"ingress": [{}]}}
-    api.request("PATCH", f"{policies}/life", body=opened, content="application/merge-patch+json")
-    until("the policy is as it was", lambda: api.get(f"{policies}/life")["spec"]["ingress"] != [{}])
+    api.request("PATCH", f"{policies}/life-worker", body=opened, content="application/merge-patch+json")
+    until("the policy is as it was", lambda: api.get(f"{policies}/life-worker")["spec"]["ingress"] != [{}])
 
     # A worker dies: its log is read, its successor gets a token, the Service leads to another launcher.
     worker = until("a worker that runs", lambda: [pod for pod in pods_of(api, "life") if _runs(pod)])[-1]
@@ -261,7 +261,7 @@ def _a_life(api: Api) -> None:
     metadata = {"metadata": {"name": "taken"}}
     api.request("POST", path_of(api.namespace, "services"), body={**metadata, "spec": {"ports": [{"port": 1}]}})
     api.request("POST", path_of(api.namespace, "secrets"), body={"metadata": {"name": "taken2-credentials"}})
-    named = {"metadata": {"name": "taken3"}, "spec": {"podSelector": {}}}
+    named = {"metadata": {"name": "taken3-worker"}, "spec": {"podSelector": {}}}
     api.request("POST", policies, body=named)
     pod = {"metadata": {"name": "taken4-launcher-1"}, "spec": minimal("taken4")["spec"]["template"]["spec"]}
     pod["spec"]["automountServiceAccountToken"] = False
