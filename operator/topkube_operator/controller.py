@@ -23,8 +23,8 @@ from topkube_operator.cluster import ApiError, Cluster
 from topkube_operator.failures import LOG_TAIL_BYTES, LOG_TAIL_LINES
 from topkube_operator.metrics import OperatorMetrics
 from topkube_operator.observed import Child, Policy, Report, Trouble
+from topkube_operator.plans import Deletion, Plan
 from topkube_operator.queue import Key, WorkQueue
-from topkube_operator.reconcile import Deletion, Plan
 from topkube_operator.recorder import Recorder
 from topkube_operator.store import Store, controller
 

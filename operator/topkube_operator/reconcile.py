@@ -9,7 +9,7 @@ exists, and names of pods carry it: killed between any two calls, the operator g
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -18,7 +18,8 @@ from topkube.job import TrainingJob
 from topkube_operator import admission, attempts, datasets, failures, following, names, placement
 from topkube_operator.failures import Failure, Verdict
 from topkube_operator.observed import Container, Observed, Pod, Report
-from topkube_operator.status import Event, Record, Urgency, urgency
+from topkube_operator.plans import Deletion, LogRequest, Plan
+from topkube_operator.status import Event, Record, urgency
 
 _REFUSED = "ChangeRefused"
 _TERMINAL = ("Succeeded", "Failed")
@@ -26,49 +27,6 @@ _QUICK = timedelta(seconds=60)
 _LONGEST_BACKOFF = 300.0
 _OWN_ENDING = timedelta(seconds=10)
 """How long workers may take to end by themselves after a success, before cleanPodPolicy ends them."""
-
-
-@dataclass(frozen=True)
-class Deletion:
-    """An object to delete. The UID keeps another one of that name alive."""
-
-    kind: str
-    name: str
-    uid: str
-
-
-@dataclass(frozen=True)
-class LogRequest:
-    """A log tail that the next plan needs."""
-
-    pod: str
-    container: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to do, in this order. An empty plan: all is as it should be."""
-
-    status: Mapping[str, Any] = field(default_factory=dict)
-    """Merge patch of the status; void the rest when it cannot be written."""
-    urgency: Urgency = "now"
-    delete: tuple[Deletion, ...] = ()
-    apply: tuple[tuple[dict[str, Any], ...], ...] = ()
-    """Manifests in stages: all of one are made before the next."""
-    events: tuple[Event, ...] = ()
-    logs: tuple[LogRequest, ...] = ()
-    """When there are any, the plan holds nothing else."""
-    requeue: float | None = None
-    """Look again after so many seconds, where no event would wake us."""
-    phase: str = ""
-    restarted: str = ""
-    """The reason of a restart that this plan begins."""
-    started: float | None = None
-    """Seconds from the start of the job to its first running rank, when that is new."""
-
-    @property
-    def idle(self) -> bool:
-        return not (self.status or self.delete or self.apply or self.logs)
 
 
 def plan(job: Mapping[str, Any], observed: Observed, now: datetime) -> Plan:

@@ -15,7 +15,7 @@ from typing import Any
 from topkube.launch import contract
 from topkube_operator import attempts, reconcile
 from topkube_operator.observed import Child, Container, Observed, Pod, Policy, Report, Trouble, written
-from topkube_operator.reconcile import Plan
+from topkube_operator.plans import Plan
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 GRACE = timedelta(seconds=30)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from simulated import NODES, Simulated, job
 
 from topkube_operator import reconcile
+from topkube_operator.plans import Plan
 
 PLENTY = 40
 Steps = list[tuple[str, int, bool]]
@@ -194,7 +195,7 @@ def test_nothing_is_made_for_others_jobs_or_for_jobs_that_go(spec: dict[str, Any
     if world.job is None:
         return
     world.job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert world.plan() == reconcile.Plan()
+    assert world.plan() == Plan()
     del world.job["metadata"]["deletionTimestamp"]
     world.policy_edit(managedBy="kueue.x-k8s.io/multikueue")
-    assert world.plan() == reconcile.Plan()
+    assert world.plan() == Plan()
