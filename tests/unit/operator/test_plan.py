@@ -135,21 +135,8 @@ def test_restarts_are_used_up() -> None:
     assert status["firstFailure"]["rank"] == 3
 
 
-def test_quick_restarts_wait_longer_and_longer() -> None:
-    world = Simulated(job(runPolicy={"backoffLimit": 5}))
-    waits = []
-    for _ in range(4):
-        world.to_running()
-        world.end_launcher(1, RANK_FAILED)
-        began, attempt = world.now, world.status()["attempt"]
-        while world.reconcile().requeue is not None and world.status()["attempt"] == attempt:
-            world.wait(1)
-        waits.append((world.now - began).total_seconds())
-    assert waits == [0, 5, 10, 20]
-
-
 @pytest.mark.parametrize("looks_every", [1, None])
-def test_the_pause_between_restarts_does_not_depend_on_who_looks(looks_every: float | None) -> None:
+def test_quick_restarts_wait_longer_and_longer_whoever_looks(looks_every: float | None) -> None:
     """`None`: nobody looks before the plan asks for it."""
     world = Simulated(job(runPolicy={"backoffLimit": 9}))
     waits = []
