@@ -65,7 +65,7 @@ def test_a_command_that_does_not_exist(namespace: Namespace) -> None:
 
 
 def test_an_image_that_cannot_be_pulled(namespace: Namespace) -> None:
-    bad = job("pull", steps(), workers=1, runPolicy={"activeDeadlineSeconds": 15})
+    bad = job("pull", steps(), workers=1)
     bad["spec"]["template"]["spec"]["containers"][0]["image"] = "localhost:1/none/such:1"
     name = namespace.create(bad)
 
@@ -73,8 +73,9 @@ def test_an_image_that_cannot_be_pulled(namespace: Namespace) -> None:
         running = namespace.condition(name, "Running")
         return running.get("reason") in ("ErrImagePull", "ImagePullBackOff") and "none/such" in running["message"]
 
-    wait_for(said, "the image's trouble in the job's status", 30)
+    wait_for(said, "the image's trouble in the job's status", 60)
     assert namespace.phase(name) == "Pending"
+    namespace.patch(name, {"spec": {"runPolicy": {"activeDeadlineSeconds": 1}}})
     status = namespace.wait_phase(name, "Failed")
     assert "none/such" in json.dumps(status["firstFailure"])
     assert namespace.condition(name, "Failed")["reason"] == "DeadlineExceeded"
@@ -85,12 +86,11 @@ def test_nothing_fits(namespace: Namespace) -> None:
     greedy["spec"]["template"]["spec"]["containers"][0]["resources"] = {"requests": {"memory": "1000Ti"}}
     name = namespace.create(greedy)
     scheduled = wait_for(
-        lambda: namespace.condition(name, "Scheduled") if namespace.condition(name, "Scheduled") else None,
+        lambda: (found := namespace.condition(name, "Scheduled")) and found["reason"] == "Unschedulable" and found,
         "the scheduler's words",
         30,
     )
     assert scheduled["status"] == "False"
-    assert scheduled["reason"] == "Unschedulable"
     assert "memory" in scheduled["message"]
     assert namespace.phase(name) == "Pending"
 

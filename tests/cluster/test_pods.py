@@ -49,8 +49,8 @@ def test_the_launcher_waits_for_every_worker(namespace: Namespace, labelled: str
     namespace.target.label_node(first, labelled, "yes")
     name = namespace.create(waits)
     wait_for(lambda: namespace.status(name).get("workersReady") == "1/2", "one worker to have called", 60)
-    scheduled = namespace.condition(name, "Scheduled")
-    assert (scheduled["status"], scheduled["reason"]) == ("False", "Unschedulable")
+    wait_for(lambda: namespace.condition(name, "Scheduled").get("reason") == "Unschedulable", "what it waits for", 30)
+    assert namespace.condition(name, "Scheduled")["status"] == "False"
     assert namespace.phase(name) == "Pending"
     namespace.target.label_node(second, labelled, "yes")
     assert namespace.wait_phase(name, "Succeeded")["attempt"] == 1
@@ -119,8 +119,8 @@ def test_templates_are_passed_through_whole(namespace: Namespace, breakable: Clu
     }
     name = namespace.create(whole)
     try:
-        wait_for(lambda: len(namespace.pods("worker")) == 2, "the workers", 30)
-        workers, launcher = namespace.pods("worker"), namespace.pods("launcher")[0]
+        wait_for(lambda: len(namespace.pods()) == 3, "the pods", 30)
+        workers, (launcher,) = namespace.pods("worker"), namespace.pods("launcher")
         namespace.wait_phase(name, "Succeeded")
     finally:
         target.dynamic.resources.get(api_version="node.k8s.io/v1", kind="RuntimeClass").delete(name=namespace.name)
