@@ -63,6 +63,12 @@ def endless() -> list[str]:
     return steps(100_000, 0.05)
 
 
+def ends_in_attempt(attempt: int, count: int, pause: float) -> list[str]:
+    """Endless before `attempt`, and then so many steps."""
+    script = f'[ "$TOPKUBE_ATTEMPT" -lt {attempt} ] && set -- 100000; exec python -c "$0" "$1" {pause}'
+    return ["sh", "-c", script, STEPS, str(count)]
+
+
 def fails() -> list[str]:
     return ["python", "-c", FAILS]
 

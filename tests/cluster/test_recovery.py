@@ -14,7 +14,7 @@ from typing import Any
 
 import kubernetes
 import pytest
-from jobs import endless, job, steps
+from jobs import endless, ends_in_attempt, job, steps
 from kubernetes.client.exceptions import ApiException
 from localkube.cluster import Cluster
 from target import GROUP, PLURAL, VERSION, Namespace, Target, wait_for
@@ -127,13 +127,13 @@ def test_a_deleted_child_is_put_back(namespace: Namespace, kind: str) -> None:
 
 @pytest.mark.alone
 def test_the_operator_dies_again_and_again(namespace: Namespace) -> None:
-    """SIGKILL at random moments all through a job's life; the job has two failures on the way, and still it ends as if
-    nothing had happened: attempts counted once, never two launchers, nothing left over."""
+    """SIGKILL at random moments all through a job's life, in which a worker is deleted, and still it ends as if nothing
+    had happened: attempts counted once, never two launchers, nothing left over."""
     target = namespace.target
     target.scale_operator(0)
     chance = random.Random(20)
     try:
-        name = namespace.create(job("immortal", steps(120, 0.05), workers=2, runPolicy={"cleanPodPolicy": "All"}))
+        name = namespace.create(job("immortal", ends_in_attempt(2, 120, 0.05), runPolicy={"cleanPodPolicy": "All"}))
         launchers, killed, deleted = 0, 0, False
         deadline = time.monotonic() + 150
         while namespace.phase(name) not in ("Succeeded", "Failed"):
