@@ -22,6 +22,9 @@ def operator_section(stored: dict[str, Any]) -> dict[str, str]:
         rows.append(
             ["the same, and every status right", f"{many['statuses_seconds']:.1f} s", f"{targets['many_created']:g} s"]
         )
+        times = f"{many['statuses_seconds'] / many['floor_seconds']:.1f}×"
+        words = f"a client that makes the same objects and decides nothing; the operator: {times}"
+        rows.append([words, f"{many['floor_seconds']:.1f} s", ""])
     if idle:
         words = f"{idle['jobs']:,} finished jobs with {idle['pods']:,} pods at rest"
         rows.append([f"{words}: share of a core", f"{idle['cpu_percent']:.2f}%", f"{targets['idle_cpu_percent']:g}%"])

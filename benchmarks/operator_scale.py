@@ -8,7 +8,8 @@ would, so that hundreds of pods fit on one machine. Needs root, as the local clu
 
 start   one job: from the moment it is sent to the moment a watcher has seen all its pods, for 2 and for 64 workers
 many    100 jobs of 4 workers at once: until all 500 pods are there and every status says so (no kubelets), and, played
-        by a kubelet, until every job has Succeeded
+        by a kubelet, until every job has Succeeded. The floor: a client that decides nothing makes the same jobs and
+        children, with as many calls at a time
 idle    1,000 finished jobs with their pods: CPU and memory of the operator that has just started and looks after them
 """
 
@@ -43,9 +44,11 @@ from localkube.packages import TO_RUN, install, kubernetes  # noqa: E402
 from topkube.job import KIND  # noqa: E402
 from topkube_operator import names  # noqa: E402
 from topkube_operator.cluster import ApiError, Cluster  # noqa: E402
+from topkube_operator.controller import CALLS  # noqa: E402
 
 NAMESPACE, OPERATOR = "scale", "topkube-system"
 METRICS = 18099
+CHILDREN = {"Secret": "v1", "Service": "v1", "NetworkPolicy": "networking.k8s.io/v1", "Pod": "v1"}
 RESULTS = ROOT / "benchmarks" / "results" / "operator-scale.json"
 TARGETS = {"start_2": 0.3, "start_64": 1.0, "many_created": 12.0, "idle_cpu_percent": 2.0, "idle_rss_mb": 300.0}
 
@@ -255,13 +258,17 @@ def many(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str
     pods = max(watch.seen.values()) - begun
     until(lambda: all(made(one, workers) for one in cluster.list(KIND, NAMESPACE)[0]), "every status")
     statuses = time.monotonic() - begun
+    children = [
+        {"apiVersion": version, "kind": kind, **one}
+        for kind, version in CHILDREN.items()
+        for one in cluster.list(kind, NAMESPACE, names.JOB_NAME)[0]
+    ]
     ended: dict[str, float] = {}
     begun = time.monotonic()
     with kubelets(kubeconfig):
         until(lambda: all(succeeded(one, workers) for one in cluster.list(KIND, NAMESPACE)[0]), "every success")
         ended["seconds"] = time.monotonic() - begun
-    names_of = [one["metadata"]["name"] for one in listed]
-    remove_ended(cluster, names_of)
+    remove_ended(cluster)
     return {
         "jobs": jobs,
         "workers": workers,
@@ -269,10 +276,35 @@ def many(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str
         "pods_seconds": pods,
         "statuses_seconds": statuses,
         "succeeded_seconds": ended["seconds"],
+        "floor_seconds": floor(cluster, listed, children),
     }
 
 
-def remove_ended(cluster: Cluster, jobs: list[str]) -> None:
+def floor(cluster: Cluster, jobs: list[dict[str, Any]], children: list[dict[str, Any]]) -> float:
+    """Seconds in which a bare client makes jobs that the operator leaves alone, and then children like these."""
+    managed = {"runPolicy": {"managedBy": "example.com/nobody"}}
+    alike = [{**one, "metadata": renamed(one), "spec": {**one["spec"], **managed}} for one in jobs]
+    made = [{**one, "metadata": renamed(one)} for one in children]
+    for one in made:
+        one.pop("status", None)
+        if one["kind"] == "Service":
+            one["spec"] = {name: value for name, value in one["spec"].items() if not name.startswith("clusterIP")}
+    begun = time.monotonic()
+    create_all(cluster, alike)
+    with ThreadPoolExecutor(CALLS) as pool:
+        list(pool.map(cluster.create, made))
+    seconds = time.monotonic() - begun
+    remove_ended(cluster)
+    return seconds
+
+
+def renamed(thing: dict[str, Any]) -> dict[str, Any]:
+    """Metadata of a copy that belongs to nobody."""
+    kept = {name: thing["metadata"][name] for name in ("namespace", "annotations") if name in thing["metadata"]}
+    return {**kept, "name": f"bare-{thing['metadata']['name']}"}
+
+
+def remove_ended(cluster: Cluster) -> None:
     for kind in ("Pod", KIND):
         found, _ = cluster.list(kind, NAMESPACE)
         with ThreadPoolExecutor(8) as pool:
@@ -411,6 +443,7 @@ def main() -> None:
     parts = options.only or ["start", "many", "idle"]
     results = json.loads(options.json.read_text()) if options.json.exists() else {}
     results["machine"] = {"cores": os.cpu_count(), "python": platform.python_version(), "kubernetes": "1.20.2"}
+    results["machine"]["date"] = time.strftime("%Y-%m-%d")
     results["targets"] = TARGETS
     with api_server() as kubeconfig:
         cluster = Cluster(kubeconfig)
