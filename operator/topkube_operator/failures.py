@@ -216,7 +216,7 @@ def deadline(seconds: int, attempt: Attempt, observed: Observed) -> Failure:
         return Failure(found[0], f"{found[1]}; {passed}", pod)
     waiting = next((pod for pod in pods if pod.unschedulable), None)
     if waiting:
-        return Failure("Unschedulable", f"{waiting.unschedulable}; {passed}", waiting.name)
+        return Failure(waiting.unscheduled, f"{waiting.unschedulable}; {passed}", waiting.name)
     report = observed.report
     if report is not None and report.attempt == attempt.number and report.state == "Waiting" and report.missing:
         return Failure("RendezvousTimeout", f"{missing_words(attempt, report.missing)}; {passed}")

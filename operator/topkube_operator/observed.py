@@ -101,6 +101,8 @@ class Pod:
     ready: bool = False
     unschedulable: str = ""
     """The scheduler's words."""
+    unscheduled: str = "Unschedulable"
+    """The same in one word: Unschedulable, or SchedulingGated where somebody holds the pod back."""
     disruption: str = ""
     """The reason of the DisruptionTarget condition."""
     disruption_message: str = ""
@@ -136,6 +138,7 @@ class Pod:
             unschedulable=scheduled.get("message") or scheduled.get("reason") or ""
             if scheduled.get("status") == "False"
             else "",
+            unscheduled=scheduled.get("reason") or "Unschedulable",
             disruption=target.get("reason") or "" if target.get("status") == "True" else "",
             disruption_message=target.get("message") or "",
             containers={one["name"]: Container.from_status(one) for one in statuses},

@@ -189,9 +189,9 @@ class _Planner:
         blocked = failures.blocked(pods)
         if waiting:
             more = f" ({len(waiting)} of {len(pods)} pods wait)" if len(waiting) > 1 else ""
-            record.set(
-                "Scheduled", False, "Unschedulable", f"{waiting[0].name}: {waiting[0].unschedulable}{more}", "Warning"
-            )
+            level = "Normal" if waiting[0].unscheduled == "SchedulingGated" else "Warning"
+            words = f"{waiting[0].name}: {waiting[0].unschedulable}"
+            record.set("Scheduled", False, waiting[0].unscheduled, words + more, level)
         elif record.holds("Created") and all(pod.node for pod in pods):
             record.set("Scheduled", True, "PodsScheduled", "all pods have a node")
         runs = report is not None and report.state in ("Running", "Succeeded")
@@ -200,7 +200,7 @@ class _Planner:
         elif blocked:
             self.pending("Pending", *blocked, "Warning")
         elif waiting:
-            self.pending("Pending", "Unschedulable", f"{waiting[0].name}: {waiting[0].unschedulable}")
+            self.pending("Pending", waiting[0].unscheduled, f"{waiting[0].name}: {waiting[0].unschedulable}")
         elif record.holds("Created") and all(pod.container.started for pod in pods):
             words = "all pods run; ranks are starting"
             if report is not None and report.state == "Waiting" and report.missing:

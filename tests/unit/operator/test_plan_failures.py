@@ -9,7 +9,7 @@ import pytest
 from simulated import RANK_FAILED, START, Simulated, job, running
 
 from topkube.launch import contract
-from topkube_operator.observed import Container, Policy
+from topkube_operator.observed import Container, Pod, Policy
 
 VICTIM = "train-worker-1-1"
 DISRUPTIONS = {
@@ -184,6 +184,22 @@ def test_the_schedulers_words_are_shown() -> None:
     world.wait(100)
     world.reconcile()
     assert world.status()["firstFailure"]["reason"] == "Unschedulable"
+
+
+def test_a_gate_is_not_called_a_lack_of_room() -> None:
+    """Kubernetes 1.27 and later: somebody holds the pod back, and the scheduler has not looked at it."""
+    world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100}))
+    world.reconcile()
+    words = "Scheduling is blocked due to non-empty scheduling gates"
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": words}
+    seen = Pod.from_object({"metadata": {"name": "gated"}, "status": {"conditions": [gated]}})
+    world.change(WORKER, unschedulable=seen.unschedulable, unscheduled=seen.unscheduled)
+    world.reconcile()
+    assert world.condition("Scheduled")["reason"] == world.condition("Running")["reason"] == "SchedulingGated"
+    assert words in world.condition("Scheduled")["message"]
+    world.wait(100)
+    world.reconcile()
+    assert world.status()["firstFailure"]["reason"] == "SchedulingGated"
 
 
 def test_a_log_tail_is_kept_within_bounds() -> None:
