@@ -189,9 +189,8 @@ class _Planner:
         blocked = failures.blocked(pods)
         if waiting:
             more = f" ({len(waiting)} of {len(pods)} pods wait)" if len(waiting) > 1 else ""
-            level = "Normal" if waiting[0].unscheduled == "SchedulingGated" else "Warning"
-            words = f"{waiting[0].name}: {waiting[0].unschedulable}"
-            record.set("Scheduled", False, waiting[0].unscheduled, words + more, level)
+            reason, words = waiting[0].unscheduled, f"{waiting[0].name}: {waiting[0].unschedulable}"
+            record.set("Scheduled", False, reason, words + more, "Normal" if reason == "SchedulingGated" else "Warning")
         elif record.holds("Created") and all(pod.node for pod in pods):
             record.set("Scheduled", True, "PodsScheduled", "all pods have a node")
         runs = report is not None and report.state in ("Running", "Succeeded")

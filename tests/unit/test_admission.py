@@ -256,7 +256,7 @@ def test_what_is_nested_without_end_is_a_short_mistake(levels: int) -> None:
 
 
 @given(jobs)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_job_may_always_be_applied_again(data: dict[str, Any]) -> None:
     assert refusal(data, data) == refusal(data) == ""
     full = {**data, "spec": TrainingJob.parse(data).spec.model_dump(by_alias=True, exclude_none=True)}

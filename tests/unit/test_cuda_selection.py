@@ -73,7 +73,7 @@ def test_every_dtype_and_density(device: Device, dtype: torch.dtype, k: int) -> 
     check_mstopk(device, x.to(dtype), k, 30, 3)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     length=st.integers(1, 6000),
     share=st.floats(0, 1),

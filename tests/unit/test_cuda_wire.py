@@ -106,7 +106,7 @@ def test_what_could_not_be_encoded_does_not_pass_for_what_its_memory_held_before
     assert not bool(out.any())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_damaged_buffer_is_refused_as_the_cpu_refuses_it(device: Device, data: st.DataObject) -> None:
     length = data.draw(st.sampled_from([50, 66_000, 140_000]))

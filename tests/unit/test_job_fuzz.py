@@ -56,19 +56,19 @@ def accepted(source: Any) -> TrainingJob | None:
 
 
 @given(st.text() | st.binary())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_arbitrary_text(text: str | bytes) -> None:
     accepted(text)
 
 
 @given(st.lists(st.sampled_from(YAML_TOKENS), max_size=40))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_arbitrary_yaml_tokens(tokens: list[str]) -> None:
     accepted("".join(tokens))
 
 
 @given(values)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_arbitrary_data(data: Any) -> None:
     accepted(data)
     accepted(yaml.safe_dump(data))
@@ -133,7 +133,7 @@ jobs = st.builds(
 
 
 @given(jobs)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_valid_jobs_round_trip(data: dict[str, Any]) -> None:
     job = TrainingJob.parse(data)
     assert job.to_dict() == data
@@ -143,7 +143,7 @@ def test_valid_jobs_round_trip(data: dict[str, Any]) -> None:
 
 
 @given(jobs, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_one_damaged_field_is_one_named_problem(data: dict[str, Any], draw: st.DataObject) -> None:
     damaged = copy.deepcopy(data)
     name = draw.draw(st.sampled_from(sorted(set(damaged["spec"]) - {"template"}) or ["workers"]))

@@ -175,7 +175,7 @@ def test_mstopk_shows_nan_and_infinity() -> None:
     assert not np.isfinite(values).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 70_000), st.integers(0, 2**32), st.floats(1e-4, 1), st.integers(0, 15), st.integers(1, 4))
 def test_any_bits_any_size_any_offset(d: int, seed: int, density: float, offset: int, threads: int) -> None:
     rng = np.random.default_rng(seed)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from topkube.errors import ArgumentError
@@ -20,7 +20,6 @@ SHAPES = st.lists(st.sampled_from([(3,), (5, 7), (40, 50), (64, 64), (0, 4), (20
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@settings(deadline=None)
 @given(SHAPES, st.lists(DTYPES, min_size=12, max_size=12), st.integers(1, 40_000))
 def test_buckets_hold_every_parameter_once_and_are_closed_in_order(
     shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], size: int
@@ -69,7 +68,6 @@ def test_what_is_not_given_comes_from_the_job() -> None:
     assert Aggregation.of(settings, density=0.5) == Aggregation("naive", 0.5, 7, "fp16", "topk")
 
 
-@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 60), st.integers(1, 4))
 def test_redistributed_residuals_keep_their_sum(old: int, new: int, length: int, shards: int) -> None:
     def summed(pieces: list[tuple[int, torch.Tensor]]) -> torch.Tensor:

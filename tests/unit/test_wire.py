@@ -22,7 +22,7 @@ def shard(length: int, k: int, seed: int = 0) -> tuple[Any, Any]:
     return indices, rng.standard_normal(k).astype(np.float32)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(1, 300_000), st.floats(0, 1), st.sampled_from(sorted(WIRES)), st.integers(0, 9))
 def test_round_trip_and_the_error_goes_to_the_residual(length: int, share: float, wire: str, seed: int) -> None:
     indices, values = shard(length, int(share * length), seed)
@@ -62,7 +62,7 @@ def test_decode_add_says_whether_values_were_finite() -> None:
         assert not kernels.decode_add_(np.zeros(10, np.float32), buffer)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_changed_buffer_is_refused(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 140_000))
@@ -89,14 +89,14 @@ def test_a_changed_buffer_is_refused(data: st.DataObject) -> None:
     assert not dense.any()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=400), st.booleans())
 def test_random_bytes_are_refused(noise: bytes, with_mark: bool) -> None:
     with pytest.raises(WireError):
         kernels.decode(b"TKW1\x01\x00\x00\x00" + noise if with_mark else noise)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_a_hostile_sender_with_a_right_checksum_is_refused(data: st.DataObject) -> None:
     """Every field may lie; what is accepted decodes to ascending indices within the length."""

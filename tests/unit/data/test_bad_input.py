@@ -127,7 +127,7 @@ def test_samples_that_need_pickle_are_refused(tmp_path: Path, open_dataset: Open
 names = st.text(st.characters(exclude_characters="/\\\0.", exclude_categories=("Cs", "Cc")), min_size=1, max_size=120)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(names, st.sampled_from(["bin", "cls", "seg.png"]), st.binary(max_size=1500)),
@@ -163,7 +163,7 @@ def test_every_member_of_a_tar_is_found_where_it_is(members: list[tuple[str, str
     assert sorted(found) == sorted(members)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_damaged_tar_is_an_error_or_other_samples_never_a_crash(data: st.DataObject) -> None:
     import os

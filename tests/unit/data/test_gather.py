@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from topkube import _kernels
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 63), st.data())
 def test_rows_and_records_are_those_that_numpy_gathers(held: int, length: int, shift: int, data: st.DataObject) -> None:
     source = np.random.default_rng(held).integers(0, 256, held * length + shift, np.uint8)
@@ -52,7 +52,7 @@ def test_a_row_outside_is_refused_and_nothing_is_written(row: int) -> None:
     assert not out.any()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 200), st.lists(st.integers(0, 39), unique=True, max_size=30))
 def test_rows_written_to_a_file_lie_where_they_belong_and_nothing_else_changes(length: int, chosen: list[int]) -> None:
     before = np.random.default_rng(1).integers(0, 256, (40, length), np.uint8)

@@ -18,7 +18,7 @@ from topkube.data.shards import Shards
 KEYS = [f"{number:032x}" for number in (1, 2, 3, 2**127)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from(KEYS), st.integers(-1, 10**6)), max_size=25),
     st.integers(0, 63),
@@ -74,7 +74,7 @@ def test_a_key_changes_with_address_version_size_path_and_transform() -> None:
     assert key(base) == key(base[::-1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=60), st.integers(1, 6000))
 def test_small_files_are_grouped_in_order_each_exactly_once(sizes: list[int], group: int) -> None:
     listing = Listing.of([Object(f"{at:04}", size, "v") for at, size in enumerate(sizes)], "u")

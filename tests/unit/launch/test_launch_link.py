@@ -69,7 +69,7 @@ class Ends:
         return break_it
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_broken_connections_lose_and_double_nothing(seed: int, breaks: int) -> None:
     with pytest.MonkeyPatch.context() as patched:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import NODES, Simulated, job
 
@@ -89,7 +89,7 @@ SPECS = st.fixed_dictionaries(
         ),
     }
 )
-quick = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=250)
 
 
 def _play(world: Simulated, steps: Steps) -> None:
