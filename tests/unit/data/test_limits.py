@@ -74,7 +74,7 @@ def test_shards_of_versions_that_nobody_lists_make_room_first(remote: Remote, op
 
 def test_flips_in_memory_are_found_by_check(tmp_path: Path, open_dataset: Opener) -> None:
     data = write_files(tmp_path / "source", 30)
-    dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
+    dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=False)
     right(dataset, data)
     (column,) = open_dataset.memory.glob("*/memory-*/column-0")
     with column.open("r+b") as file:
@@ -88,9 +88,9 @@ def test_flips_in_memory_are_found_by_check(tmp_path: Path, open_dataset: Opener
 
 def test_memory_is_one_copy_for_all_processes_and_goes_with_the_last(tmp_path: Path, open_dataset: Opener) -> None:
     data = write_files(tmp_path / "source", 30)
-    first = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
+    first = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=False)
     right(first, data)
-    second = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
+    second = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=False)
     right(second, data)
     assert second.statistics()["memory_misses"] == 0
     assert second.statistics()["memory_used_bytes"] == data.nbytes

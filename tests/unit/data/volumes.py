@@ -50,7 +50,7 @@ def full_memory(source: Path, where: Path) -> None:
     memory = where.parent / "memory"
     memory.mkdir()
     mount(memory, "240k")
-    opened = dataset(source, where, memory_limit=1 << 22)
+    opened = dataset(source, where, memory_limit=1 << 22, prefetch=False)
     right(opened, source)
     assert opened.session.memory_state == FROZEN
     assert 0 < opened.statistics()["memory_misses"] < opened.statistics()["memory_requests"]
