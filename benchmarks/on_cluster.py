@@ -28,6 +28,6 @@ def about(target: Target) -> dict[str, Any]:
     """When and on what a result was measured."""
     return {
         "when": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
+        "machine": {"cores": os.cpu_count(), "system": f"{platform.system()} {platform.release().partition('-')[0]}"},
         "kubernetes": target.release,
     }

@@ -66,7 +66,9 @@ TRANSITIONS = Metric(
 )
 RESTARTS = Metric("topkube_job_restarts_total", "counter", f"Restarts by reason: {', '.join(REASONS)}.", ("reason",))
 START_SECONDS = Metric(
-    "topkube_job_start_seconds", "histogram", "Seconds from a job's creation, or its resumption, to phase Running."
+    "topkube_job_start_seconds",
+    "histogram",
+    "Seconds from a job's start to phase Running, of first attempts.",
 )
 RECONCILES = Metric(
     "topkube_reconciles_total", "counter", f"Reconciles by outcome: {', '.join(OUTCOMES)}.", ("outcome",)

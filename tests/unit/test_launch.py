@@ -101,10 +101,12 @@ def test_the_job_outweighs_the_shell_but_not_its_personal_settings(tmp_path: Pat
         }
     )
     shell = {"TOPKUBE_DENSITY": "0.9", "TOPKUBE_ATTEMPT": "4", "TOPKUBE_SIMD": "portable", "OTHER": "1"}
+    shell["TOPKUBE_CACHE_DIRECTORY"] = "/disk/cache"  # where `topkube cache` looks as well
     environment = rank_environment(job, MPICH, tmp_path, shell, deadline_seconds=9)
     assert "TOPKUBE_DENSITY" not in environment  # the job's value is the default
     assert "TOPKUBE_ATTEMPT" not in environment
     assert environment["TOPKUBE_SIMD"] == "portable"
+    assert environment["TOPKUBE_CACHE_DIRECTORY"] == "/disk/cache"
     assert environment["TOPKUBE_RANKS_PER_NODE"] == "1,1,1"
     assert environment["TOPKUBE_EXPECTED_RANKS"] == "3"
     assert environment["TOPKUBE_DEADLINE_SECONDS"] == "9"

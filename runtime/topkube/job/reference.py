@@ -40,9 +40,9 @@ A file with mistakes is refused with all of them: the path, the line, what is al
 name. Unknown fields are mistakes, except inside pod templates. `null` means the default, as everywhere in
 Kubernetes.
 
-What differs in a local run: `image`, `resources`, `spread`, `launcher`, `suspend`, retries and the dataset's
-cache have no effect; `python` is the Python that runs `topkube`; the ranks' working directory is yours;
-checkpoints go to the run directory.
+What differs in a local run: `image`, `resources`, `spread`, `launcher`, `suspend`, retries and the cache's
+`medium` have no effect (its limits and `prefetch` do); `python` is the Python that runs `topkube`; the ranks'
+working directory is yours; checkpoints go to the run directory.
 
 This page is generated from `topkube.job`: `python -m topkube.job.reference > docs/trainingjob.md`.
 """
