@@ -14,6 +14,7 @@ import kubernetes
 import yaml
 from kubernetes.client.exceptions import ApiException
 from kubernetes.dynamic.exceptions import ConflictError
+from kubernetes.stream import stream
 from localkube.cgroups import Group
 from localkube.cluster import Cluster
 
@@ -179,6 +180,10 @@ class Namespace:
             return str(self.target.core.read_namespaced_pod_log(pod, self.name, container=container))
         return ""
 
+    def execute(self, pod: str, *command: str) -> str:
+        """Runs a command in the pod's first container; gives what it said."""
+        return execute(self.target, self.name, pod, *command)
+
     def wait_log(self, text: str, role: str = "worker", seconds: float = 60.0) -> None:
         """Waits until a pod of that role has printed `text`."""
         wait_for(
@@ -218,6 +223,12 @@ class Namespace:
                 yield str(
                     self.target.core.read_namespaced_pod_log(pod.metadata.name, OPERATOR_NAMESPACE, tail_lines=150)
                 )
+
+
+def execute(target: Target, namespace: str, pod: str, *command: str) -> str:
+    """Runs a command in a pod; gives what it said. Raises ApiException where it cannot be run."""
+    call = target.core.connect_get_namespaced_pod_exec
+    return str(stream(call, pod, namespace, command=command, stdout=True, stderr=True, stdin=False, tty=False))
 
 
 def shared_claim(namespace: Namespace, folder: Path, name: str) -> None:

@@ -10,8 +10,11 @@ from target import Namespace, wait_for
 
 
 def test_success(namespace: Namespace) -> None:
-    name = namespace.create(job("success", steps(3), workers=2, slots=2))
+    name = namespace.create(job("success", steps(3, 1.0), workers=2, slots=2))
     status = namespace.wait_phase(name, "Succeeded")
+    # cleanPodPolicy Running leaves what has ended, so that logs can be read
+    logs = "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker"))
+    assert all(f"rank {rank} of 4 runs" in logs for rank in range(4)), logs
     assert status["restarts"] == status["disruptions"] == 0
     assert status["attempt"] == 1
     assert status["observedGeneration"] == 1
@@ -31,9 +34,6 @@ def test_success(namespace: Namespace) -> None:
             f"the Event {reason}",
             30,
         )
-    # cleanPodPolicy Running leaves what has ended, so that logs can be read
-    logs = "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker"))
-    assert all(f"rank {rank} of 4 runs" in logs for rank in range(4)), logs
 
 
 def test_the_first_failure_is_told_with_its_words(namespace: Namespace) -> None:
@@ -191,8 +191,9 @@ def test_pods_pass_the_restricted_level_and_any_user(namespace: Namespace) -> No
 
 
 def test_time_to_live(namespace: Namespace) -> None:
-    name = namespace.create(job("brief", steps(1), workers=1, runPolicy={"ttlSecondsAfterFinished": 5}))
+    name = namespace.create(job("brief", steps(1), workers=1))
     namespace.wait_phase(name, "Succeeded")
+    namespace.patch(name, {"spec": {"runPolicy": {"ttlSecondsAfterFinished": 1}}})
     wait_for(lambda: namespace.children() == set(), "the job and all of its children to be gone", 30)
 
 

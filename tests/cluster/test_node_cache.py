@@ -12,13 +12,12 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from conftest import Once, manifest
 from jobs import job
 from kubernetes.client.exceptions import ApiException
-from kubernetes.stream import stream
 from localkube.images import RUNTIME
-from target import GROUP, VERSION, Namespace, Target, wait_for
+from target import GROUP, VERSION, Namespace, Target, execute, wait_for
 
+from conftest import Once, manifest
 from topkube.job.cached_dataset import object_name
 
 SHARDS, SHARD = 8, 1 << 20
@@ -66,14 +65,15 @@ except OSError as error:
 print(json.dumps({"files": found, "refused": refused}), flush=True)
 """
 SAMPLES = """
-import json, sys, time, topkube
+import json, os, sys, time, topkube
 from topkube.data import CachedDataset
 topkube.init()
 dataset = CachedDataset("/data")
 count = sum(len(sample["bin"]) for sample in map(dataset.__getitem__, range(len(dataset))))
 found = dataset.statistics()
 print(json.dumps({"bytes": count, "remote": found["remote_bytes"], "misses": found["disk_misses"]}), flush=True)
-time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 0)
+while sys.argv[1:] and not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
 """
 
 
@@ -244,7 +244,7 @@ def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Name
     """SIGKILL to the agent while a job publishes; a job of another user; then `kubectl delete cacheddataset`."""
     target = allowed.target
     given = dataset(remote, "Node")
-    name = allowed.create(job("busy", ["python", "-c", SAMPLES, "6"], workers=1, dataset=given))
+    name = allowed.create(job("busy", ["python", "-c", SAMPLES, "/tmp/go"], workers=1, dataset=given))
     wait_for(lambda: nodes_of(allowed, name) - {None}, "a node")
     if target.local is not None:
         (node,) = nodes_of(allowed, name)
@@ -256,13 +256,14 @@ def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Name
         ).items
         target.kill_container(agent, "agent")
     entry = wait_for(
-        lambda: next((one for one in cached(allowed).values() if one["status"].get("cachedPercent") == 100), None),
+        lambda: next((one for one in cached(allowed).values() if _percent(one) == 100), None),
         "the agent to tell of the dataset",
         60,
     )
     assert entry["status"]["nodes"][0]["inUse"] is True
     delete: Any = target.custom.delete_namespaced_custom_object
     delete(GROUP, VERSION, allowed.name, "cacheddatasets", remote.id)
+    allowed.execute(allowed.pods("worker", name)[0].metadata.name, "touch", "/tmp/go")
     allowed.wait_phase(name, "Succeeded")
     assert [one["bytes"] for one in printed(allowed, name)] == [SHARDS * SHARD], "what is read stays"
 
@@ -280,6 +281,12 @@ def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Name
     wait_for(lambda: remote.id in cached(allowed), "it to be told of again", 30)
 
 
+def _percent(dataset: dict[str, Any]) -> int | None:
+    """What its agent has told; None while it has told nothing."""
+    found: int | None = (dataset.get("status") or {}).get("cachedPercent")
+    return found
+
+
 def on_disk(target: Target, node: str, namespace: str) -> list[str]:
     """Datasets in the node's cache, as seen from its agent."""
     (agent,) = target.core.list_namespaced_pod(
@@ -289,10 +296,6 @@ def on_disk(target: Target, node: str, namespace: str) -> list[str]:
     ).items
     script = f"import os; print(*os.listdir('/cache/{namespace}/datasets'))"
     try:
-        said = stream(
-            target.core.connect_get_namespaced_pod_exec, agent.metadata.name, AGENTS,
-            command=["python", "-c", script], stdout=True, stderr=True, stdin=False, tty=False,
-        )  # fmt: skip
+        return execute(target, AGENTS, agent.metadata.name, "python", "-c", script).split()
     except ApiException:
         return ["unknown"]
-    return str(said).split()

@@ -28,7 +28,7 @@ UPGRADE = (
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedJob]:
     """A launcher that waits for two workers that never come."""
-    with PlayedJob(tmp_path_factory.mktemp("hostile"), ["true"]) as job:
+    with PlayedJob(tmp_path_factory.mktemp("hostile"), ["true"], rendezvous_seconds=3600) as job:
         job.start_launcher()
         wait_until(job.status)
         yield job
@@ -192,7 +192,7 @@ def test_a_crowd_from_one_address_does_not_keep_others_out(job: PlayedJob, tls: 
             assert job.status() is not None, "the operator is kept out"
             while crowd:
                 crowd.pop().close()
-        wait_until(lambda: '"state"' in _status(job, "127.99.0.1"), 8)  # they have left: there is room again
+            wait_until(lambda: '"state"' in _status(job, "127.99.0.1"), 8)  # they have left: there is room again
     finally:
         for one in crowd:
             one.close()

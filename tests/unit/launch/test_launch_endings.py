@@ -7,14 +7,13 @@ import mmap
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from topkube import pulse
 from topkube.errors import LaunchError
-from topkube.launch import shared_memory
+from topkube.launch import shared_memory, steps
 from topkube.launch.contract import Ending
 from topkube.launch.credentials import LauncherCredentials, WorkerCredentials
 from topkube.launch.ending import describe, leave, reason_of, tail_of
@@ -130,54 +129,70 @@ def test_last_words_without_a_container_are_printed(tmp_path: Path, capsys: pyte
     assert '"Succeeded"' in capsys.readouterr().err
 
 
-def test_progress_has_an_eta_and_stalls_are_seen() -> None:
-    steps = Steps()
-    assert steps.progress() is None
-    steps.started()
-    assert steps.stalled(0, 0) == ""
+class Clock:
+    """Stands for `time` where steps are counted."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(steps, "time", found)
+    return found
+
+
+def test_progress_has_an_eta_and_stalls_are_seen(clock: Clock) -> None:
+    counted = Steps()
+    assert counted.progress() is None
+    counted.started()
+    assert counted.stalled(0, 0) == ""
     for step in range(1, 11):
-        steps.add(StepRecord(step=step, total_steps=110, loss=1.5, samples_per_second=2.0, time=100.0 + 2 * step))
-    progress = steps.progress()
+        counted.add(StepRecord(step=step, total_steps=110, loss=1.5, samples_per_second=2.0, time=100.0 + 2 * step))
+    progress = counted.progress()
     assert progress is not None
     assert (progress.step, progress.total_steps, progress.percent, progress.eta_seconds) == (10, 110, 9, 200)
     assert (progress.loss, progress.updated_at) == ("1.5", "1970-01-01T00:02:00Z")
-    assert steps.stalled(1000, 0) == ""
-    time.sleep(0.02)
-    assert "the last was step 10" in steps.stalled(0.01, 0)
-    steps.add(StepRecord(step=11, total_steps=None))
-    assert steps.progress().eta_seconds is None
+    assert counted.stalled(1000, 0) == ""
+    clock.now += 20
+    assert "the last was step 10" in counted.stalled(10, 0)
+    counted.add(StepRecord(step=11, total_steps=None))
+    assert counted.progress().eta_seconds is None
     fresh = Steps()
     fresh.started()
-    time.sleep(0.02)
-    assert "first step" in fresh.stalled(0, 0.01)
+    clock.now += 20
+    assert "first step" in fresh.stalled(0, 10)
 
 
-def test_a_script_that_reports_no_steps_is_seen_by_its_collectives_and_who_is_behind_is_named() -> None:
-    steps = Steps()
-    steps.started()
-    time.sleep(0.02)
-    steps.heard({0: 7, 1: 5, 2: 7, 3: 5}, False)
-    assert steps.stalled(0.01, 1000) == "", "no step yet: the time for the first one counts"
-    assert steps.stalled(1000, 0.015) == ""
-    time.sleep(0.02)
-    steps.heard({}, True)  # a thread that prints is no sign of life where collectives are counted
-    steps.heard({0: 7}, False)  # and neither is the same count
-    words = steps.stalled(1000, 0.01)
+def test_a_script_that_reports_no_steps_is_seen_by_its_collectives_and_who_is_behind_is_named(clock: Clock) -> None:
+    counted = Steps()
+    counted.started()
+    clock.now += 20
+    counted.heard({0: 7, 1: 5, 2: 7, 3: 5}, False)
+    assert counted.stalled(10, 1000) == "", "no step yet: the time for the first one counts"
+    assert counted.stalled(1000, 10) == ""
+    clock.now += 20
+    counted.heard({}, True)  # a thread that prints is no sign of life where collectives are counted
+    counted.heard({0: 7}, False)  # and neither is the same count
+    words = counted.stalled(1000, 10)
     assert "waited for: rank 1, 3 (collective 5 of 7)" in words
-    assert steps.behind() == [1, 3]
-    steps.heard({1: 7, 3: 7}, False)
-    assert steps.stalled(1000, 0.01) == ""
-    assert steps.behind() == []
+    assert counted.behind() == [1, 3]
+    counted.heard({1: 7, 3: 7}, False)
+    assert counted.stalled(1000, 10) == ""
+    assert counted.behind() == []
 
 
-def test_output_is_the_sign_of_life_of_a_program_that_uses_nothing_of_ours() -> None:
-    steps = Steps()
-    steps.started()
-    time.sleep(0.02)
-    steps.heard({}, True)
-    assert steps.stalled(1, 0.01) == ""
-    time.sleep(0.02)
-    assert "another sign of life" in steps.stalled(1, 0.01)
+def test_output_is_the_sign_of_life_of_a_program_that_uses_nothing_of_ours(clock: Clock) -> None:
+    counted = Steps()
+    counted.started()
+    clock.now += 20
+    counted.heard({}, True)
+    assert counted.stalled(1, 10) == ""
+    clock.now += 20
+    assert "another sign of life" in counted.stalled(1, 10)
 
 
 def test_a_pulse_is_read_by_others_and_failing_to_write_one_ends_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The election: one acts at a time, and another takes over in time. Eight times as fast as in a cluster, on a Lease in
+"""The election: one acts at a time, and another takes over in time. Four times as fast as in a cluster, on a Lease in
 memory that refuses writes to an older version, as the API server does. tests/cluster kills a real leader."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from topkube_operator import leadership
 from topkube_operator.cluster import ApiError
 from topkube_operator.leadership import Leadership
 
-FASTER = 8.0
+FASTER = 4.0
 HAND_OVER = 20.0
 """Seconds that the issue of it may take, in a cluster."""
 
