@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import SCRIPT, command_line, processes_of, run, write_job
+from local_runs import SCRIPT, command_line, processes_of, run, write_job
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import SCRIPT, finish, processes_of, run, start, write_job
+from local_runs import SCRIPT, finish, processes_of, run, start, write_job
 
 
 def output_of(directory: Path) -> str:
