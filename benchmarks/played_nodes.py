@@ -1,0 +1,128 @@
+"""What nodes and earlier operators do, played: for benchmarks/operator_scale.py, where no kubelet runs.
+
+python benchmarks/played_nodes.py KUBECONFIG       # as kubelets would: sets the status of every pod that is made
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from topkube.job import KIND
+from topkube_operator import names
+from topkube_operator.cluster import ApiError, Cluster
+
+NAMESPACE = "scale"
+
+
+def play_kubelets(kubeconfig: str) -> None:
+    """Starts every pod that is made; ends a job's pods a second after its launcher started."""
+    cluster = Cluster(kubeconfig)
+    pool = ThreadPoolExecutor(8)
+    pods, version = cluster.list("Pod", NAMESPACE, names.JOB_NAME)
+    for pod in pods:
+        pool.submit(started, cluster, pod)
+    while True:
+        for event in cluster.watch("Pod", NAMESPACE, names.JOB_NAME, version):
+            version = event["object"]["metadata"]["resourceVersion"]
+            if event["type"] == "ADDED":
+                pool.submit(started, cluster, event["object"])
+
+
+def started(cluster: Cluster, pod: dict[str, Any]) -> None:
+    set_pod(cluster, pod, "Running", {"running": {"startedAt": now()}})
+    seconds = 2.0 if pod["metadata"]["labels"][names.ROLE] == names.LAUNCHER else 2.5
+    timer = threading.Timer(seconds, ended, (cluster, pod))
+    timer.daemon = True
+    timer.start()
+
+
+def ended(cluster: Cluster, pod: dict[str, Any]) -> None:
+    set_pod(cluster, pod, "Succeeded", {"terminated": {"exitCode": 0, "startedAt": now(), "finishedAt": now()}})
+
+
+def set_pod(cluster: Cluster, pod: dict[str, Any], phase: str, state: dict[str, Any]) -> None:
+    name = pod["metadata"]["name"]
+    container = pod["spec"]["containers"][0]["name"]
+    running = phase == "Running"
+    conditions = [
+        {"type": kind, "status": str(running or kind == "PodScheduled")} for kind in ("PodScheduled", "Ready")
+    ]
+    status = {
+        "phase": phase,
+        "podIP": "127.0.0.1",
+        "conditions": conditions,
+        "containerStatuses": [
+            {"name": container, "state": state, "ready": running, "restartCount": 0, "image": "", "imageID": ""}
+        ],
+    }
+    try:
+        cluster.patch("Pod", NAMESPACE, name, {"status": status}, subresource="status")
+    except ApiError as error:
+        if error.status != 404:
+            print(f"kubelet: {name}: {error}", file=sys.stderr)
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def job(name: str, workers: int) -> dict[str, Any]:
+    container = {"name": "worker", "image": "image:1", "command": ["python", "train.py"]}
+    return {
+        "apiVersion": "topkube.dev/v1alpha1",
+        "kind": KIND,
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {"workers": workers, "slotsPerWorker": 2, "template": {"spec": {"containers": [container]}}},
+    }
+
+
+def finished(cluster: Cluster, name: str, workers: int) -> None:
+    """A job that ended long ago, with its pods, as the operator leaves it."""
+    made_job = cluster.create(job(name, workers))
+    uid = made_job["metadata"]["uid"]
+    pods = [(names.launcher_name(name, 1), names.LAUNCHER, "")]
+    pods += [(names.worker_name(name, index, 1), names.WORKER, str(index)) for index in range(workers)]
+    for pod, role, index in pods:
+        labels = {names.JOB_NAME: name, names.ROLE: role, names.ATTEMPT: "1", names.WORKER_INDEX: index or "0"}
+        manifest = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": pod,
+                "namespace": NAMESPACE,
+                "labels": labels,
+                "annotations": {names.DEFAULT_CONTAINER: role},
+                "ownerReferences": [names.owner(name, uid)],
+            },
+            "spec": {
+                "restartPolicy": "Never",
+                "automountServiceAccountToken": False,
+                "containers": [{"name": role, "image": "image:1", "command": ["x"]}],
+            },
+        }
+        found = cluster.create(manifest)
+        set_pod(cluster, found, "Succeeded", {"terminated": {"exitCode": 0, "startedAt": now(), "finishedAt": now()}})
+    condition = {"reason": "Succeeded", "message": "all ranks ended with 0", "lastTransitionTime": now()}
+    status = {
+        "phase": "Succeeded",
+        "attempt": 1,
+        "restarts": 0,
+        "disruptions": 0,
+        "startTime": now(),
+        "completionTime": now(),
+        "progress": {"step": 200, "totalSteps": 200, "percent": 100},
+        "conditions": [
+            {"type": "Created", "status": "True", **condition},
+            {"type": "Running", "status": "False", **condition},
+            {"type": "Succeeded", "status": "True", **condition},
+        ],
+    }
+    cluster.patch(KIND, NAMESPACE, name, {"status": status}, subresource="status")
+
+
+if __name__ == "__main__":
+    play_kubelets(sys.argv[1])
