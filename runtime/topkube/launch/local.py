@@ -30,8 +30,12 @@ GRACE_SECONDS = 10.0
 """Between asking a run to end and killing it: time for a checkpoint."""
 MPIEXEC_LOG = "mpiexec.log"
 _PERSONAL = (
-    *("simd", "threads", "deadline_seconds"),
-    *("cache_directory", "cache_memory_directory", "cache_free_percent"),
+    "simd",
+    "threads",
+    "deadline_seconds",
+    "cache_directory",
+    "cache_memory_directory",
+    "cache_free_percent",
 )
 """Settings that no job determines: the person's environment holds."""
 
