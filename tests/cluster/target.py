@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import kubernetes
+import kubernetes.watch
 import yaml
 from kubernetes.client.exceptions import ApiException
 from kubernetes.dynamic.exceptions import ConflictError
@@ -144,6 +146,24 @@ class Namespace:
             return None
 
         return wait_for(reached, f"{name} to be {' or '.join(phases)}", seconds)
+
+    def phases(self, name: str) -> list[str]:
+        """The phases that the job is in, one after the other, as a watcher sees them; the list grows until its end."""
+        seen: list[str] = []
+
+        def follow() -> None:
+            watching = kubernetes.watch.Watch()
+            which, kind = f"metadata.name={name}", (GROUP, VERSION, self.name, PLURAL)
+            listed = self.target.custom.list_namespaced_custom_object
+            for event in watching.stream(listed, *kind, field_selector=which, timeout_seconds=280):
+                phase = (event["object"].get("status") or {}).get("phase")
+                if phase and phase not in seen[-1:]:
+                    seen.append(phase)
+                if phase in ("Succeeded", "Failed"):
+                    watching.stop()
+
+        threading.Thread(target=follow, daemon=True).start()
+        return seen
 
     def condition(self, name: str, kind: str) -> dict[str, Any]:
         found = (one for one in self.status(name).get("conditions") or () if one["type"] == kind)

@@ -9,9 +9,8 @@ from jobs import endless, fails, job, steps
 from kubernetes.client.exceptions import ApiException
 from target import KUBELET_SECONDS, Namespace, wait_for
 
-GONE_SECONDS = 30.0
-"""From deleting a job to nothing being left of it, on nodes that can be reached: twice what benchmarks/
-cluster_recovery.py holds it to, for a machine that is busy."""
+GONE_SECONDS = 15.0
+"""From deleting a job to nothing being left of it, on nodes that can be reached."""
 
 
 def test_suspended_from_the_start_then_resumed(namespace: Namespace) -> None:
@@ -44,7 +43,7 @@ def test_suspending_frees_everything_and_resuming_goes_on(namespace: Namespace) 
 @pytest.mark.alone
 @pytest.mark.parametrize("phase", ["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"])
 def test_deleted_at_any_phase(namespace: Namespace, phase: str) -> None:
-    """On nodes that can be reached everything is gone soon: PID 1 passes SIGTERM on."""
+    """On nodes that can be reached everything is gone within 15 s: PID 1 passes SIGTERM on."""
     command = {"Succeeded": steps(1), "Failed": fails()}.get(phase, endless())
     policy = {"suspend": phase == "Suspended", "backoffLimit": 0 if phase == "Failed" else 1, "cleanPodPolicy": "None"}
     name = namespace.create(job("doomed", command, runPolicy=policy))

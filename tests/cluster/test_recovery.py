@@ -19,9 +19,8 @@ from kubernetes.client.exceptions import ApiException
 from localkube.cluster import Cluster
 from target import GROUP, PLURAL, VERSION, Namespace, Target, wait_for
 
-RESTART_SECONDS = 30.0
-"""From the death of a worker to ranks that run again: twice what benchmarks/cluster_recovery.py holds it to, for a
-machine that is busy."""
+RESTART_SECONDS = 15.0
+"""From the death of a worker to ranks that run again."""
 
 
 def running(namespace: Namespace, name: str, **spec: object) -> None:
@@ -72,8 +71,7 @@ def test_a_killed_worker_is_replaced_and_the_living_stay(namespace: Namespace, b
     began = time.monotonic()
     status = again(namespace, "worker", 2)
     assert time.monotonic() - began < RESTART_SECONDS
-    # Lost, where its kubelet has not said in time how it ended.
-    assert status["restarts"] + status["disruptions"] == 1
+    assert status["restarts"] == 1
     after = namespace.uids("worker")
     assert after["worker-worker-0-1"] == before["worker-worker-0-1"]
     assert "worker-worker-1-2" in after
@@ -176,14 +174,14 @@ def leader(target: Target) -> tuple[str, Any]:
 
 @pytest.mark.alone
 def test_one_of_two_operators_acts_and_the_other_takes_over(namespace: Namespace, breakable: Cluster) -> None:
-    """The leader is killed: its Lease is taken over, and a new job runs."""
+    """The leader is killed: its Lease is taken over within 20 s, and a new job runs."""
     target = namespace.target
     first, pod = leader(target)
     # its node stays, the process is gone before it can hand over
     target.kill_container(pod, "operator")
     began = time.monotonic()
     wait_for(lambda: holder(target) not in ("", first), "another operator to lead", 60)
-    assert time.monotonic() - began < 40  # it takes at most 20; with room for a busy machine
+    assert time.monotonic() - began < 20
     name = namespace.create(job("heir", steps(1), workers=1))
     namespace.wait_phase(name, "Succeeded")
 

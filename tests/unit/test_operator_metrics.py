@@ -107,8 +107,7 @@ def test_every_metric_is_served_with_its_labels() -> None:
     assert served == {(name, frozenset(one.labels)) for one in METRICS for name in one.series}
 
 
-def test_a_thousand_jobs_are_served_quickly() -> None:
-    """28 ms on a processor of its own (benchmarks/metrics.py); here with room for a slow one."""
+def test_a_thousand_jobs_are_served_within_100_ms() -> None:
     stored = [job(f"job-{n}", "Running", restarts=n, progress={"step": 1, "totalSteps": 2}) for n in range(1000)]
     metrics = OperatorMetrics(lambda: stored)
     seconds = []
@@ -116,4 +115,4 @@ def test_a_thousand_jobs_are_served_quickly() -> None:
         start = time.process_time()
         metrics.text()
         seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.4
+    assert min(seconds) < 0.1
