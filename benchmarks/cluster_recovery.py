@@ -1,11 +1,12 @@
-"""How fast a job is back, and how fast it is gone, on a real Kubernetes.
+"""Measures how fast a job recovers, and how fast a deleted job disappears, on a real Kubernetes.
 
     sudo make cluster NODES=3 && kubectl apply -f manifests/ && sudo .venv/bin/python benchmarks/cluster_recovery.py
 
-char_gpt as a TrainingJob, 2 workers x 2 ranks on two nodes, with a checkpoint every 20 steps on a claim that both nodes
-share. Several times each: SIGKILL to all processes of a worker's pod, to one rank, to the launcher; then the time to
-the end of the first step of the next attempt, by the clock of the machine that plays all nodes, and the steps that have
-to be done again. And `kubectl delete`: the time until no pod, Service, Secret or NetworkPolicy of the job is left.
+char_gpt runs as a TrainingJob with 2 workers x 2 ranks on two nodes. It writes a checkpoint every 20 steps to a volume
+claim that both nodes share. Each of these is done several times: SIGKILL to all processes of a worker's pod, to one
+rank, and to the launcher. Measured are the time until the end of the first step of the next attempt, by the clock of
+the machine that simulates all nodes, and the steps that are repeated. Also measured is the time from `kubectl delete`
+until no pod, Service, Secret or NetworkPolicy of the job is left.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ EVERY_STEPS = 20
 TARGET_SECONDS = 15.0
 VICTIMS = ("worker", "rank", "launcher")
 MODEL = ["--steps", "1000000", "--layers", "2", "--width", "64", "--batch-size", "4"]
-# The example, unchanged; rank 0 writes down when each step ends.
+# The unchanged example; rank 0 prints when each step ends.
 ENDS = """
 import os, sys, time
 import topkube, topkube.examples.char_gpt as example
@@ -52,8 +53,8 @@ example.main(sys.argv[1:])
 """
 
 
-class Run:
-    """One job that trains, in a namespace of its own."""
+class RecoveryRun:
+    """A job that trains in its own namespace."""
 
     def __init__(self, target: Target, folder: Path) -> None:
         self.target = target
@@ -70,7 +71,7 @@ class Run:
 
     def _has_account(self) -> bool:
         accounts = self.target.core.list_namespaced_service_account(self.namespace.name).items
-        return any(one.metadata.name == "default" for one in accounts)
+        return any(account.metadata.name == "default" for account in accounts)
 
     def close(self) -> None:
         self.target.core.delete_namespace(self.namespace.name)
@@ -81,11 +82,11 @@ class Run:
         return "\n".join(self.namespace.logs(pod.metadata.name) for pod in pods)
 
     def steps(self, attempt: int) -> list[float]:
-        """When steps of that attempt ended, Unix time."""
+        """Return when the steps of the attempt ended, in Unix time."""
         return [float(text) for text in re.findall(rf"step-end {attempt} ([\d.]+)", self.logs())]
 
     def kill(self, victim: str) -> float:
-        """SIGKILL; gives the time. Worker 1 and its ranks are the victims: worker 0, whose log tells, lives on."""
+        """Send SIGKILL and return the time. Worker 1 or its ranks are killed, because the log of worker 0 is needed."""
         role = "launcher" if victim == "launcher" else "worker"
         pod = self.namespace.pods(role)[-1]
         at = time.time()
@@ -96,13 +97,13 @@ class Run:
         return at
 
     def _a_rank(self, pod: Any) -> int:
-        """The process id, on this machine, of a rank."""
+        """Return the process id of a rank on this machine."""
         return commands_among(self.target.container(pod, "worker").processes())[0]
 
 
 def recovery(target: Target, folder: Path, victim: str) -> dict[str, float]:
-    """Seconds from the kill to the first step after it, and the steps lost."""
-    run = Run(target, folder)
+    """Return the seconds from the kill to the end of the next step, and the number of lost steps."""
+    run = RecoveryRun(target, folder)
     try:
         at = run.kill(victim)
         wait_for(lambda: run.steps(2), "a step of the second attempt", 120)
@@ -116,8 +117,8 @@ def recovery(target: Target, folder: Path, victim: str) -> dict[str, float]:
 
 
 def deletion(target: Target, folder: Path) -> float:
-    """Seconds from deleting a running job to nothing being left of it."""
-    run = Run(target, folder)
+    """Return the seconds from deleting a running job until nothing of it is left."""
+    run = RecoveryRun(target, folder)
     try:
         before = time.monotonic()
         run.namespace.delete(run.name)
@@ -129,9 +130,9 @@ def deletion(target: Target, folder: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="times that each is killed (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each is killed (%(default)s)")
     parser.add_argument("--only", choices=[*VICTIMS, "delete"], action="append", help="only these, results added")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where the result is kept (%(default)s)")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="the file for the result (%(default)s)")
     args = parser.parse_args()
     target, cluster = running()
     folder = cluster.layout.state / "volumes"
@@ -152,7 +153,7 @@ def main() -> None:
                 rounds.append(recovery(target, folder, victim))
             print(victim, rounds[-1], flush=True)
         result[victim] = {
-            "median_seconds": statistics.median(one["seconds"] for one in rounds),
+            "median_seconds": statistics.median(round_result["seconds"] for round_result in rounds),
             "rounds": rounds,
         }
         args.json.write_text(json.dumps(result, indent=1) + "\n")

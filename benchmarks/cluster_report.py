@@ -1,4 +1,4 @@
-"""The sections of docs/benchmarks.md about the cluster: the operator, recovery, starts, steps over slow links."""
+"""The sections of docs/benchmarks.md about clusters: the operator, recovery, starts, and steps over slow links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def operator_section(stored: dict[str, Any]) -> dict[str, str]:
             ["the same, and every status right", f"{many['statuses_seconds']:.1f} s", f"{targets['many_created']:g} s"]
         )
         times = f"{many['statuses_seconds'] / many['floor_seconds']:.1f}×"
-        words = f"a client that makes the same objects and decides nothing; the operator: {times}"
+        words = f"a plain client that creates the same objects; the operator: {times}"
         rows.append([words, f"{many['floor_seconds']:.1f} s", ""])
     if idle:
         words = f"{idle['jobs']:,} finished jobs with {idle['pods']:,} pods at rest"
@@ -38,15 +38,15 @@ def recovery_section(stored: dict[str, Any]) -> dict[str, str]:
         "worker": "a worker's pod: all of its processes",
         "rank": "one rank",
         "launcher": "the launcher",
-        "delete": "the job is deleted: until nothing of it is left",
+        "delete": "the job is deleted: until all its objects are gone",
     }
     rows = []
     for key, words in names.items():
         if key not in stored:
             continue
         rounds = stored[key]["rounds"]
-        seconds = sorted(one["seconds"] for one in rounds)
-        lost = [one["steps_lost"] for one in rounds if "steps_lost" in one]
+        seconds = sorted(measured["seconds"] for measured in rounds)
+        lost = [measured["steps_lost"] for measured in rounds if "steps_lost" in measured]
         rows.append(
             [
                 words,
@@ -56,7 +56,13 @@ def recovery_section(stored: dict[str, Any]) -> dict[str, str]:
                 f"{max(lost):.0f} of {stored['every_steps']}" if lost else "",
             ]
         )
-    headings = ["killed with SIGKILL", "seconds", "min–max", "allowed", "most steps lost, of a checkpoint's interval"]
+    headings = [
+        "killed with SIGKILL",
+        "seconds",
+        "min–max",
+        "allowed",
+        "most lost steps, at most a checkpoint's interval",
+    ]
     facts = f"Kubernetes {stored['kubernetes']} · cores: {stored['machine']['cores']} · {stored['when']}"
     return {"RECOVERY": f"{table(headings, rows)}\n\n{facts}"}
 
@@ -66,7 +72,7 @@ def step_section(stored: dict[str, Any]) -> dict[str, str]:
         [
             f"`{name}`",
             number(1e3 * seconds),
-            ", ".join(number(1e3 * one) for one in stored["rounds"][name]),
+            ", ".join(number(1e3 * seconds) for seconds in stored["rounds"][name]),
         ]
         for name, seconds in stored["median_seconds"].items()
     ]
@@ -102,9 +108,35 @@ def launch_section(stored: dict[str, Any]) -> dict[str, str]:
     return {"LAUNCH": f"{table(headings, rows)}\n\n{facts}"}
 
 
+def chaos_section(stored: dict[str, Any]) -> dict[str, str]:
+    promises = {
+        "not_ended": "jobs that did not end",
+        "wrong_end": "jobs with a wrong end",
+        "ran_after_the_end": "jobs that ran again after their end",
+        "two_attempts": "jobs with two attempts at the same time",
+        "steps_lost": f"attempts that lost more than {stored['every_steps']} steps",
+        "counters": "jobs with wrong counters of attempts",
+        "orphans": "objects left after all jobs were deleted",
+    }
+    hits = [[name, str(count)] for name, count in sorted(stored["hits"].items(), key=lambda entry: -entry[1])]
+    kept = [[words, str(len(stored["findings"][name]))] for name, words in promises.items()]
+    jobs = stored["jobs"]
+    about = (
+        f"{len(jobs)} jobs in {stored['seconds'] / 60:.0f} minutes, {sum(stored['hits'].values())} hits; "
+        f"{sum(job['restarts'] for job in jobs)} restarts and {sum(job['disruptions'] for job in jobs)} disruptions; "
+        f"at most {max(job['most_steps_lost'] for job in jobs)} steps lost by one attempt."
+    )
+    facts = f"Kubernetes {stored['kubernetes']} · cores: {stored['machine']['cores']} · seed {stored['seed']}"
+    return {
+        "CHAOS": f"{about}\n\n{table(['what was broken', 'times'], hits)}\n\n"
+        f"{table(['broken promises', 'found'], kept)}\n\n{facts} · {stored['when']}"
+    }
+
+
 SECTIONS = {
     "operator-scale": operator_section,
     "cluster-recovery": recovery_section,
+    "cluster-chaos": chaos_section,
     "cluster-step": step_section,
     "launch-scale": launch_section,
 }

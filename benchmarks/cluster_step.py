@@ -1,12 +1,11 @@
-"""The whole way on a real Kubernetes: char_gpt as a TrainingJob, 2 nodes x 2 ranks, links shaped; hitopk against dense.
+"""Compares hitopk with dense on a real Kubernetes: char_gpt as a TrainingJob, 2 nodes x 2 ranks, shaped links.
 
     sudo make cluster && sudo .venv/bin/python benchmarks/cluster_step.py
 
-The operator must be installed (kubectl apply -f manifests/) and the cluster one of `make cluster`. Two jobs run one
-after the other, several times in turn, differing in spec.aggregation alone. Each runs topkube.examples.char_gpt
-unchanged; the time at which every step ends is written down beside it. Medians over the steps after the first ones.
-Both send 16-bit values (wire: bf16) where the algorithm sends compressed values; dense is what `algorithm: dense`
-chooses.
+The operator must be installed (kubectl apply -f manifests/), and the cluster must be that of `make cluster`. Two jobs
+alternate several times and differ only in spec.aggregation. Each runs the unchanged topkube.examples.char_gpt; the end
+of every step is recorded. Results are medians over the steps after the first steps. If an algorithm sends compressed
+values, they have 16 bits (wire: bf16). dense is `algorithm: dense`.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from target import Namespace, wait_for  # isort: skip
 
 RESULTS = Path(__file__).with_name("results") / "cluster-step.json"
 WORKERS, SLOTS = 2, 2
-# 4 blocks of width 256: 3.3 million parameters. Few characters a step: what is measured is the exchange, not this
-# machine's processors, which all ranks share.
+# 4 blocks of width 256: 3.3 million parameters. Few characters per step, so that the exchange dominates, not the
+# processors, which all ranks share.
 MODEL = ["--layers", "4", "--width", "256", "--heads", "4", "--context", "32", "--batch-size", "2"]
 ENDS = """
 import json, sys, time
@@ -50,7 +49,8 @@ if topkube.rank() == 0:
 
 
 def step_seconds(namespace: Namespace, algorithm: str, steps: int, skip: int) -> tuple[list[float], int, str]:
-    """Runs one job to its end: seconds of each step after the first `skip`, parameters, the last line it printed."""
+    """Run a job to its end. Return the seconds of each step after the first `skip`, the number of parameters, and the
+    last line that the job printed."""
     name = f"step-{algorithm}-{uuid.uuid4().hex[:4]}"
     command = ["python", "-c", ENDS, "--steps", str(steps), *MODEL]
     aggregation = {"algorithm": algorithm, "density": 0.01, "wire": "bf16"}
@@ -68,10 +68,10 @@ def step_seconds(namespace: Namespace, algorithm: str, steps: int, skip: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="200mbit", help="of every node's link, both directions (%(default)s)")
+    parser.add_argument("--rate", default="200mbit", help="rate of every node's link in both directions (%(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="steps of each job (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="times that both are run (%(default)s)")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where the result is kept (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="how often both are run (%(default)s)")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="the file for the result (%(default)s)")
     args = parser.parse_args()
     target, cluster = running()
     place = f"bench-{uuid.uuid4().hex[:6]}"

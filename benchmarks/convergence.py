@@ -1,19 +1,19 @@
-"""Does sparse training reach the loss of dense training? Both examples' models, SGD and AdamW apart, paired seeds.
+"""Compares the loss of sparse and dense training: the models of both examples, with SGD and AdamW, and paired seeds.
 
-    TOPKUBE_RANKS_PER_NODE=1,1 mpiexec -n 2 python benchmarks/convergence.py     # trains what is missing, reports
-    python benchmarks/convergence.py --report                                    # table and plot of what is there
+    TOPKUBE_RANKS_PER_NODE=1,1 mpiexec -n 2 python benchmarks/convergence.py     # trains missing runs and reports
+    python benchmarks/convergence.py --report                                    # table and plot of the existing runs
 
-Every run trains the same model from the same weights on the same samples in the same order, on two nodes or
-more (declared on one machine); only the exchange differs:
+Every run trains the same model from the same weights on the same samples in the same order, on two or more nodes
+(declared on one machine). Only the exchange differs:
     dense                     hierarchical all-reduce, float32
     hitopk                    density 0.01, reached after 10% of the steps; bf16 values; error feedback
     hitopk, corrected         the same with momentum correction
-    hitopk without feedback   as hitopk, but what is not sent is forgotten (negative control)
-The learning rate warms up for 5% of the steps and falls along a cosine to 0, so that the last weights are a fair
-summary. The final loss is the mean loss over held-out data, after the last step. Compared are pairs of equal seed:
+    hitopk without feedback   as hitopk, but entries that are not sent are discarded (negative control)
+The learning rate warms up for 5% of the steps and falls along a cosine to 0, so that the last weights represent the
+run. The final loss is the mean loss over held-out data after the last step. Pairs with the same seed are compared by
 (sparse - dense) / dense, with a 95% confidence interval of the mean (Student's t).
 
-Results are appended to a JSON file run by run; what is in it is not trained again.
+Each run is appended to a JSON file. Runs that are in the file are not trained again.
 """
 
 from __future__ import annotations
@@ -22,43 +22,31 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
+import tasks
 import topkube
-from topkube.collectives import Algorithm, Request, find, register
-from topkube.examples.char_gpt import GPT, Source
-from topkube.examples.digits_cnn import CNN, accuracy, digits
+from topkube import algorithms
+from topkube.collectives import Request
+from topkube.collectives.sparse import HiTopK
+from topkube.files import write_json
 from topkube.world import World
 
 DENSITY = 0.01
 MODELS = ("char_gpt", "digits_cnn")
 OPTIMIZERS = ("sgd", "adamw")
 CORRECTED = "hitopk, corrected"
-CONDITIONS = ("dense", "hitopk", CORRECTED, "hitopk without feedback")
-LEARNING_RATE = {
-    ("char_gpt", "sgd"): 0.1,
-    ("char_gpt", "adamw"): 3e-3,
-    ("digits_cnn", "sgd"): 0.1,
-    ("digits_cnn", "adamw"): 5e-3,
-}
-"""Of a few tried, those with the lowest dense loss; sparse runs use the same."""
-BATCH = {"char_gpt": 16, "digits_cnn": 32}
-"""Samples per step, over all ranks."""
-CONTEXT, GPT_WIDTH, GPT_LAYERS, CNN_CHANNELS = 64, 64, 2, 8
-LABEL_SMOOTHING = 0.1
-"""On the digits: their plain loss tends to 0, where a difference in per cent means nothing."""
+WITHOUT = "hitopk without feedback"
+CONDITIONS = ("dense", "hitopk", CORRECTED, WITHOUT)
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainedRun:
     model: str
     optimizer: str
     condition: str
@@ -69,50 +57,36 @@ class Result:
     accuracy: float | None
     seconds: float
     curve: list[float]
-    """Training loss of rank 0, means over fiftieths of the run."""
+    """The training loss of rank 0: means over 50 equal parts of the run."""
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:
         return (self.model, self.optimizer, self.condition, self.seed, self.steps)
 
 
-def without_feedback(world: World, request: Request) -> bool:
-    return find("hitopk").run(world, dataclasses.replace(request, residual=None))
+class WithoutFeedback(HiTopK):
+    """Forgets what is not sent."""
+
+    def run(self, world: World, request: Request) -> bool:
+        return super().run(world, dataclasses.replace(request, residual=None))
 
 
-register(Algorithm("hitopk without feedback", sparse=True, run=without_feedback))
+FORGETFUL = algorithms.register(
+    dataclasses.replace(
+        algorithms.find("hitopk"),
+        name="benchmark.hitopk-without-feedback",
+        summary="hitopk, but what is not sent is forgotten",
+        state=(),
+        implementation=f"{__name__}:WithoutFeedback",
+    )
+)
+AGGREGATIONS = {CORRECTED: "hitopk", WITHOUT: FORGETFUL.name}
 
 
-def task(name: str) -> tuple[torch.nn.Module, Dataset, Callable[..., torch.Tensor], Callable[[torch.nn.Module], tuple]]:
-    """(model, training data, loss of a batch, held-out (loss, accuracy))."""
-    if name == "char_gpt":
-        source = Source(CONTEXT, held_out=True)
-        chosen = torch.linspace(0, len(source) - 1, 1024).long().tolist()
-        codes, targets = (torch.stack(part) for part in zip(*(source[i] for i in chosen), strict=True))
-
-        def held_out_text(model: torch.nn.Module) -> tuple[float, None]:
-            parts = [model(*part).item() for part in zip(codes.split(64), targets.split(64), strict=True)]
-            return sum(parts) / len(parts), None
-
-        model = GPT(GPT_LAYERS, GPT_WIDTH, 4, CONTEXT)
-        return model, Source(CONTEXT), lambda model, codes, targets: model(codes, targets), held_out_text
-    train, test = digits()
-    images, labels = test.tensors
-
-    def held_out_digits(model: torch.nn.Module) -> tuple[float, float]:
-        loss = F.cross_entropy(model(images), labels, label_smoothing=LABEL_SMOOTHING)
-        return loss.item(), accuracy(model, test)
-
-    def loss_of(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(images), labels, label_smoothing=LABEL_SMOOTHING)
-
-    return CNN(CNN_CHANNELS), train, loss_of, held_out_digits
-
-
-def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int, learning_rate: float) -> Result:
-    """One run; all ranks together."""
+def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int, learning_rate: float) -> TrainedRun:
+    """Train one run. All ranks call this function."""
     torch.manual_seed(seed)
-    model, dataset, loss_of, held_out = task(name)
+    model, dataset, loss_of, held_out = tasks.task(name)
     topkube.broadcast_parameters(model)
     plain = (
         torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
@@ -122,7 +96,7 @@ def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int,
     optimizer = topkube.DistributedOptimizer(
         plain,
         model.named_parameters(),
-        aggregation=condition.removesuffix(", corrected"),
+        aggregation=AGGREGATIONS.get(condition, condition),
         momentum_correction=condition == CORRECTED,
         density=DENSITY,
         warmup_steps=0 if condition == "dense" else steps // 10,
@@ -135,7 +109,7 @@ def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int,
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     sampler = topkube.data.DistributedSampler(dataset, seed=seed)
-    loader = DataLoader(dataset, batch_size=BATCH[name] // topkube.size(), sampler=sampler)
+    loader = DataLoader(dataset, batch_size=tasks.BATCH[name] // topkube.size(), sampler=sampler)
     losses, start = [], time.perf_counter()
     with topkube.checkpointing(model, optimizer, sampler) as run:
         for batch in run.progress(loader, total=steps):
@@ -151,35 +125,33 @@ def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int,
     stretch = max(1, steps // 50)
     curve = [sum(losses[i : i + stretch]) / stretch for i in range(0, steps - stretch + 1, stretch)]
     count = sum(parameter.numel() for parameter in model.parameters())
-    return Result(name, optimizer_name, condition, seed, steps, count, final, right, seconds, curve)
+    return TrainedRun(name, optimizer_name, condition, seed, steps, count, final, right, seconds, curve)
 
 
-def read(path: Path) -> list[Result]:
-    return [Result(**entry) for entry in json.loads(path.read_text())["runs"]] if path.exists() else []
+def read(path: Path) -> list[TrainedRun]:
+    return [TrainedRun(**entry) for entry in json.loads(path.read_text())["runs"]] if path.exists() else []
 
 
-def write(path: Path, runs: list[Result]) -> None:
-    """The file as a whole, replaced at once: an interrupted benchmark loses at most the run in progress."""
+def write(path: Path, runs: list[TrainedRun]) -> None:
+    """Replace the whole file atomically, so that an interrupted benchmark loses at most the current run."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
     about = {
         "nodes": topkube.nodes(),
         "ranks": topkube.size(),
-        "batch": BATCH,
+        "batch": tasks.BATCH,
         "density": DENSITY,
         "warmup": "10% of the steps",
         "wire": "bf16",
-        "learning_rate": {f"{model} {optimizer}": rate for (model, optimizer), rate in LEARNING_RATE.items()},
-        "label_smoothing": {"char_gpt": 0, "digits_cnn": LABEL_SMOOTHING},
+        "learning_rate": {f"{model} {optimizer}": rate for (model, optimizer), rate in tasks.LEARNING_RATE.items()},
+        "label_smoothing": {"char_gpt": 0, "digits_cnn": tasks.LABEL_SMOOTHING},
         "torch": torch.__version__,
     }
-    aside.write_text(json.dumps({"about": about, "compared": compare(runs), "runs": [asdict(run) for run in runs]}))
-    os.replace(aside, path)
+    write_json(path, {"about": about, "compared": compare(runs), "runs": [asdict(run) for run in runs]})
 
 
-def compare(runs: list[Result]) -> list[dict[str, object]]:
-    """Per model, optimizer and sparse condition: the paired relative difference to dense, per cent, with its 95%
-    interval."""
+def compare(runs: list[TrainedRun]) -> list[dict[str, object]]:
+    """Return, for each model, optimizer and sparse condition, the paired relative difference to dense in per cent with
+    its 95% interval."""
     from scipy.stats import t
 
     losses = {run.key: run.loss for run in runs}
@@ -216,7 +188,7 @@ def compare(runs: list[Result]) -> list[dict[str, object]]:
 
 
 def report(path: Path) -> None:
-    """A markdown table and a plot beside the JSON file."""
+    """Write a Markdown table and a plot next to the JSON file."""
     runs = read(path)
     lines = [
         "| model | optimizer | exchange | seeds | dense loss | loss | difference, % | 95% interval, % |",
@@ -233,7 +205,7 @@ def report(path: Path) -> None:
     plot(runs, path.with_suffix(".png"))
 
 
-def plot(runs: list[Result], path: Path) -> None:
+def plot(runs: list[TrainedRun], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -259,8 +231,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "convergence.json")
-    parser.add_argument("--most", type=int, default=1000, help="stop after this many more runs; the next call goes on")
-    parser.add_argument("--report", action="store_true", help="only write the table and the plot again")
+    parser.add_argument("--most", type=int, default=1000, help="stop after this many runs; the next call continues")
+    parser.add_argument("--report", action="store_true", help="only write the table and the plot")
     args = parser.parse_args()
     if args.report:
         report(args.output)
@@ -270,7 +242,7 @@ def main() -> None:
     runs = world.comm.bcast(read(args.output) if world.rank == 0 else None)
     wanted = [
         (model, optimizer, condition, seed, args.steps)
-        for conditions in (CONDITIONS[:3], CONDITIONS[3:])  # the comparison first, its control after it
+        for conditions in (CONDITIONS[:3], CONDITIONS[3:])  # first the comparison, then its control
         for model in reversed(MODELS)
         for seed in range(args.seeds)
         for optimizer in OPTIMIZERS
@@ -278,7 +250,7 @@ def main() -> None:
     ]
     done = {run.key for run in runs}
     for key in [key for key in wanted if key not in done][: args.most]:
-        result = train(*key, learning_rate=LEARNING_RATE[key[:2]])
+        result = train(*key, learning_rate=tasks.LEARNING_RATE[key[:2]])
         runs.append(result)
         if world.rank == 0:
             write(args.output, runs)

@@ -1,11 +1,11 @@
-"""The dashboards' pictures in docs/images, drawn from a real Prometheus that watches real jobs on a real Kubernetes:
+"""Draws the pictures of the dashboards in docs/images from a real Prometheus that scrapes jobs on a real Kubernetes:
 
     sudo make cluster && sudo .venv/bin/python benchmarks/dashboards.py
 
 TopKube must be installed (by the chart, or by kubectl apply -f manifests/) and the cluster one of `make cluster`.
-In two namespaces a small GPT trains with checkpoints, a network reads images through the data cache, the sample
-digits-cnn runs to its end, and a job waits for a node that there is not. Half-way a worker of the GPT is killed: it
-goes on from its checkpoint, and the dashboards tell.
+In two namespaces, a small GPT trains with checkpoints, a network reads images through the data cache, the sample
+digits-cnn runs to its end, and a job waits for a node that does not exist. After half of the time a worker of the GPT
+is killed: the job continues from its checkpoint, and the dashboards show it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GPT = [
     *("python", "-m", "topkube.examples.char_gpt", "--steps", "2000", "--batch-size", "4", "--learning-rate", "0.002"),
     *("--optimizer", "adamw"),
 ]
-# 3,000 images of 3 x 32 x 32, a tenth of a second to decode a batch of them; memory for half.
+# 3,000 images of 3 x 32 x 32. Decoding a batch takes a tenth of a second. The memory tier has room for half of them.
 IMAGES = """
 import os, sys, time
 from pathlib import Path
@@ -82,7 +82,7 @@ with topkube.checkpointing(model, optimizer, sampler) as run:
 
 @contextmanager
 def namespaces(target: Target) -> Iterator[dict[str, Namespace]]:
-    """Two namespaces that go with the block."""
+    """Create two namespaces, and delete them at the end of the block."""
     for name in (LANGUAGE, VISION):
         try:
             target.core.create_namespace({"metadata": {"name": name}})
@@ -99,7 +99,7 @@ def namespaces(target: Target) -> Iterator[dict[str, Namespace]]:
 
 @contextmanager
 def checkpoints(target: Target, cluster: Cluster) -> Iterator[None]:
-    """A claim called checkpoints in LANGUAGE, on a folder that all nodes of this machine share."""
+    """Create the volume claim `checkpoints` in LANGUAGE, on a folder that all nodes of this machine share."""
     folder = cluster.layout.state / "volumes" / LANGUAGE
     folder.mkdir(parents=True)
     folder.chmod(0o777)
@@ -142,19 +142,19 @@ def main() -> None:
     parser.add_argument("directory", type=Path, nargs="?", default=ROOT / "docs/images", help="(%(default)s)")
     args = parser.parse_args()
     if BINARY is None:
-        sys.exit("there is no prometheus. Next: apt-get install prometheus")
+        sys.exit("prometheus is not installed. Next: apt-get install prometheus")
     target, cluster = running()
     with (
         tempfile.TemporaryDirectory() as folder,
         namespaces(target) as place,
         checkpoints(target, cluster),
     ):
-        found = Found(target, Path(folder), list(place))
-        with prometheus(Path(folder), found.jobs) as server:
+        targets = Found(target, Path(folder), list(place))
+        with prometheus(Path(folder), targets.jobs) as server:
             submit(place)
             began, killed = time.monotonic(), False
             while (passed := time.monotonic() - began) < args.seconds:
-                found.look()
+                targets.look()
                 if not killed and passed > args.seconds / 2:
                     victim = place[LANGUAGE].pods("worker", "gpt-stdlib")[1]
                     target.kill_container(victim, "worker")
@@ -165,8 +165,8 @@ def main() -> None:
                 path = args.directory / f"{dashboard.uid.replace('topkube-', 'dashboards-')}.png"
                 draw(server, dashboard, path, args.seconds, "20s", **chosen.get(dashboard.uid, {}))
                 print(path)
-        for one in place.values():
-            print(*one.describe(), sep="\n")
+        for namespace in place.values():
+            print(*namespace.describe(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""How long a job of many workers takes from its last worker's call until every rank has left MPI_Init.
+"""Measures the start of jobs with many workers, from the call of the last worker until every rank has left MPI_Init.
 
-Real: the launcher (`topkube launch`, its TLS, its sessions), mpiexec, one proxy per worker (hydra_pmi_proxy or prted)
-that reaches mpiexec through its worker's tunnel, and one rank per worker, a C program that calls MPI_Init.
-Simulated, as all workers share this machine: they are coroutines of this one process, each with an address, a token, a
-TLS session and a tunnel of its own; there are no pods. Ranks spin while they wait, which on nodes of their own takes
-nothing from anybody: here they run with the least priority. Under Open MPI they use its TCP device alone. MPICH is
-measured twice: over UCX, where MPI_Init of every rank connects to all others, and over OFI, where it does not.
+Real parts: the launcher (`topkube launch`, its TLS, its sessions), mpiexec, one proxy per worker (hydra_pmi_proxy or
+prted) that reaches mpiexec through its worker's tunnel, and one rank per worker, a C program that calls MPI_Init. The
+workers are simulated, because they share this machine: each is a coroutine of this process with its own address, token,
+TLS session and tunnel; there are no pods. Waiting ranks spin, so they run with the lowest priority here. With Open MPI
+they use only its TCP device. MPICH is measured twice: with UCX, where MPI_Init of every rank connects to all other
+ranks, and with OFI, where it does not.
 
-Most of the time is the machine's: hundreds of processes start and call MPI_Init on its few processors. So each size is
-measured twice in turn: as above, and without TopKube (the floor): mpiexec starts the same number of the same proxies
-itself, they connect to it directly, the same ranks run. What counts is the ratio, and the processor time of the parts.
+Most of the time is spent on starting hundreds of processes that call MPI_Init on a few processors. So each size is also
+measured without TopKube (the floor), in turn: mpiexec starts the same number of the same proxies itself, they connect
+to it directly, and the same ranks run. The results are the ratio, and the processor time of the parts.
 
-    .venv/bin/python benchmarks/launch_scale.py            # all of it, 2 to 256 workers; needs root
+    .venv/bin/python benchmarks/launch_scale.py            # everything, 2 to 256 workers; needs root
 
-As root of a PID namespace of its own: whatever ends it, no process stays behind. In a cgroup of its own: outside of
-any, Linux shares the processors out between sessions (autogroup) before it looks at priorities, every rank is a
-session, and so the ranks that wait would take nearly everything from the proxies that they wait for.
+It runs in its own PID namespace, so that no process is left behind. It also runs in its own cgroup. Without a cgroup,
+Linux divides the processors among sessions (autogroup) before it applies priorities. Every rank is a session, so the
+waiting ranks would take nearly all processor time from the proxies for which they wait.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ sys.path.insert(0, str(ROOT / "tests/cluster"))
 from localkube.cgroups import Group, hierarchies  # noqa: E402
 from pods import KEY, PYTHONS, UID, PlayedJob  # noqa: E402  the tests' stand-in for the operator
 
-from topkube.launch.contract import JOIN_PATH, worker_token  # noqa: E402
-from topkube.launch.link import FRAME_BYTES, Link  # noqa: E402
-from topkube.launch.messages import (  # noqa: E402
+from topkube.launch.connection.link import FRAME_BYTES, Link  # noqa: E402
+from topkube.launch.connection.messages import (  # noqa: E402
+    AnyMessage,
     Close,
     End,
     Ended,
@@ -56,15 +56,15 @@ from topkube.launch.messages import (  # noqa: E402
     ProxyEnded,
     Report,
     Running,
-    Said,
     Start,
     Welcome,
     read,
 )
-from topkube.launch.mpi import Mpi, find  # noqa: E402
-from topkube.launch.processes import dies_with_parent  # noqa: E402
-from topkube.launch.proxies import proxy_command  # noqa: E402
-from topkube.launch.tunnel import Tunnel  # noqa: E402
+from topkube.launch.connection.tunnel import Tunnel  # noqa: E402
+from topkube.launch.contract import JOIN_PATH, worker_token  # noqa: E402
+from topkube.launch.host.processes import dies_with_parent  # noqa: E402
+from topkube.launch.mpi.mpi_library import Mpi, find  # noqa: E402
+from topkube.launch.mpi.proxies import proxy_command  # noqa: E402
 
 SIZES = (2, 16, 64, 65, 128, 129, 256)
 GOAL_SECONDS = 10.0
@@ -77,7 +77,7 @@ WAYS: dict[str, tuple[str, dict[str, str]]] = {
         {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"},
     ),
 }
-"""Each an MPI, and what its ranks find in their environment."""
+"""The MPI libraries, with the environment variables of their ranks."""
 
 
 def addresses(workers: int) -> list[str]:
@@ -86,7 +86,7 @@ def addresses(workers: int) -> list[str]:
 
 @dataclass
 class Programs:
-    """What the proxies start: compiled once per way, and in which environment."""
+    """The programs that the proxies start, and their environment."""
 
     rank: Path
     host: Path
@@ -101,7 +101,7 @@ class Programs:
 
 @dataclass
 class SimulatedWorker:
-    """One worker in little."""
+    """A simulated worker."""
 
     index: int
     ip: str
@@ -125,12 +125,12 @@ class SimulatedWorker:
         self.tunnel = Tunnel(self.link)
         await self.link.run(socket, answer.received)
 
-    def take(self, said: Said) -> None:
-        if isinstance(said, Start):
-            self.starting = asyncio.create_task(self.start(said))
-        elif isinstance(said, Close):
-            self.tunnel.closed(said.stream)
-        elif isinstance(said, End):
+    def take(self, message: AnyMessage) -> None:
+        if isinstance(message, Start):
+            self.starting = asyncio.create_task(self.start(message))
+        elif isinstance(message, Close):
+            self.tunnel.closed(message.stream)
+        elif isinstance(message, End):
             if self.proxy is not None and self.proxy.poll() is None:
                 self.proxy.kill()
             self.link.send(Ended())
@@ -157,17 +157,17 @@ class SimulatedWorker:
 
 
 async def ended(process: subprocess.Popen[bytes]) -> None:
-    """Returns when the process ends, without a thread and without looking again and again."""
-    descriptor, over = os.pidfd_open(process.pid), asyncio.Event()
+    """Wait until the process ends, without a thread and without polling."""
+    descriptor, is_over = os.pidfd_open(process.pid), asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_reader(descriptor, over.set)
-    await over.wait()
+    loop.add_reader(descriptor, is_over.set)
+    await is_over.wait()
     loop.remove_reader(descriptor)
     os.close(descriptor)
 
 
 def processor_seconds(pid: int) -> float:
-    """That a living process and its ended children have used."""
+    """Return the processor time of a living process and its ended children."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return sum(int(fields[i]) for i in (11, 12)) / os.sysconf("SC_CLK_TCK")
@@ -175,14 +175,14 @@ def processor_seconds(pid: int) -> float:
 
 
 def left_at(directory: Path, workers: int) -> float | None:
-    """When the last rank left MPI_Init; None where one did not, or saw another number of ranks."""
+    """Return when the last rank left MPI_Init; None if a rank did not, or saw another number of ranks."""
     left = [path.read_text().split() for path in directory.glob("rank-*.left")]
     complete = len(left) == workers and all(int(size) == workers for size, _ in left)
     return max(float(at) for _, at in left) if complete else None
 
 
 async def launched(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: float) -> dict[str, object]:
-    """One launch by TopKube."""
+    """Measure a launch by TopKube."""
     with PlayedJob(directory, [], workers, 1, mpi.implementation) as job:
         began, used_before = time.time(), time.process_time()
         launcher = job.start_launcher(rendezvous_seconds=120.0)
@@ -231,7 +231,7 @@ async def launched(mpi: Mpi, workers: int, programs: Programs, directory: Path, 
 
 
 def floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: float) -> dict[str, object]:
-    """The same proxies and ranks, started by mpiexec itself."""
+    """Measure the same proxies and ranks, started by mpiexec itself."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "TMPDIR": str(directory)}
     environment |= programs.environment(mpi, directory)
     command = [str(mpi.mpiexec)]
@@ -242,7 +242,11 @@ def floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: 
         agent.write_text(f'#!/bin/sh\nhost=$1; shift; exec {programs.host} "$host" /bin/sh -c "$*"\n')
         agent.chmod(0o755)
         command += ["--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
-        command += ["--prtemca", "plm_ssh_num_concurrent", str(workers + 1)]  # else the 129th waits for one to end
+        command += [
+            "--prtemca",
+            "plm_ssh_num_concurrent",
+            str(workers + 1),
+        ]  # by default the 129th waits for another to end
         command += ["--prtemca", "prte_if_do_not_resolve", "1", "--allow-run-as-root", "--bind-to", "none"]
         command += ["--leave-session-attached", "--map-by", ":OVERSUBSCRIBE"]
         command += ["--host", ",".join(f"w{index}:1" for index in range(workers))]
@@ -265,26 +269,26 @@ def floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: 
 
 
 def measure(way: str, mpi: Mpi, workers: int, programs: Programs, seconds: float) -> dict[str, object]:
-    """The floor first, then the launch."""
+    """Measure the floor, then the launch."""
     result: dict[str, object] = {"way": way, "mpi": str(mpi), "workers": workers}
     for run in (floor, launched):
         directory = Path(tempfile.mkdtemp(prefix="ts-"))
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        found = run(mpi, workers, programs, directory, seconds)
-        result |= found if isinstance(found, dict) else asyncio.run(found)
+        result_of_run = run(mpi, workers, programs, directory, seconds)
+        result |= result_of_run if isinstance(result_of_run, dict) else asyncio.run(result_of_run)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         name = "floor" if run is floor else "all"
         used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         result[f"{name}_children_processor_seconds"] = round(used, 2)
         shutil.rmtree(directory, ignore_errors=True)
-    ours, theirs = result["start_seconds"], result["floor_seconds"]
-    if isinstance(ours, float) and isinstance(theirs, float):
-        result["times_the_floor"] = round(ours / theirs, 2)
+    own_seconds, floor_seconds = result["start_seconds"], result["floor_seconds"]
+    if isinstance(own_seconds, float) and isinstance(floor_seconds, float):
+        result["times_the_floor"] = round(own_seconds / floor_seconds, 2)
     return result
 
 
 def compiled(mpi: Mpi, settings: dict[str, str], directory: Path) -> Programs:
-    """The rank for this MPI, and what gives a process a host name."""
+    """Compile the rank for this MPI, and the program that gives a process a host name."""
     prefix = mpi.mpiexec.parent.parent
     programs = Programs(directory / f"rank-{mpi.implementation}", directory / "host", settings)
     library = prefix / "lib"
@@ -295,9 +299,9 @@ def compiled(mpi: Mpi, settings: dict[str, str], directory: Path) -> Programs:
 
 
 def alone() -> int:
-    """This script again, in a PID namespace and a cgroup of its own; its exit code."""
+    """Run this script again in its own PID namespace and cgroup; return its exit code."""
     group = Group("topkube-launch-scale")
-    group.remove()  # what a killed run left
+    group.remove()  # left by a killed run
     group.make()
     command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, *sys.argv]
     dies = dies_with_parent(signal.SIGKILL)
@@ -309,7 +313,7 @@ def alone() -> int:
 
     try:
         inside = subprocess.Popen(command, env={**os.environ, INSIDE: "1"}, preexec_fn=enter, start_new_session=True)
-        for number in (signal.SIGTERM, signal.SIGINT):  # unshare itself does not hear them
+        for number in (signal.SIGTERM, signal.SIGINT):  # unshare does not forward them
             signal.signal(number, lambda *_: inside.kill())
         return inside.wait()
     finally:
@@ -320,7 +324,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--mpi", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seconds", type=float, default=120.0, help="that one start may take (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="the longest time of a start (%(default)s)")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/launch-scale.json")
     options = parser.parse_args()
     if INSIDE not in os.environ:
@@ -338,8 +342,8 @@ def main() -> int:
                 result = measure(way, mpi, workers, programs, options.seconds)
                 result["date"] = datetime.date.today().isoformat()
                 print(json.dumps(result), flush=True)
-                results = [one for one in results if (one["way"], one["workers"]) != (way, workers)] + [result]
-                results.sort(key=lambda one: (one["way"], one["workers"]))
+                results = [row for row in results if (row["way"], row["workers"]) != (way, workers)] + [result]
+                results.sort(key=lambda row: (row["way"], row["workers"]))
                 machine = {"cores": os.cpu_count(), "python": platform.python_version()}
                 text = {"machine": machine, "goal_seconds": GOAL_SECONDS, "runs": results}
                 options.json.write_text(json.dumps(text, indent=1) + "\n")

@@ -1,10 +1,10 @@
-"""What metrics cost: `python benchmarks/metrics.py` writes benchmarks/results/metrics.json.
+"""Measures the cost of metrics: `python benchmarks/metrics.py` writes benchmarks/results/metrics.json.
 
-Three measurements, each the median of many repetitions:
-- one step's bookkeeping on a rank: counting, and the write of the rank's file, data cache included;
-- one scrape of a worker with 8 ranks over HTTP, and its number of series;
-- one scrape of the operator with 1,000 running jobs.
-And one bound: norms are sampled so seldom that their share of the time stays below a constant of the code.
+There are three measurements, each the median of many repetitions:
+- the bookkeeping of a step on a rank: counting, and the write of the rank's file, including the data cache;
+- a scrape of a worker with 8 ranks over HTTP, and its number of series;
+- a scrape of the operator with 1,000 running jobs.
+There is one bound: norms are sampled so rarely that their share of the time stays below a constant of the code.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from topkube.data.watch import statistics as cache_statistics
+from topkube.data.base.open_datasets import statistics as cache_statistics
 from topkube.telemetry.endpoint import MetricsEndpoint
 from topkube.telemetry.phases import PHASES, Snapshot
 from topkube.telemetry.rank_file import CACHE, RankMetrics
-from topkube.training.norms import MOST_OF_TIME
-from topkube_operator.metrics import OperatorMetrics
-from topkube_operator.probes import Probes
+from topkube.training.reporting.norms import MOST_OF_TIME
+from topkube_operator.control.metrics import OperatorMetrics
+from topkube_operator.http.probes import Probes
 
 RESULT = Path(__file__).parent / "results/metrics.json"
 RANKS, JOBS = 8, 1000
-STEP_SECONDS = 0.01  # a short step: most take longer, and metrics then cost less of them
+STEP_SECONDS = 0.01  # a short step: most steps are longer, and then the share of metrics is smaller
 GAUGES = {"step": 1, "total_steps": 100, "density": 0.01, "skipped_steps": 0, "last_step": 1e9, "gradient_norm": 1}
 OWN = Snapshot(dict.fromkeys(PHASES, 0.001), intra_bytes=10, inter_bytes=10, dense_bytes=10)
 
@@ -58,7 +58,7 @@ def measure() -> dict[str, object]:
         ranks = [RankMetrics(directory, rank) for rank in range(RANKS)]
 
         def step() -> None:
-            ranks[0].cache(cache_statistics())  # training looks once a second; here every step
+            ranks[0].cache(cache_statistics())  # training does this once per second, this benchmark every step
             ranks[0].step(0.1, OWN, 8, GAUGES)
 
         step_seconds = median_seconds(step, 5000)
@@ -98,6 +98,6 @@ def measure() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    found = measure()
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    results = measure()
+    RESULT.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))

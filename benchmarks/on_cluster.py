@@ -1,4 +1,4 @@
-"""What benchmarks on a real Kubernetes share: the cluster of `make cluster`, and what a result says about it."""
+"""Functions for benchmarks on a real Kubernetes: the cluster of `make cluster`, and its description in results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from target import Target
 
 
 def running() -> tuple[Target, Cluster]:
-    """The cluster that is up; ends the program where there is none."""
+    """Return the running cluster. End the program if no cluster is running."""
     cluster = Cluster.running(Layout.from_environment())
     if cluster is None:
         sys.exit("no cluster is up. Next: sudo make cluster NODES=3, kubectl apply -f manifests/")
@@ -25,7 +25,7 @@ def running() -> tuple[Target, Cluster]:
 
 
 def about(target: Target) -> dict[str, Any]:
-    """When and on what a result was measured."""
+    """Return when and on which machine and cluster a result was measured."""
     return {
         "when": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": {"cores": os.cpu_count(), "system": f"{platform.system()} {platform.release().partition('-')[0]}"},

@@ -1,16 +1,16 @@
-"""How fast the operator makes pods, and what it costs when there is nothing to do.
+"""Measures how fast the operator creates pods, and its cost when there is nothing to do.
 
     python benchmarks/operator_scale.py [--only start|many|idle ...] [--json FILE]
 
-A real etcd and kube-apiserver (tests/cluster/localkube builds them, cluster 8, nothing else of it is started), the
-operator as it is installed, in a process of its own. Nodes are played: a process sets the status of pods as kubelets
-would, so that hundreds of pods fit on one machine. Needs root, as the local cluster does.
+It uses a real etcd and kube-apiserver (built by tests/cluster/localkube as cluster 8; nothing else of that cluster is
+started), and the operator as it is installed, in its own process. Nodes are simulated: a process sets the status of
+pods like kubelets do, so that hundreds of pods fit on one machine. It needs root, like the local cluster.
 
-start   one job: from the moment it is sent to the moment a watcher has seen all its pods, for 2 and for 64 workers
-many    100 jobs of 4 workers at once: until all 500 pods are there and every status says so (no kubelets), and, played
-        by a kubelet, until every job has Succeeded. The floor: a client that decides nothing makes the same jobs and
-        children, with as many calls at a time
-idle    1,000 finished jobs with their pods: CPU and memory of the operator that has just started and looks after them
+start   one job with 2 and with 64 workers: from sending the job until a watcher has seen all its pods
+many    100 jobs of 4 workers at once: until all 500 pods exist and every status shows them (without kubelets), and
+        until every job has Succeeded (with simulated kubelets). The floor: a client without any logic creates the same
+        jobs and children, with the same number of concurrent calls
+idle    1,000 finished jobs with their pods: CPU and memory of an operator that has just started
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from localkube.packages import TO_RUN, install, kubernetes  # noqa: E402
 
 from played_nodes import NAMESPACE, finished, job  # noqa: E402
 from topkube.job import KIND  # noqa: E402
-from topkube_operator import names  # noqa: E402
-from topkube_operator.cluster import ApiError, Cluster  # noqa: E402
-from topkube_operator.controller import CALLS  # noqa: E402
+from topkube_operator.control.plan_executor import CALLS  # noqa: E402
+from topkube_operator.model import names  # noqa: E402
+from topkube_operator.watch.api_client import ApiError, Cluster  # noqa: E402
 
 OPERATOR = "topkube-system"
 METRICS = 18099
@@ -56,7 +56,7 @@ TARGETS = {"start_2": 0.3, "start_64": 1.0, "many_created": 12.0, "idle_cpu_perc
 
 @contextmanager
 def api_server() -> Iterator[str]:
-    """etcd and kube-apiserver alone; gives a kubeconfig."""
+    """Run only etcd and kube-apiserver; yield a kubeconfig."""
     layout = Layout(8)
     install(*TO_RUN)
     programs = kubernetes(layout.cache)
@@ -64,7 +64,7 @@ def api_server() -> Iterator[str]:
     layout.state.mkdir(parents=True, mode=0o700)
     Group(layout.name).make()
     plane = ControlPlane(layout, programs)
-    # the controllers would take CPU that is measured here: they are never started
+    # the controllers are not started, because they would take processor time
     plane.controller_manager = plane.scheduler = Nothing()  # type: ignore[assignment]
     try:
         plane.start()
@@ -77,7 +77,7 @@ class Nothing:
     """A daemon that does not run."""
 
     def start(self) -> None:
-        """Starts nothing."""
+        """Start nothing."""
 
 
 def prepare(cluster: Cluster) -> None:
@@ -108,7 +108,7 @@ def until(true: Callable[[], object], what: str, seconds: float = 120.0) -> None
 
 @contextmanager
 def operator(kubeconfig: str) -> Iterator[int]:
-    """The operator in a process of its own; gives its process id when it leads."""
+    """Run the operator in its own process; yield its process id when it leads."""
     command = [sys.executable, "-m", "topkube_operator", "--kubeconfig", kubeconfig, "--metrics-port", str(METRICS)]
     process = subprocess.Popen([*command, "--operator-namespace", OPERATOR, "--log-level", "warning"])
     try:
@@ -137,8 +137,8 @@ def kubelets(kubeconfig: str) -> Iterator[None]:
         process.wait(10)
 
 
-class Watch:
-    """Counts pods as a watcher sees them arrive."""
+class PodWatch:
+    """Counts the pods that a watcher has seen."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -158,28 +158,28 @@ class Watch:
 
 
 def start(cluster: Cluster, workers: int, repeats: int) -> dict[str, Any]:
-    """Seconds from sending a job to its last pod, over several jobs."""
-    watch, seconds = Watch(cluster), []
+    """Return the seconds from sending a job to its last pod, for several jobs."""
+    watch, seconds = PodWatch(cluster), []
     for number in range(repeats + 1):
         name = f"start-{workers}-{number}"
         begun = time.monotonic()
         cluster.create(job(name, workers))
-        mine = lambda name=name: [one for one in watch.seen if one.startswith(name + "-")]  # noqa: E731
-        until(lambda mine=mine: len(mine()) == workers + 1, f"the pods of {name}")
-        if number:  # the first one warms connections up
-            seconds.append(max(watch.seen[one] for one in mine()) - begun)
+        own_pods = lambda name=name: [pod for pod in watch.seen if pod.startswith(name + "-")]  # noqa: E731
+        until(lambda own_pods=own_pods: len(own_pods()) == workers + 1, f"the pods of {name}")
+        if number:  # the first job warms up connections
+            seconds.append(max(watch.seen[pod] for pod in own_pods()) - begun)
         remove(cluster, name)
     return {"workers": workers, "seconds": statistics.median(seconds), "all": seconds}
 
 
 def remove(cluster: Cluster, *jobs: str) -> None:
-    """Suspends jobs, so that the operator frees their pods (no garbage collector runs here), and deletes them."""
+    """Suspend jobs, so that the operator deletes their pods (there is no garbage collector), and delete the jobs."""
     for name in jobs:
         cluster.patch(KIND, NAMESPACE, name, {"spec": {"runPolicy": {"suspend": True}}})
     until(lambda: not cluster.list("Pod", NAMESPACE)[0], "the pods to go")
     for name in jobs:
-        found = cluster.get(KIND, NAMESPACE, name)
-        cluster.delete(KIND, NAMESPACE, name, found["metadata"]["uid"])
+        job = cluster.get(KIND, NAMESPACE, name)
+        cluster.delete(KIND, NAMESPACE, name, job["metadata"]["uid"])
 
 
 def create_all(cluster: Cluster, jobs: list[dict[str, Any]]) -> None:
@@ -189,23 +189,23 @@ def create_all(cluster: Cluster, jobs: list[dict[str, Any]]) -> None:
 
 def many(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str, Any]:
     listed = [job(f"many-{number}", workers) for number in range(jobs)]
-    watch = Watch(cluster)
+    watch = PodWatch(cluster)
     begun = time.monotonic()
     create_all(cluster, listed)
     sent = time.monotonic() - begun
     until(lambda: len(watch.seen) == jobs * (workers + 1), "all pods")
     pods = max(watch.seen.values()) - begun
-    until(lambda: all(made(one, workers) for one in cluster.list(KIND, NAMESPACE)[0]), "every status")
+    until(lambda: all(is_complete(item, workers) for item in cluster.list(KIND, NAMESPACE)[0]), "every status")
     statuses = time.monotonic() - begun
     children = [
-        {"apiVersion": version, "kind": kind, **one}
+        {"apiVersion": version, "kind": kind, **item}
         for kind, version in CHILDREN.items()
-        for one in cluster.list(kind, NAMESPACE, names.JOB_NAME)[0]
+        for item in cluster.list(kind, NAMESPACE, names.JOB_NAME)[0]
     ]
     ended: dict[str, float] = {}
     begun = time.monotonic()
     with kubelets(kubeconfig):
-        until(lambda: all(succeeded(one, workers) for one in cluster.list(KIND, NAMESPACE)[0]), "every success")
+        until(lambda: all(succeeded(item, workers) for item in cluster.list(KIND, NAMESPACE)[0]), "every success")
         ended["seconds"] = time.monotonic() - begun
     remove_ended(cluster)
     return {
@@ -220,46 +220,47 @@ def many(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str
 
 
 def floor(cluster: Cluster, jobs: list[dict[str, Any]], children: list[dict[str, Any]]) -> float:
-    """Seconds in which a bare client makes jobs that the operator leaves alone, and then children like these."""
+    """Return the seconds in which a plain client creates jobs that the operator ignores, and then children like
+    these."""
     managed = {"runPolicy": {"managedBy": "example.com/nobody"}}
-    alike = [{**one, "metadata": renamed(one), "spec": {**one["spec"], **managed}} for one in jobs]
-    made = [{**one, "metadata": renamed(one)} for one in children]
-    for one in made:
-        one.pop("status", None)
-        if one["kind"] == "Service":
-            one["spec"] = {name: value for name, value in one["spec"].items() if not name.startswith("clusterIP")}
+    alike = [{**item, "metadata": renamed(item), "spec": {**item["spec"], **managed}} for item in jobs]
+    manifests = [{**item, "metadata": renamed(item)} for item in children]
+    for item in manifests:
+        item.pop("status", None)
+        if item["kind"] == "Service":
+            item["spec"] = {name: value for name, value in item["spec"].items() if not name.startswith("clusterIP")}
     begun = time.monotonic()
     create_all(cluster, alike)
     with ThreadPoolExecutor(CALLS) as pool:
-        list(pool.map(cluster.create, made))
+        list(pool.map(cluster.create, manifests))
     seconds = time.monotonic() - begun
     remove_ended(cluster)
     return seconds
 
 
-def renamed(thing: dict[str, Any]) -> dict[str, Any]:
-    """Metadata of a copy that belongs to nobody."""
-    kept = {name: thing["metadata"][name] for name in ("namespace", "annotations") if name in thing["metadata"]}
-    return {**kept, "name": f"bare-{thing['metadata']['name']}"}
+def renamed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a copy without an owner."""
+    kept = {name: manifest["metadata"][name] for name in ("namespace", "annotations") if name in manifest["metadata"]}
+    return {**kept, "name": f"bare-{manifest['metadata']['name']}"}
 
 
 def remove_ended(cluster: Cluster) -> None:
     for kind in ("Pod", KIND):
-        found, _ = cluster.list(kind, NAMESPACE)
+        items, _ = cluster.list(kind, NAMESPACE)
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda one, kind=kind: delete(cluster, kind, one), found))
+            list(pool.map(lambda item, kind=kind: delete(cluster, kind, item), items))
 
 
-def delete(cluster: Cluster, kind: str, thing: dict[str, Any]) -> None:
+def delete(cluster: Cluster, kind: str, item: dict[str, Any]) -> None:
     try:
-        cluster.delete(kind, NAMESPACE, thing["metadata"]["name"], thing["metadata"]["uid"])
+        cluster.delete(kind, NAMESPACE, item["metadata"]["name"], item["metadata"]["uid"])
     except ApiError as error:
         if error.status != 404:
             raise
 
 
-def made(one: dict[str, Any], workers: int) -> bool:
-    status = one.get("status") or {}
+def is_complete(job: dict[str, Any], workers: int) -> bool:
+    status = job.get("status") or {}
     created = next((c for c in status.get("conditions", []) if c["type"] == "Created"), {})
     counts = status.get("replicaStatuses", {})
     return (
@@ -270,8 +271,8 @@ def made(one: dict[str, Any], workers: int) -> bool:
     )
 
 
-def succeeded(one: dict[str, Any], workers: int) -> bool:
-    status = one.get("status") or {}
+def succeeded(job: dict[str, Any], workers: int) -> bool:
+    status = job.get("status") or {}
     counts = status.get("replicaStatuses", {})
     return (
         status.get("phase") == "Succeeded"
@@ -284,7 +285,7 @@ def idle(cluster: Cluster, kubeconfig: str, jobs: int, workers: int, seconds: fl
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: finished(cluster, f"done-{number}", workers), range(jobs)))
     with operator(kubeconfig) as process:
-        until(lambda: quiet(cluster), "the operator to have looked at all jobs", 180)
+        until(lambda: quiet(cluster), "the operator to reconcile all jobs", 180)
         before, begun = cpu_seconds(process), time.monotonic()
         time.sleep(seconds)
         percent = 100 * (cpu_seconds(process) - before) / (time.monotonic() - begun)
@@ -305,7 +306,7 @@ _last: dict[str, float] = {}
 
 
 def quiet(cluster: Cluster) -> bool:
-    """Whether the count of reconciles has stood still for three seconds."""
+    """Return True if the number of reconciles has not changed for three seconds."""
     text = urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=5).read().decode()
     total = sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("topkube_reconciles_total{"))
     if _last.get("total") != total:

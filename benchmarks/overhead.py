@@ -1,12 +1,11 @@
-"""What TopKube costs where there is nothing to exchange: the char_gpt loop on one rank against plain torch; and its
-memory.
+"""Measures the cost of TopKube without an exchange: the char_gpt loop on one rank against plain torch, and the memory.
 
     python benchmarks/overhead.py
 
-Time: three loops over the same data with the same model, in one process, taken in turn a few steps at a time, so that
-whatever else the machine does meets all of them: plain torch; DistributedOptimizer and run.progress with dense
-aggregation (nothing is sent on one rank); and with compression forced on (hitopk, density 0.01). One torch thread.
-Medians over steps.
+Time: three loops over the same data with the same model run in one process. They alternate every few steps, so that
+other work of the machine affects all of them: plain torch; DistributedOptimizer and run.progress with dense aggregation
+(nothing is sent on one rank); and with compression forced on (hitopk, density 0.01). There is one torch thread. Results
+are medians over steps.
 
 Memory: peak resident size of a process per variant, on a model large enough to see. The claim is two float32 shards
 (residual and twin; on one rank a shard is the whole model) and two buckets above plain torch.
@@ -31,7 +30,7 @@ from torch.utils.data import DataLoader
 import topkube
 from topkube.examples.char_gpt import GPT, Source
 from topkube.settings import Settings
-from topkube.training.buckets import BUCKET_BYTES, SMALL_ELEMENTS
+from topkube.training.exchange.buckets import BUCKET_BYTES, SMALL_ELEMENTS
 
 VARIANTS = ("plain", "dense", "hitopk")
 LIMIT_PERCENT = {"dense": 3.0, "hitopk": 10.0}
@@ -39,7 +38,7 @@ BATCH, CONTEXT = 8, 128
 
 
 def steps(variant: str, model: GPT, context: int) -> Iterator[None]:
-    """The training loop of the example; yields after every step."""
+    """Run the training loop of the example; yield after every step."""
     source = Source(context)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if variant == "plain":
@@ -68,7 +67,7 @@ def steps(variant: str, model: GPT, context: int) -> Iterator[None]:
 
 
 def measure_time(count: int, turn: int) -> dict[str, object]:
-    """Seconds of every step, the variants in turn, `turn` steps each time."""
+    """Return the seconds of every step. The variants alternate every `turn` steps."""
     loops, seconds = {}, {variant: [] for variant in VARIANTS}
     for variant in VARIANTS:
         torch.manual_seed(0)
@@ -101,7 +100,7 @@ def measure_time(count: int, turn: int) -> dict[str, object]:
 
 
 def peak_bytes(variant: str) -> dict[str, int]:
-    """Trains a larger model for a few steps; this process's peak resident size. Runs in a process of its own."""
+    """Train a larger model for a few steps, and return the peak resident size. Run in a separate process."""
     topkube.init()
     torch.set_num_threads(1)
     model = GPT(layers=8, width=512, heads=8, context=32)
@@ -139,7 +138,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="processes per variant for memory (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "overhead.json")
     parser.add_argument("--peak-of", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--only", choices=("time", "memory"), help="measure one of them, keep the other's result")
+    parser.add_argument("--only", choices=("time", "memory"), help="measure only this, and keep the other result")
     args = parser.parse_args()
     if args.peak_of:
         print(json.dumps(peak_bytes(args.peak_of)))

@@ -1,6 +1,6 @@
-"""What nodes and earlier operators do, played: for benchmarks/operator_scale.py, where no kubelet runs.
+"""Simulated nodes, and objects of earlier operators, for benchmarks/operator_scale.py, which has no kubelets.
 
-python benchmarks/played_nodes.py KUBECONFIG       # as kubelets would: sets the status of every pod that is made
+python benchmarks/played_nodes.py KUBECONFIG       # sets the status of every new pod, like a kubelet
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from topkube.job import KIND
-from topkube_operator import names
-from topkube_operator.cluster import ApiError, Cluster
+from topkube_operator.model import names
+from topkube_operator.watch.api_client import ApiError, Cluster
 
 NAMESPACE = "scale"
 
 
 def play_kubelets(kubeconfig: str) -> None:
-    """Starts every pod that is made; ends a job's pods a second after its launcher started."""
+    """Starts every new pod, and ends the pods of a job one second after its launcher started."""
     cluster = Cluster(kubeconfig)
     pool = ThreadPoolExecutor(8)
     pods, version = cluster.list("Pod", NAMESPACE, names.JOB_NAME)
@@ -81,7 +81,7 @@ def job(name: str, workers: int) -> dict[str, Any]:
 
 
 def finished(cluster: Cluster, name: str, workers: int) -> None:
-    """A job that ended long ago, with its pods, as the operator leaves it."""
+    """Create a job that ended long ago, with its pods, in the state in which the operator leaves it."""
     made_job = cluster.create(job(name, workers))
     uid = made_job["metadata"]["uid"]
     pods = [(names.launcher_name(name, 1), names.LAUNCHER, "")]

@@ -1,4 +1,4 @@
-"""The plots of docs/benchmarks.md. Each carries a digest of the figures in it, so that a stale picture can be told."""
+"""The plots of docs/benchmarks.md. Each file contains a digest of its figures, so that a stale plot can be detected."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def digest(data: object) -> str:
 
 
 def drawn_from(path: Path) -> str:
-    """The digest that `save` put into a picture."""
+    """Return the digest in a plot that `save` wrote."""
     with Image.open(path) as picture:
         return str(picture.info.get("Figures", ""))
 
@@ -70,7 +70,7 @@ def milliseconds(value: float) -> str:
 
 
 def bars(axes: Axes, rows: Sequence[Row], title: str) -> None:
-    """Time of each contender, slowest on top; the dark tick is its bound."""
+    """Plot the time of each contender, the slowest on top; the dark tick is its bound."""
     rows = sorted(rows, key=lambda row: row["ms"])
     places = range(len(rows))
     times = [row["ms"] for row in rows]
@@ -97,7 +97,7 @@ def legend(figure: Figure, kinds: Sequence[str], **place: Any) -> None:
 
 
 def headline(rows: list[Row], path: Path) -> None:
-    """1 Gbit/s, 2 nodes x 2 ranks, the whole array: the picture of the README."""
+    """Plot the whole array with 2 nodes x 2 ranks at 1 Gbit/s, for the README."""
     aside = ("naive", "torus", "(MPICH)")
     shown = [row for row in rows if not any(word in row["contender"] for word in aside)]
     figure, axes = pyplot.subplots(figsize=(9.6, 5.0), layout="constrained")
@@ -108,7 +108,7 @@ def headline(rows: list[Row], path: Path) -> None:
 
 
 def links(rows: list[Row], path: Path) -> None:
-    """Every layout and link speed."""
+    """Plot every layout and link speed."""
     parts = [part for part in ("2x2", "4x1") if any(row["part"] == part for row in rows)]
     rates = [rate for rate in LINKS if any(row["rate"] == rate for row in rows)]
     figure, grid = pyplot.subplots(
@@ -125,7 +125,7 @@ def links(rows: list[Row], path: Path) -> None:
 
 
 def sizes(rows: list[Row], path: Path) -> None:
-    """Time against the size of the array at 1 Gbit/s."""
+    """Plot the time against the size of the array at 1 Gbit/s."""
     chosen = {
         "TopKube hitopk 1%": (OURS, "-", "o"),
         "TopKube hitopk 0.1%": (OURS, ":", "o"),
@@ -167,7 +167,7 @@ def sizes(rows: list[Row], path: Path) -> None:
 
 
 def convergence(runs: list[Row], path: Path) -> None:
-    """Training loss of every run."""
+    """Plot the training loss of every run."""
     colours = {"dense": INK, "hitopk": OURS, "hitopk, corrected": "tab:green", "hitopk without feedback": TOPK}
     cells = sorted({(run["model"], run["optimizer"]) for run in runs})
     columns = sorted({optimizer for _, optimizer in cells}, reverse=True)

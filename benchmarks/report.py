@@ -1,9 +1,9 @@
-"""Writes docs/benchmarks.md and its plots from the JSON files in benchmarks/results.
+"""Write docs/benchmarks.md and its plots from the JSON files in benchmarks/results.
 
-    python benchmarks/report.py            writes them
-    python benchmarks/report.py --check    says what is stale, and writes nothing
+    python benchmarks/report.py            writes the page and the plots
+    python benchmarks/report.py --check    lists stale files and writes nothing
 
-A result that is not there yet leaves its section out.
+A section without a result is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import allreduce_report
 import cluster_report
+import ranks_report
+import simulated_report
+import step_report
 from datacache import section as cache
 from tables import number, table
 
@@ -25,11 +29,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
-WHOLE = 25_557_032
-LAYOUTS = {"2x2": "2 nodes × 2 ranks", "4x1": "4 nodes × 1 rank"}
-LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "unshaped": "link not shaped"}
-
-Row = dict[str, Any]
 
 
 def load(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
@@ -40,185 +39,13 @@ def load(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
     return stored
 
 
-def size(elements: int) -> str:
-    """Of an array of float32."""
-    mebibytes = elements * 4 / 2**20
-    return f"{mebibytes:.0f} MiB" if mebibytes >= 1 else f"{mebibytes * 1024:.0f} KiB"
-
-
-def _emphasised(row: Row) -> str:
-    return f"**{row['contender']}**" if row["kind"].startswith("ours") else str(row["contender"])
-
-
-def _times(row: Row, column: str) -> str:
-    return f"{row[column]:.2f}×" if row.get(column) is not None else "–"
-
-
-def between_nodes(rows: list[Row]) -> str:
-    """One row per contender, fastest first."""
-    cells = [
-        [
-            _emphasised(row),
-            number(row["ms"]),
-            f"{number(row['ms_min'])}–{number(row['ms_max'])}",
-            number(row["bound_ms"]),
-            f"{row['of_bound']:.0f}%",
-            f"{row['sent_mb']:.2f}",
-            f"{row['formula_mb']:.2f}",
-            _times(row, "against_dense"),
-            _times(row, "against_topk"),
-        ]
-        for row in sorted(rows, key=lambda row: row["ms"])
-    ]
-    headings = ["contender", "ms", "min–max", "bound, ms", "of bound", "sent, MB", "formula, MB", "× best dense peer"]
-    return table([*headings, "× torch.topk + all-gather"], cells)
-
-
-def _where(rows: list[Row], part: str, rate: str | None, elements: int) -> list[Row]:
-    return [row for row in rows if (row["part"], row["rate"], row["elements"]) == (part, rate, elements)]
-
-
-def _find(rows: list[Row], contender: str) -> Row | None:
-    return next((row for row in rows if row["contender"] == contender), None)
-
-
-def headline(rows: list[Row]) -> str:
-    here = _where(rows, "2x2", "1gbit", WHOLE)
-    sparse, dense = _find(here, "TopKube hitopk 1%"), _find(here, "TopKube hierarchical")
-    if sparse is None or dense is None:
-        return ""
-    best = min((row for row in here if row["kind"] == "peer dense"), key=lambda row: row["ms"])
-    text = (
-        f"![All-reduce over 1 Gbit/s](images/allreduce.png)\n\n"
-        f"Between 2 nodes × 2 ranks over 1 Gbit/s, summing {WHOLE:,} float32 (ResNet-50's parameters) takes the best "
-        f"dense peer ({best['contender']}) {number(best['ms'])} ms. `hitopk` at a density of 1% takes "
-        f"{number(sparse['ms'])} ms: {sparse['against_dense']:.1f}× faster than that, {sparse['against_topk']:.1f}× "
-        f"faster than torch.topk and an all-gather, {sparse['of_bound']:.0f}% of its bound. Our dense `hierarchical` "
-        f"takes {number(dense['ms'])} ms, {dense['of_bound']:.0f}% of its bound."
-    )
-    node = _find(_where(rows, "node", None, WHOLE), "TopKube hierarchical")
-    if node:
-        text += (
-            f" Between two ranks of one node it takes {number(node['ms'])} ms, "
-            f"{node['against_dense']:.1f}× faster than the best peer."
-        )
-    return text
-
-
-def losses(rows: list[Row]) -> str:
-    """Every exchange measured where `hitopk` 1% is slower than something dense, or less than twice as fast."""
-    cells = []
-    for part in LAYOUTS:
-        for rate in LINKS:
-            for elements in sorted({row["elements"] for row in rows}):
-                here = _where(rows, part, rate, elements)
-                sparse = _find(here, "TopKube hitopk 1%")
-                dense = sorted((row for row in here if row["kind"].endswith("dense")), key=lambda row: row["ms"])
-                if sparse is None or not dense:
-                    continue
-                gain = dense[0]["ms"] / sparse["ms"]
-                verdict = "**sparse loses**" if gain < 1 else "hardly worth it" if gain < 2 else "sparse wins"
-                cells.append(
-                    [
-                        f"{LAYOUTS[part]}, {LINKS[rate]}",
-                        size(elements),
-                        number(sparse["ms"]),
-                        f"{number(dense[0]['ms'])} ({dense[0]['contender']})",
-                        f"{gain:.2f}×",
-                        verdict,
-                    ]
-                )
-    lost = [cell for cell in cells if "loses" in cell[-1]]
-    found = (
-        f"Sparse loses in {len(lost)} of these {len(cells)} exchanges." if lost else "Sparse loses in none of these."
-    )
-    return table(["exchange", "array", "hitopk 1%, ms", "best dense, ms", "gain", ""], cells) + f"\n\n{found}"
-
-
-def crossing(rows: list[Row]) -> str:
-    """The link speed from which on dense would be as fast, from the 1 Gbit/s rows of 2 x 2."""
-    here = _where(rows, "2x2", "1gbit", WHOLE)
-    sparse, dense = _find(here, "TopKube hitopk 1%"), _find(here, "TopKube hierarchical")
-    if sparse is None or dense is None:
-        return ""
-    fixed = sparse["ms"] - sparse["inter_ms"]
-    speed = (dense["formula_mb"] - sparse["formula_mb"]) * 8 / fixed
-    return (
-        f"On this machine, everything in `hitopk` but the wire takes {number(fixed)} ms for the whole array. Dense "
-        f"sends {number(dense['formula_mb'])} MB per node, sparse {sparse['formula_mb']:.2f}; the difference passes in "
-        f"{number(fixed)} ms from about **{number(speed)} Gbit/s** on, and there dense, which hides its stages inside "
-        f"the node behind the wire, is as fast."
-    )
-
-
-def fact_lines(facts: dict[str, Any]) -> str:
-    machine = ("processor", "cores", "system", "python")
-    lines = [f"- {' · '.join(f'{name}: {facts[name]}' for name in machine if name in facts)}"]
-    probed: dict[str, list[str]] = {}
-    for name, value in facts.items():
-        if name not in machine:
-            where, _, what = name.partition(" ")
-            probed.setdefault(where, []).append(f"{what} {value}")
-    return "\n".join([*lines, *(f"- {where}: {'; '.join(values)}" for where, values in probed.items())])
-
-
 def generic(report: dict[str, Any]) -> str:
-    """A `topkube.bench` report, all of its columns."""
+    """Return a `topkube.bench` report with all of its columns."""
     used = {key for row in report["rows"] for key, value in row.items() if value is not None}
     columns = {key: heading for key, heading in report["columns"].items() if key in used}
     body = [[number(row.get(key)) for key in columns] for row in report["rows"]]
     facts = " · ".join(f"{name}: {number(value)}" for name, value in report.get("facts", {}).items())
     return table(list(columns.values()), body) + (f"\n\n{facts}" if facts else "")
-
-
-def allreduce_section(stored: dict[str, Any]) -> dict[str, str]:
-    rows: list[Row] = stored["rows"]
-    tables = []
-    for part, layout in LAYOUTS.items():
-        for rate, link in LINKS.items():
-            here = _where(rows, part, rate, WHOLE)
-            if here:
-                tables.append(f"#### {layout}, {link}, {WHOLE:,} float32\n\n{between_nodes(here)}")
-    small = []
-    for part, layout in LAYOUTS.items():
-        for rate, link in LINKS.items():
-            for elements in sorted({row["elements"] for row in rows if row["elements"] < WHOLE}):
-                here = _where(rows, part, rate, elements)
-                if here:
-                    small.append(f"#### {layout}, {link}, {size(elements)}\n\n{between_nodes(here)}")
-    node = [
-        [
-            _emphasised(row),
-            number(row["ms"]),
-            f"{number(row['ms_min'])}–{number(row['ms_max'])}",
-            number(row["bound_ms"]),
-            f"{row['of_bound']:.0f}%",
-            _times(row, "against_dense"),
-        ]
-        for row in sorted(_where(rows, "node", None, WHOLE), key=lambda row: row["ms"])
-    ]
-    return {
-        "HEADLINE": headline(rows),
-        "TABLES": "\n\n".join(tables),
-        "SMALL": "\n\n".join(small),
-        "NODE": table(["contender", "ms", "min–max", "bound, ms", "of bound", "× best peer"], node),
-        "LOSSES": losses(rows),
-        "CROSSING": crossing(rows),
-        "FACTS": fact_lines(stored["facts"]),
-        "TUNING": tuning(stored.get("tuning", [])),
-    }
-
-
-def tuning(rows: list[Row]) -> str:
-    if not rows:
-        return ""
-    cells = [
-        [row["world"], row["part"], row["settings"] or "as installed", number(row["ms"])]
-        for row in sorted(rows, key=lambda row: (row["part"], row["ms"]))
-    ]
-    return "Every setting that was tried, on the whole array:\n\n" + table(
-        ["world", "layout", "settings", "ms at 1 Gbit/s"], cells
-    )
 
 
 def select_section(stored: dict[str, Any]) -> dict[str, str]:
@@ -320,17 +147,17 @@ def cache_section(stored: dict[str, Any]) -> dict[str, str]:
 def metrics_section(stored: dict[str, Any]) -> dict[str, str]:
     worker, operator, limits = stored["worker"], stored["operator"], stored["limits"]
     step = f"{1e3 * stored['step_seconds']:.0f} ms"
-    bookkeeping = f"one step's counting and its record, {1e6 * stored['step_bookkeeping_seconds']:.0f} µs: of {step}"
+    bookkeeping = f"bookkeeping of a step, {1e6 * stored['step_bookkeeping_seconds']:.0f} µs: share of {step}"
     rows = [
         [bookkeeping, f"{stored['share_of_a_step']:.2%}", ""],
-        ["norms, sampled: at most, by a constant of the code", f"{stored['norms_at_most_share_of_time']:.2%}", ""],
-        [f"both together, of a step of {step}", f"{stored['together_at_most']:.2%}", f"{limits['share']:.1%}"],
+        ["sampled norms: at most, by a constant of the code", f"{stored['norms_at_most_share_of_time']:.2%}", ""],
+        [f"sum of both: share of a step of {step}", f"{stored['together_at_most']:.2%}", f"{limits['share']:.1%}"],
         [
             f"a scrape of a worker with {worker['ranks']} ranks",
             f"{1e3 * worker['scrape_seconds']:.0f} ms",
             f"{1e3 * limits['worker_scrape_seconds']:.0f} ms",
         ],
-        ["its series", str(worker["series"]), str(limits["worker_series"])],
+        ["series of this worker", str(worker["series"]), str(limits["worker_series"])],
         [
             f"a scrape of the operator with {operator['jobs']:,} running jobs, {operator['series']:,} series",
             f"{1e3 * operator['scrape_seconds']:.0f} ms",
@@ -340,21 +167,47 @@ def metrics_section(stored: dict[str, Any]) -> dict[str, str]:
     return {"METRICS": table(["", "measured", "allowed"], rows)}
 
 
+def checkpoints_section(stored: dict[str, Any]) -> dict[str, str]:
+    rows = [
+        ["a step of this training", number(stored["step_seconds"])],
+        [
+            "**a save stops training**, median (most)",
+            f"**{number(stored['stall_seconds'])}** ({number(stored['stall_seconds_most'])})",
+        ],
+        ["the first save, which also creates the buffers", number(stored["stall_seconds_first"])],
+        ["a save that training waits for (`run.save()`)", number(stored["save_and_wait_seconds"])],
+        ["the same bytes written and synced, without a checksum", number(stored["plain_write_seconds"])],
+        ["a resume", number(stored["load_seconds"])],
+    ]
+    world = " + ".join(str(ranks) for ranks in stored["ranks"])
+    about = (
+        f"A model of {stored['parameters']:,} float32 parameters with momentum, `hitopk`; ranks per node: {world}; "
+        f"{stored['processors']} processors, one torch thread; {stored['megabytes']:,.0f} MB per checkpoint. "
+        f"The machine did other work at the same time (load {stored['load']}), so this does not show how much slower "
+        "steps are while the files are written."
+    )
+    return {"CHECKPOINTS": f"{about}\n\n{table(['', 'seconds'], rows)}"}
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
-    "allreduce": allreduce_section,
+    "allreduce": allreduce_report.section,
     "select": select_section,
     "convergence": convergence_section,
+    "simulated_nodes": simulated_report.section,
     "overhead": overhead_section,
     "gpu": gpu_section,
     "cache": cache_section,
     "metrics": metrics_section,
+    "checkpoints": checkpoints_section,
+    "ranks": ranks_report.section,
+    "step": step_report.section,
     **cluster_report.SECTIONS,
 }
 
 
 def render(results: Path = RESULTS) -> str:
-    """The document. A section of the template whose result is missing is left out as a whole; what is marked
-    `without NAME` is left out where that result is there."""
+    """Return the page. A section of the template without a result is left out. A part marked `without NAME` is left out
+    if that result exists."""
     text = Path(__file__).with_name("report.template.md").read_text()
     for name, section in SECTIONS.items():
         stored = load(name, results)
@@ -376,28 +229,27 @@ def render(results: Path = RESULTS) -> str:
 
 
 def pictures(results: Path = RESULTS) -> dict[str, tuple[Callable[..., None], Any]]:
-    """Each picture's file, the function that draws it and what it is drawn from."""
+    """Return the file name of each plot, the function that draws it, and the data that it shows."""
     import plots
 
-    found: dict[str, tuple[Callable[..., None], Any]] = {}
+    plotted: dict[str, tuple[Callable[..., None], Any]] = {}
     stored = load("allreduce", results)
     if stored:
-        rows: list[Row] = stored["rows"]
-        whole = [row for row in rows if row["elements"] == WHOLE and row["part"] in LAYOUTS]
-        found["allreduce.png"] = (plots.headline, _where(rows, "2x2", "1gbit", WHOLE))
-        found["allreduce-links.png"] = (plots.links, whole)
-        found["allreduce-sizes.png"] = (plots.sizes, [row for row in rows if row["rate"] == "1gbit"])
+        plotted.update(allreduce_report.pictures(stored))
     stored = load("convergence", results)
     if stored:
-        found["convergence.png"] = (plots.convergence, stored["runs"])
+        plotted["convergence.png"] = (plots.convergence, stored["runs"])
+    stored = load("simulated_nodes", results)
+    if stored:
+        plotted["simulated-nodes.png"] = (simulated_report.picture, stored["compared"])
     stored = load("cache", results)
     if stored:
-        found["cache.png"] = (cache.picture, stored)
-    return found
+        plotted["cache.png"] = (cache.picture, stored)
+    return plotted
 
 
 def stale(results: Path = RESULTS) -> list[str]:
-    """What differs from the results: the document or a picture."""
+    """Return the files that differ from the results: the page or plots."""
     import plots
 
     wrong = []
@@ -412,7 +264,7 @@ def stale(results: Path = RESULTS) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only say what is stale")
+    parser.add_argument("--check", action="store_true", help="only list stale files")
     if parser.parse_args().check:
         wrong = stale()
         print("\n".join(f"{path} is stale; run python benchmarks/report.py" for path in wrong))

@@ -1,8 +1,9 @@
-"""Selection beside its peers, on ordinary and on adversarial inputs: python benchmarks/selection.py
+"""Compares selection with its peers, on ordinary and on adversarial inputs: python benchmarks/selection.py
 
-Writes benchmarks/results/select.json. One thread, 25,557,032 float32 elements (ResNet-50's), or --elements of them.
-Peers: numpy.argpartition and torch.topk on the ready-made |x|; MSTopK composed from torch operations, one count per
-probe, with the same thresholds. Bounds are probed in the same run: one read of the array, and an in-place addition.
+Writes benchmarks/results/select.json. One thread selects from 25,557,032 float32 elements (those of ResNet-50), or from
+--elements elements. The peers are numpy.argpartition and torch.topk on the precomputed |x|, and MSTopK built from torch
+operations with one count per probe and the same thresholds. The bounds are measured in the same run: one read of the
+array, and an in-place addition.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from rich.console import Console
 
 from topkube import kernels
-from topkube.bench.report import Report, timed
+from topkube.bench.report import BenchReport, timed
 from topkube.bench.select import measure
 
 RESULTS = Path(__file__).parent / "results" / "select.json"
@@ -49,7 +50,7 @@ def adversarial(d: int) -> Iterator[tuple[str, Any]]:
 
 
 def is_exact(x: Any, k: int, indices: Any) -> bool:
-    """Whether these are the k largest, the lowest index first among equals."""
+    """Return True if these are the k largest; among equal magnitudes the lowest index is selected."""
     magnitude = x.view(np.uint32) & 0x7FFFFFFF
     threshold = np.partition(magnitude, x.size - k)[x.size - k]
     above = np.flatnonzero(magnitude > threshold)
@@ -58,7 +59,7 @@ def is_exact(x: Any, k: int, indices: Any) -> bool:
 
 
 def mstopk_of_torch(x: torch.Tensor, k: int, iterations: int = 30) -> tuple[int, int]:
-    """Algorithm 1 composed from torch operations; returns how many magnitudes reach either threshold."""
+    """Run Algorithm 1 with torch operations; return how many magnitudes reach each threshold."""
     a = x.abs()
     mean, top = a.double().mean().item(), a.max().item()
     left, right, k1, k2, upper, lower = 0.0, 1.0, 0, a.numel(), float("inf"), 0.0
@@ -81,7 +82,7 @@ def mstopk_of_torch(x: torch.Tensor, k: int, iterations: int = 30) -> tuple[int,
     return k1, k2
 
 
-def adversarial_report(d: int, repeats: int) -> Report:
+def adversarial_report(d: int, repeats: int) -> BenchReport:
     columns = {
         "input": "input",
         "kernel": "kernel",
@@ -90,7 +91,7 @@ def adversarial_report(d: int, repeats: int) -> Report:
         "passes": "passes",
         "exact": "exact",
     }
-    report = Report("Adversarial inputs", columns)
+    report = BenchReport("Adversarial inputs", columns)
     for name, x in adversarial(d):
         for density in (0.001, 0.01):
             k = kernels.entries_kept(x.size, density)
@@ -113,7 +114,7 @@ def adversarial_report(d: int, repeats: int) -> Report:
     return report
 
 
-def mstopk_report(d: int, repeats: int) -> Report:
+def mstopk_report(d: int, repeats: int) -> BenchReport:
     columns = {
         "density": "density",
         "ms": "ms",
@@ -121,7 +122,7 @@ def mstopk_report(d: int, repeats: int) -> Report:
         "ratio": "ratio",
         "same": "same counts",
     }
-    report = Report("MSTopK, N = 30", columns)
+    report = BenchReport("MSTopK, N = 30", columns)
     torch.set_num_threads(1)
     x = np.random.default_rng(0).standard_normal(d, dtype=np.float32)
     tensor = torch.from_numpy(x)
@@ -137,6 +138,26 @@ def mstopk_report(d: int, repeats: int) -> Report:
     return report
 
 
+def sign_report(d: int, repeats: int) -> BenchReport:
+    """Measure the sign kernels. The bound moves the same bytes: an array is multiplied by 1 in place."""
+    columns = {"kernel": "kernel", "nodes": "nodes", "ms": "ms", "bound_ms": "bound, ms", "of_bound": "of its bound"}
+    report = BenchReport("Signs", columns)
+    x = np.random.default_rng(0).standard_normal(d, dtype=np.float32)
+    work, part = x.copy(), kernels.sign_pack_(x.copy())[:2]
+    bound = timed(lambda: kernels.scale_(work, 1.0), repeats=repeats).median
+
+    def add(kernel: str, nodes: int, seconds: float) -> None:
+        report.add(kernel=kernel, nodes=nodes, ms=seconds * 1e3, bound_ms=bound * 1e3, of_bound=bound / seconds)
+
+    timing = timed(lambda: kernels.sign_pack_(work, *part), prepare=lambda: np.copyto(work, x), repeats=repeats)
+    add("sign_pack_", 1, timing.median)
+    for nodes in (2, 8):
+        weights = [1 / nodes] * nodes
+        timing = timed(lambda: kernels.sign_unpack_add_(work, [part] * nodes, weights), repeats=repeats)  # noqa: B023
+        add("sign_unpack_add_", nodes, timing.median)
+    return report
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=25_557_032)
@@ -147,12 +168,14 @@ def main() -> None:
         measure(options.elements, [0.001, 0.01], repeats=options.repeats),
         mstopk_report(options.elements, options.repeats),
         adversarial_report(options.elements, 3),
+        sign_report(options.elements, options.repeats),
     ]
     for report in reports:
         Console(width=140).print(report.table())
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    selection, mstopk, inputs = (json.loads(report.to_json()) for report in reports)
-    options.out.write_text(json.dumps(selection | {"mstopk": mstopk, "adversarial": inputs}, indent=1) + "\n")
+    selection, mstopk, inputs, signs = (json.loads(report.to_json()) for report in reports)
+    stored = selection | {"mstopk": mstopk, "adversarial": inputs, "sign": signs}
+    options.out.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":

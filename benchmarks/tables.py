@@ -1,16 +1,16 @@
-"""Figures and tables as docs/benchmarks.md shows them."""
+"""The format of figures and tables in docs/benchmarks.md."""
 
 from __future__ import annotations
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; columns after the first are right-aligned."""
+    """Return a Markdown table; columns after the first are right-aligned."""
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def number(value: object) -> str:
-    """Three significant figures, as a reader wants them."""
+    """Return a number with three significant figures."""
     if value is None:
         return "–"
     if isinstance(value, bool):

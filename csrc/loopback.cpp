@@ -1,7 +1,7 @@
-// Preloaded into mpiexec (LD_PRELOAD): a socket that would listen on every address listens on this host's loopback only.
+// Preloaded into mpiexec (LD_PRELOAD): binds sockets to the loopback address instead of to all addresses.
 //
-// Hydra's control port and PRRTE's contact port ask nobody who they are, and neither program has an option that binds
-// them to one address. Workers reach the port through their TLS session, which ends inside the launcher.
+// Hydra's control port and PRRTE's contact port do not authenticate their peers, and neither program has an option that binds
+// the port to one address. Workers reach the port through their TLS session, which ends inside the launcher.
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -9,7 +9,7 @@
 
 #include <cstring>
 
-extern "C" int bind(int descriptor, const struct sockaddr *address, socklen_t length) {
+extern "C" int bind(int descriptor, const struct sockaddr* address, socklen_t length) {
   struct sockaddr_in v4;
   struct sockaddr_in6 v6;
   if (address != nullptr && address->sa_family == AF_INET && length >= sizeof v4) {

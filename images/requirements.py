@@ -1,6 +1,6 @@
-"""Print TopKube's dependencies, one a line, with those of the extras that are named: a layer of its own in the images.
+"""Print TopKube's dependencies and those of the named extras, one per line. They are a separate layer of the images.
 
-python requirements.py EXTRA...    reads the pyproject.toml beside it
+python requirements.py EXTRA...    reads the pyproject.toml in its own folder
 """
 
 import sys

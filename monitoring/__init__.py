@@ -1,2 +1,2 @@
-"""What an SRE watches TopKube with, as code: the metrics reference, dashboards, alerts. `python -m monitoring` writes
-all generated files; a test fails when one is stale."""
+"""Monitoring of TopKube as code: the metrics reference, dashboards, alerts. `python -m monitoring` writes all generated
+files. A test fails if a file is stale."""

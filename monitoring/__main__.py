@@ -1,4 +1,4 @@
-"""`python -m monitoring` writes every generated file of this package; `--check` only names the stale ones."""
+"""`python -m monitoring` writes every generated file of this package. `--check` only lists stale files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from monitoring.generated import stale, write
 
 if __name__ == "__main__":
     if "--check" in sys.argv[1:]:
-        print("\n".join(found := stale()) or "nothing is stale")
-        raise SystemExit(bool(found))
+        print("\n".join(problems := stale()) or "nothing is stale")
+        raise SystemExit(bool(problems))
     write()

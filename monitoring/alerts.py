@@ -1,4 +1,4 @@
-"""The alerts: what wakes whom, and the runbook that says what to do. Thresholds are those of the runbooks."""
+"""The alerts and their runbooks. The thresholds are explained in the runbooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Alert:
     runbook: str
 
     def rule(self) -> dict[str, Any]:
-        """Prometheus's alerting rule."""
+        """Return Prometheus's alerting rule."""
         return {
             "alert": self.name,
             "expr": self.expression,
@@ -54,15 +54,39 @@ JOBS = (
         f"unless {_ON_JOB} max {_BY_JOB} (topkube_last_step_timestamp_seconds)",
         "1m",
         "info",
-        f"{_JOB} runs for {{{{ $value | humanizeDuration }}}} and has reported no step",
+        f"{_JOB} has been running for {{{{ $value | humanizeDuration }}}} and has reported no step",
         "job-stalled",
+    ),
+    Alert(
+        "TopKubeJobFailed",
+        f"time() - max {_BY_JOB} (topkube_job_failed_timestamp_seconds) < 3600",
+        "0m",
+        "warning",
+        f"{_JOB} failed {{{{ $value | humanizeDuration }}}} ago",
+        "job-failed",
+    ),
+    Alert(
+        "TopKubeCheckpointFailed",
+        f"max {_BY_JOB} (topkube_job_checkpoint_failed) == 1",
+        "0m",
+        "warning",
+        f"{_JOB} could not write a checkpoint, and has written none since",
+        "checkpoint-failed",
+    ),
+    Alert(
+        "TopKubeCheckpointTooOld",
+        f"time() - max {_BY_JOB} (topkube_job_last_checkpoint_timestamp_seconds) > 7200",
+        "5m",
+        "warning",
+        f"{_JOB} has written no checkpoint for {{{{ $value | humanizeDuration }}}}",
+        "checkpoint-failed",
     ),
     Alert(
         "TopKubeRestartStorm",
         f"max {_BY_JOB} (max_over_time(topkube_job_restarts[1h]) - min_over_time(topkube_job_restarts[1h])) >= 3",
         "0m",
         "warning",
-        f"{_JOB} restarted {{{{ $value }}}} times within an hour",
+        f"{_JOB} has restarted {{{{ $value }}}} times within an hour",
         "restart-storm",
     ),
     Alert(
@@ -70,7 +94,7 @@ JOBS = (
         f'({_SINCE_PHASE} > 1800) and {_ON_JOB} topkube_job_phase{{phase=~"Pending|Starting"}} == 1',
         "1m",
         "warning",
-        f"{_JOB} waits for {{{{ $value | humanizeDuration }}}} to run",
+        f"{_JOB} has been waiting to run for {{{{ $value | humanizeDuration }}}}",
         "pending-too-long",
     ),
     Alert(
@@ -79,8 +103,16 @@ JOBS = (
         f"/ max {_BY_JOB} (increase(topkube_step_seconds_count[15m])) > 0.05",
         "5m",
         "warning",
-        f"{_JOB} skips {{{{ $value | humanizePercentage }}}} of its steps: NaN or infinite gradients",
+        f"{_JOB} skips {{{{ $value | humanizePercentage }}}} of its steps because of NaN or infinite gradients",
         "gradient-skipped",
+    ),
+    Alert(
+        "TopKubeWeightsDiffer",
+        f"max {_BY_JOB} (topkube_differing_ranks) > 0",
+        "0m",
+        "critical",
+        f"{{{{ $value }}}} rank(s) of {_JOB} have other weights than most ranks",
+        "weights-differ",
     ),
     Alert(
         "TopKubeCommunicationSlow",
@@ -90,7 +122,7 @@ JOBS = (
         f"/ sum {_BY_JOB} (rate(topkube_step_seconds_sum[10m])) > 0.3",
         "15m",
         "warning",
-        f"{_JOB} reaches {{{{ $value | humanizePercentage }}}} of what its link carried at the start",
+        f"{_JOB} reaches {{{{ $value | humanizePercentage }}}} of the bandwidth that its link had at the start",
         "communication-slow",
     ),
 )
@@ -100,7 +132,7 @@ CACHE = (
         f"sum {_BY_JOB} (increase(topkube_cache_corruptions_total[1h])) > 0",
         "0m",
         "warning",
-        f"{_JOB} has met shards with a wrong checksum; they were fetched again",
+        f"{_JOB} has found shards with a wrong checksum and has fetched them again",
         "cache-corruption",
     ),
     Alert(
@@ -110,7 +142,7 @@ CACHE = (
         f'and {_ON_JOB} sum {_BY_JOB} (increase(topkube_cache_requests_total{{tier="disk"}}[30m])) > 1000',
         "1h",
         "info",
-        f"{_JOB} finds {{{{ $value | humanizePercentage }}}} of its samples in the nodes' disk tier",
+        f"{_JOB} finds only {{{{ $value | humanizePercentage }}}} of its samples in the nodes' disk tier",
         "cache-hit-ratio-low",
     ),
 )
@@ -120,7 +152,7 @@ OPERATOR = (
         'absent(topkube_build_info{component="operator"})',
         "5m",
         "critical",
-        "No operator is scraped: jobs go on, but nothing starts, restarts or ends them",
+        "Prometheus scrapes no operator: jobs continue, but nothing starts, restarts or ends them",
         "operator-down",
     ),
     Alert(
@@ -128,7 +160,7 @@ OPERATOR = (
         "sum(topkube_leader) == 0",
         "2m",
         "critical",
-        "No operator replica leads: jobs go on, but nothing starts, restarts or ends them",
+        "No operator replica leads: jobs continue, but nothing starts, restarts or ends them",
         "no-leader",
     ),
     Alert(
@@ -145,6 +177,6 @@ ALERTS = tuple(alert for group in GROUPS.values() for alert in group)
 
 
 def rules() -> str:
-    """The rules file, as Prometheus loads it and as the chart puts it into a PrometheusRule."""
+    """Return the rules file, which Prometheus loads and the chart puts into a PrometheusRule."""
     groups = [{"name": name, "rules": [alert.rule() for alert in group]} for name, group in GROUPS.items()]
     return yaml.safe_dump({"groups": groups}, sort_keys=False, width=10_000)

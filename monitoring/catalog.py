@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from topkube.telemetry import metrics as runtime
 from topkube.telemetry.metrics import Metric
-from topkube_operator import metrics as operator
+from topkube_operator.control import metrics as operator
 
 
 @dataclass(frozen=True)
-class Source:
-    """A part of TopKube with an endpoint: where it is, and what it serves."""
+class MetricSource:
+    """A part of TopKube with an endpoint: its address, and the metrics that it serves."""
 
     title: str
     where: str
@@ -19,19 +19,19 @@ class Source:
 
 
 SOURCES = (
-    Source(
+    MetricSource(
         "Training",
         "Each worker pod on port 9477, for all its ranks; on a laptop `topkube run --metrics-port PORT`. Counters "
         "begin again at zero with every attempt, and series end with their pod.",
         runtime.METRICS,
     ),
-    Source(
+    MetricSource(
         "Data cache",
         "In the same scrape: one set per worker pod, summed over its ranks and their data loaders, where the job uses "
         "`topkube.data.CachedDataset`.",
         runtime.CACHE,
     ),
-    Source(
+    MetricSource(
         "Operator",
         "Each operator pod. Per-job series carry the job's own `namespace` (scrape with `honor_labels`) and end with "
         "the job; finished jobs are counted only.",
@@ -41,5 +41,5 @@ SOURCES = (
 
 
 def find(series: str) -> Metric | None:
-    """The metric that stores values under the name `series`; None where TopKube has none such."""
-    return next((one for source in SOURCES for one in source.metrics if series in one.series), None)
+    """Return the metric that stores values under the name `series`; None if there is none."""
+    return next((metric for source in SOURCES for metric in source.metrics if series in metric.series), None)

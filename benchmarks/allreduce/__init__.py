@@ -1,1 +1,1 @@
-"""All-reduce side by side: ours and its peers, between network namespaces over shaped links, and inside one node."""
+"""All-reduce of TopKube and its peers: between network namespaces over shaped links, and inside a node."""

@@ -1,7 +1,7 @@
-"""What an exchange costs at least: bytes on a node's link, bytes through memory, and the time both need.
+"""Lower bounds of an exchange: bytes on a node's link, bytes through memory, and the time that both need.
 
-m nodes, n ranks on each, P = m·n, d float32 elements, b = 4d bytes. All nodes of this benchmark live in one machine, so
-the bytes that all ranks move through memory are counted together, over the bandwidth that all ranks reach together.
+m nodes, n ranks per node, P = m·n, d float32 elements, b = 4d bytes. All nodes of this benchmark run on one machine.
+So the bytes that all ranks move through memory are added, and divided by the bandwidth that all ranks reach together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Machine:
-    """Probed in the same run. Bytes per second; `wire_seconds` maps a message's bytes to seconds on the link."""
+    """Rates measured in the same run: bytes per second; `wire_seconds` maps the bytes of a message to seconds."""
 
     read: float
     update: float
@@ -24,7 +24,7 @@ class Machine:
     link_seconds: tuple[float, ...] = ()
 
     def wire_seconds(self, sent: float) -> float:
-        """From the probe of the nearest message size that is not smaller; beyond the largest, in proportion."""
+        """Return the seconds of the next larger measured message; beyond the largest message, in proportion to it."""
         if not self.link_bytes or not sent:
             return 0.0
         sizes = [size for size in self.link_bytes if size >= sent] or [self.link_bytes[-1]]
@@ -35,59 +35,61 @@ class Machine:
 @dataclass(frozen=True)
 class Bound:
     sent_bytes: float
-    """What one node sends over its link."""
+    """Return the bytes that a node sends over its link."""
     seconds: float
     memory_seconds: float
     wire_seconds: float
 
 
 def ring(d: int, m: int, n: int) -> float:
-    """Dense ring over all ranks: every rank, so every node's link, carries 2(P-1)/P·b."""
+    """Return the bytes of a dense ring over all ranks: every rank, and so every node's link, sends 2(P-1)/P·b."""
     return 2 * (m * n - 1) / (m * n) * 4 * d if m > 1 else 0.0
 
 
 def between_nodes(d: int, m: int) -> float:
-    """Dense, reduced inside the node first (or halved recursively): 2(m-1)/m·b."""
+    """Return the bytes of a dense exchange that is reduced inside the node first (or halved recursively):
+    2(m-1)/m·b."""
     return 2 * (m - 1) / m * 4 * d
 
 
 def gathered(d: int, m: int, n: int, density: float, entry_bytes: int) -> float:
-    """All-gather of k entries per rank around a ring: (P-1)·k·entry."""
+    """Return the bytes of a ring all-gather of k entries per rank: (P-1)·k·entry."""
     return (m * n - 1) * math.ceil(density * d) * entry_bytes if m > 1 else 0.0
 
 
 def everyone(d: int, m: int, n: int, density: float, entry_bytes: int) -> float:
-    """Each of a node's n ranks sends its k entries to every rank elsewhere: n·(P-n)·k·entry."""
+    """Return the bytes if each of a node's n ranks sends its k entries to every rank of other nodes:
+    n·(P-n)·k·entry."""
     return n * (m * n - n) * math.ceil(density * d) * entry_bytes
 
 
 def hitopk_sent(d: int, m: int, n: int, density: float, entry_bytes: int) -> float:
-    """n shards, k/n entries each, to m-1 other nodes: (m-1)·ρd·entry."""
+    """Return the bytes of n shards of k/n entries that are sent to m-1 other nodes: (m-1)·ρd·entry."""
     return (m - 1) * n * math.ceil(density * d / n) * entry_bytes
 
 
 def _reduced(d: int, m: int, n: int) -> float:
-    """Reduce-scatter in the node. Arrays are private to their ranks: what others need is copied out (read and written)
-    once; then each shard is read from n places and written once."""
+    """Return the memory bytes of a reduce-scatter in the node. Arrays are private to their ranks: the parts for other
+    ranks are copied out (read and written) once; then each shard is read from n places and written once."""
     return m * (8 * (n - 1) * d + 4 * n * d + 4 * d) if n > 1 else 0.0
 
 
 def _shared(d: int, m: int, n: int) -> float:
-    """All-gather in the node: every rank reads and writes the shards of the others."""
+    """Return the memory bytes of an all-gather in the node: every rank reads and writes the shards of the others."""
     return m * 8 * (n - 1) * d
 
 
 def dense(d: int, m: int, n: int, sent: float, machine: Machine) -> Bound:
-    """Pieces may follow each other through memory and link, so the slower of the two is the bound."""
+    """Return the bound of a dense exchange: the slower of memory and link, because both can work at the same time."""
     memory = (_reduced(d, m, n) + _shared(d, m, n)) / machine.update
     wire = machine.wire_seconds(sent)
     return Bound(sent, max(memory, wire), memory, wire)
 
 
 def sparse(d: int, m: int, n: int, sent: float, machine: Machine, *, hierarchical: bool) -> Bound:
-    """Reduce, select, then the wire: selection needs the whole shard, so these follow each other. Clearing the result
-    (4 bytes per element and rank) needs nothing from the link and may overlap with it. Selection is one read of what is
-    selected from."""
+    """Return the bound of a sparse exchange: reduce, select, then send. Selection needs the whole shard, so these
+    stages follow each other. Selection is one read of its input. Clearing the result (4 bytes per element and rank)
+    does not need the link and may overlap with it."""
     reduced = _reduced(d, m, n) / machine.update if hierarchical else 0.0
     selected = 4 * d * (m if hierarchical else m * n) / machine.read
     cleared = 4 * d * m * n / machine.update

@@ -1,4 +1,4 @@
-"""The contenders, as their ranks run them: each takes a float32 array, sums it over all ranks and returns the sum."""
+"""The contenders as their ranks run them. Each sums a float32 array over all ranks and returns the sum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Collective = Callable[[Floats], Any]
 
 
 class _Mpi:
-    """mpi4py over the MPI of this environment, started threaded as training starts it."""
+    """mpi4py with the MPI of this environment, initialised with threads like in training."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -35,7 +35,7 @@ class _Mpi:
         return work
 
     def _topk_allgather(self, work: Floats, density: float) -> Floats:
-        """torch.topk and two all-gathers of equal length: no codec, no hierarchy, 8 bytes per entry."""
+        """Sum with torch.topk and two all-gathers of equal length: no codec, no hierarchy, 8 bytes per entry."""
         import torch
 
         torch.set_num_threads(1)
@@ -54,7 +54,7 @@ class _Mpi:
 
 
 class _Mpich(_Mpi):
-    """MPICH's own all-reduce, and ours over MPICH."""
+    """The all-reduce of MPICH, and TopKube's over MPICH."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Gloo:
 
     def _topk_allgather(self, work: Floats, density: float) -> Floats:
         indices, values = _torch_topk(self.torch.from_numpy(work), density)
-        # One message instead of two: the indices travel as the bits of floats.
+        # One message instead of two: the indices are sent as the bits of floats.
         packed = self.torch.cat([indices.view(self.torch.float32), values])
         gathered = self.torch.empty(packed.numel() * self.dist.get_world_size())
         self.dist.all_gather_into_tensor(gathered, packed)

@@ -1,4 +1,4 @@
-"""Who takes part: contenders, and the settings of the worlds they run in."""
+"""The contenders, and the settings of the worlds in which they run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DENSITIES = (0.01, 0.001)
 
 _TCP = (("UCX_TLS", "tcp,self"), ("UCX_NET_DEVICES", "eth0"))
 _OB1 = ("--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp")
-# Four ranks share two cores here: an MPI that spins without yielding waits for itself.
+# Four ranks share two cores, so an MPI that spins without yielding slows itself down.
 _YIELD = ("--mca", "mpi_yield_when_idle", "1")
 _RING = (
     "--mca",
@@ -58,12 +58,12 @@ RECIPES = {
     )
 }
 PLAIN_MPICH = Recipe("mpich", "mpich", Path(sys.executable))
-"""Inside one node: shared memory as MPICH sets it up by itself."""
+"""Inside a node: the default shared memory of MPICH."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """`call` is what the ranks of `world` are asked to run; `formula` says what it must send."""
+    """A contender. `call` names the function that the ranks of `world` run; `formula` names the bytes that it sends."""
 
     label: str
     world: str

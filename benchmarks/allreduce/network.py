@@ -1,13 +1,12 @@
-"""Machines that are not there: nodes in Linux namespaces, joined by a bridge over links of a chosen speed.
+"""Simulated machines: nodes in Linux namespaces, connected by a bridge over links of a chosen speed.
 
-Each node has a network, a hostname, process ids, System V memory and a /dev/shm of its own, so its ranks can share
-memory among themselves and reach other nodes only through their link. Nothing has a name outside: a node lives in the
-namespaces of one holder process, which ends when the pipe from its owner closes. When the owner ends, by SIGKILL too,
-the kernel kills every process of every node and takes the devices back; a later run finds nothing to clean and could
-not remove a stranger's device.
+Each node has its own network, host name, process ids, System V memory and /dev/shm. So its ranks can share memory, and
+they reach other nodes only through their link. A node exists in the namespaces of a holder process, which ends when the
+pipe from its owner closes. When the owner ends, also by SIGKILL, the kernel kills every process of every node and
+removes the devices. So there is nothing to clean up, and the devices of other programs are never touched.
 
-Links are shaped in both directions by a token bucket (tc tbf) with a burst of at most 64 KB: a larger burst would let a
-small message pass at memory speed.
+A token bucket (tc tbf) shapes links in both directions, with a burst of at most 64 KB. A larger burst would let a small
+message pass at the speed of memory.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from types import TracebackType
 _SUBNET = "10.77.0"
 BURST_BYTES = 64 * 1024
 GSO_BYTES = 32 * 1024
-"""Largest packet that leaves a socket: below the burst, or tbf cuts every packet into frames on the processor, which a
-network card does in hardware."""
+"""The largest packet that leaves a socket. It is below the burst; otherwise tbf splits every packet into frames on the
+processor, which a network card does in hardware."""
 QUEUE_SECONDS = 0.05
 RATES = {"200mbit": 200e6, "100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
-"""Link speeds by the name that tc gives them, bits per second."""
+"""Link speeds by their tc names, in bits per second."""
 
 _HOLD = """
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm && hostname "$1" && ip link set lo up && echo ready && exec cat > /dev/null
@@ -35,11 +34,11 @@ mount -t tmpfs -o mode=1777 tmpfs /dev/shm && hostname "$1" && ip link set lo up
 
 
 class NetworkError(RuntimeError):
-    """The namespaces could not be made: this is not root, or a tool or a kernel feature is missing."""
+    """The namespaces could not be created: the user is not root, or a tool or a kernel feature is missing."""
 
 
 def missing() -> str | None:
-    """Why nodes cannot be made here, None when they can."""
+    """Return why nodes cannot be created on this machine, None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root; run with sudo"
     absent = [tool for tool in ("ip", "tc", "nsenter", "unshare", "mount") if shutil.which(tool) is None]
@@ -55,18 +54,18 @@ def _run(*command: str) -> None:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Bytes that a node's device has sent and received, link headers included."""
+class LinkTraffic:
+    """The bytes that a node's device has sent and received, including link headers."""
 
     sent: int
     received: int
 
-    def __sub__(self, earlier: Traffic) -> Traffic:
-        return Traffic(self.sent - earlier.sent, self.received - earlier.received)
+    def __sub__(self, earlier: LinkTraffic) -> LinkTraffic:
+        return LinkTraffic(self.sent - earlier.sent, self.received - earlier.received)
 
 
 class Node:
-    """One machine: a holder process and its namespaces."""
+    """A simulated machine: a holder process and its namespaces."""
 
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
@@ -82,20 +81,20 @@ class Node:
         self.pid = next(iter(_children(self._holder.pid)))
 
     def enter(self, command: list[str], *, network_only: bool = False) -> list[str]:
-        """`command` as it runs inside this node, in the present directory."""
+        """Return the command line that runs `command` inside this node, in the current directory."""
         kinds = ["--net"] if network_only else ["--net", "--uts", "--ipc", "--mount", "--pid"]
         return ["nsenter", f"--target={self.pid}", *kinds, f"--wdns={os.getcwd()}", "--", *command]
 
-    def traffic(self, device: str = "eth0") -> Traffic:
+    def traffic(self, device: str = "eth0") -> LinkTraffic:
         for line in Path(f"/proc/{self.pid}/net/dev").read_text().splitlines():
             name, _, counters = line.partition(":")
             if name.strip() == device:
                 fields = counters.split()
-                return Traffic(sent=int(fields[8]), received=int(fields[0]))
+                return LinkTraffic(sent=int(fields[8]), received=int(fields[0]))
         raise NetworkError(f"{self.name} has no device {device}")
 
     def close(self) -> None:
-        """Ends every process of the node and gives its namespaces back."""
+        """End every process of the node and release its namespaces."""
         for stream in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
             assert stream is not None
             stream.close()
@@ -107,7 +106,7 @@ class Node:
 
 
 def _children(parent: int) -> list[int]:
-    found = []
+    children = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -115,15 +114,15 @@ def _children(parent: int) -> list[int]:
             except OSError:  # it ended meanwhile
                 continue
             if int(fields[1]) == parent:
-                found.append(int(entry.name))
-    return found
+                children.append(int(entry.name))
+    return children
 
 
 class Network:
     """`nodes` machines on one switch; a context manager.
 
-    `control` is the switch's own place, with an address of its own: mpiexec runs there, outside every node, and its few
-    bytes of start-up pass the links as they would in a cluster.
+    `control` is the namespace of the switch, which has its own address. mpiexec runs there, outside every node, so its
+    start-up messages pass the links like in a cluster.
     """
 
     def __init__(self, nodes: int, rate: str | None = None) -> None:
@@ -150,19 +149,19 @@ class Network:
         node = Node(f"node{index}", f"{_SUBNET}.{index + 1}")
         self.nodes.append(node)
         port = f"port{index}"
-        # Both ends are born inside their namespaces; the host never sees the device.
+        # Both ends are created inside their namespaces; the host never sees the device.
         _run("ip", "link", "add", "eth0", "netns", str(node.pid), "type", "veth",
              "peer", "name", port, "netns", str(self.control.pid))  # fmt: skip
         self._inside(self.control, "ip", "link", "set", port, "master", "br0", "gso_max_size", str(GSO_BYTES), "up")
         self._inside(node, "ip", "address", "add", f"{node.address}/24", "dev", "eth0")
         self._inside(node, "ip", "link", "set", "eth0", "gso_max_size", str(GSO_BYTES), "up")
-        # The same everywhere, whatever the host prefers: the congestion control that Linux ships as its default.
+        # The default congestion control of Linux, whatever the host uses.
         self._inside(node, "ip", "route", "replace", f"{_SUBNET}.0/24", "dev", "eth0", "src", node.address,
                      "congctl", "cubic")  # fmt: skip
 
     def shape(self, rate: str | None, only: Collection[int] | None = None) -> None:
-        """Gives every link, or those of the nodes in `only`, `rate` (as tc writes it, "1gbit") in both directions; None
-        takes the limit away."""
+        """Limit every link, or the links of the nodes in `only`, to `rate` in both directions (in tc's notation,
+        "1gbit"). None removes the limit."""
         if only is None:
             self.rate = rate
         for index, node in enumerate(self.nodes):
@@ -179,8 +178,8 @@ class Network:
                 self._inside(place, "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate,
                              "burst", str(BURST_BYTES), "limit", str(queue))  # fmt: skip
 
-    def traffic(self) -> list[Traffic]:
-        """What each node's device has sent and received so far."""
+    def traffic(self) -> list[LinkTraffic]:
+        """Return the bytes that each node's device has sent and received so far."""
         return [node.traffic() for node in self.nodes]
 
     def close(self) -> None:

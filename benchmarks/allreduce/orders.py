@@ -1,4 +1,4 @@
-"""A rank's side of a benchmark's world: orders come in over a socket, answers go back, a line of JSON each."""
+"""The orders that a rank of a benchmark receives over a socket. Orders and answers are lines of JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def follow(path: str, rank: int, obey: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Carries out orders until the other side hangs up. An order that fails is answered with its traceback."""
+    """Execute orders until the other side closes the socket. The answer to an order that fails is its traceback."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         stream = connection.makefile("rw")

@@ -1,4 +1,4 @@
-"""What the machine can do, measured in the same run: memory with all ranks at once, links by a plain TCP stream."""
+"""Rates of the machine, measured in the same run: memory with all ranks at once, links with a plain TCP stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST = 16_000_000
 
 
 def memory(kind: str, length: int, barrier: Callable[[], None]) -> dict[str, Any]:
-    """One pass over `length` float32 per rank, all ranks together: "read" or "update" (a += b)."""
+    """Time one pass over `length` float32 per rank, with all ranks at once: "read" or "update" (a += b)."""
     import numpy as np
 
     from topkube import kernels
@@ -38,8 +38,8 @@ def memory(kind: str, length: int, barrier: Callable[[], None]) -> dict[str, Any
 
 
 def link(network: Network, sizes: list[int]) -> dict[str, Any]:
-    """Seconds for node 0 and node 1 to send each other `size` bytes at the same time, as collectives do: the median for
-    each size, and the round trip of one byte."""
+    """Return the seconds in which node 0 and node 1 send each other `size` bytes at the same time, like collectives:
+    the median for each size, and the round trip of one byte."""
     first, second = network.nodes[:2]
     arguments = [first.address, ",".join(map(str, sizes))]
     program = [sys.executable, str(STREAM)]

@@ -1,4 +1,4 @@
-"""One problem: every rank's array and the sums that must come out, kept as files that all ranks map."""
+"""A problem: the array of every rank and the expected sums, as files that all ranks map."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ CHUNK = 1 << 20
 
 
 class WrongResult(AssertionError):
-    """A contender's sum is not the sum."""
+    """The sum of a contender is wrong."""
 
 
-class Problem:
-    """`length` float32 per rank for `layout` ranks; normally distributed, the same for every contender."""
+class SumProblem:
+    """`length` float32 for each rank of `layout`: normally distributed, and equal for every contender."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.length = int(np.load(directory / "rank0.npy", mmap_mode="r").size)
 
     @classmethod
-    def create(cls, directory: Path, length: int, layout: tuple[int, ...], densities: tuple[float, ...]) -> Problem:
+    def create(cls, directory: Path, length: int, layout: tuple[int, ...], densities: tuple[float, ...]) -> SumProblem:
         directory.mkdir()
         generator = np.random.default_rng(2024)
         inputs = []
@@ -53,22 +53,23 @@ class Problem:
         return array
 
     def check(self, result: Floats, reference: str, tolerance: float) -> None:
-        """Every element within `tolerance` of `reference`, and zeros exactly where they belong. Raises WrongResult."""
+        """Raise WrongResult unless every element is within `tolerance` of `reference` and the zeros are at its
+        zeros."""
         wanted = np.load(self.directory / f"{reference}.npy", mmap_mode="r")
         if result.shape != wanted.shape:
             raise WrongResult(f"length {result.shape}, not {wanted.shape}")
         for start in range(0, self.length, CHUNK):
-            ours, theirs = result[start : start + CHUNK], wanted[start : start + CHUNK]
-            wrong = ~(np.abs(ours - theirs) <= tolerance)
+            actual, expected = result[start : start + CHUNK], wanted[start : start + CHUNK]
+            wrong = ~(np.abs(actual - expected) <= tolerance)
             if reference != "dense":
-                # Rounded values may cancel where the exact ones leave a little, never the other way round.
-                wrong |= (theirs == 0) & (ours != 0)
-                wrong |= (ours == 0) & (np.abs(theirs) > tolerance)
+                # Rounded values may cancel to zero although the exact values do not; the reverse is an error.
+                wrong |= (expected == 0) & (actual != 0)
+                wrong |= (actual == 0) & (np.abs(expected) > tolerance)
             if wrong.any():
                 first = int(np.flatnonzero(wrong)[0])
                 raise WrongResult(
-                    f"{reference}: element {start + first} is {ours[first]}, not {theirs[first]}; "
-                    f"{int(wrong.sum())} of this million are wrong"
+                    f"{reference}: element {start + first} is {actual[first]}, not {expected[first]}; "
+                    f"{int(wrong.sum())} of this million elements are wrong"
                 )
 
 
@@ -84,7 +85,7 @@ def _per_node(inputs: list[Floats], layout: tuple[int, ...]) -> list[Floats]:
 
 
 def _kept(array: Floats, density: float, shards: int) -> Floats:
-    """The k largest magnitudes of each shard, the rest zero; at the threshold the lowest index wins."""
+    """Return the k largest magnitudes of each shard, with zeros elsewhere. Ties go to the lowest index."""
     kept = np.zeros_like(array)
     for shard, out in zip(np.array_split(array, shards), np.array_split(kept, shards), strict=True):
         k = max(1, math.ceil(density * array.size / shards))

@@ -1,4 +1,4 @@
-"""What every rank runs: take an order, run one collective between barriers, check the result, answer with the seconds.
+"""The program of every rank: it takes an order, runs a collective between barriers, checks the result, and answers.
 
 rank.py LIBRARY SOCKET LAYOUT        LIBRARY: mpich | openmpi | gloo; LAYOUT: ranks per node, "2,2"
 """
@@ -16,7 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from allreduce import contenders, orders
-from allreduce.problem import Problem
+from allreduce.problem import SumProblem
 
 
 def serve(library: str, path: str) -> None:
@@ -34,7 +34,7 @@ def obey(backend: Any, order: dict[str, Any]) -> dict[str, Any]:
         from allreduce.probes import memory
 
         return memory(order["kind"], order["length"], backend.barrier)
-    problem = Problem(Path(order["problem"]))
+    problem = SumProblem(Path(order["problem"]))
     if _work.size != problem.length:
         _work = np.empty(problem.length, np.float32)
     np.copyto(_work, problem.input(backend.rank))

@@ -1,16 +1,17 @@
-"""All-reduce side by side, on this machine.
+"""Compares all-reduce of TopKube and its peers on this machine.
 
     python benchmarks/allreduce/run.py [--quick] [--json FILE] [--part 2x2|4x1|node ...]
     python benchmarks/allreduce/run.py --part 2x2 --rate 1gbit --contender hitopk --contender MPICH
     python benchmarks/allreduce/run.py --peer-settings
 
-The second form is for a quick look and keeps nothing; the third tries every setting of the dense peers at 1 Gbit/s.
+The second form is for quick experiments and stores nothing. The third form tries every setting of the dense peers at
+1 Gbit/s.
 
-As root: nodes in network namespaces, their links shaped to 1 and 10 Gbit/s and 100 Mbit/s, two layouts (2 nodes x 2
-ranks, 4 x 1). `node` (2 ranks, shared memory, no network) needs no root. Contenders alternate run by run; each result
-is checked; the bytes on every link are read from the interface counters and compared with the formula; memory and links
-are probed in between. A part that is run again replaces its rows in the JSON file and leaves the others. About 12
-minutes in all.
+With root, nodes are network namespaces with links of 100 Mbit/s, 1 and 10 Gbit/s, in two layouts (2 nodes x 2 ranks,
+4 x 1). `node` (2 ranks, shared memory, no network) needs no root. Contenders alternate run by run. Each result is
+checked. The bytes on every link are read from the interface counters and compared with the formula. Memory and links
+are measured in between. A part that is run again replaces only its own rows in the JSON file. Everything takes about 12
+minutes.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from allreduce import probes
 from allreduce.bounds import Machine
 from allreduce.field import Contender
 from allreduce.network import RATES, Network, missing
-from allreduce.problem import Problem
+from allreduce.problem import SumProblem
 from allreduce.scratch import scratch
 from allreduce.worlds import RankWorld
-from topkube.bench.report import Report
+from topkube.bench.report import BenchReport
 
 LENGTH = 25_557_032
-"""ResNet-50's parameters."""
+"""The number of parameters of ResNet-50."""
 CURVE = (16_384, 262_144, 4_194_304)
 """64 KiB, 1 MiB and 16 MiB of float32."""
 UNSHAPED = "unshaped"
@@ -67,7 +68,7 @@ COLUMNS = {
 
 
 def contenders(part: str, rate: str | None, elements: int, quick: bool) -> list[Contender]:
-    """The slow links get fewer: at 100 Mbit/s one dense all-reduce takes ten seconds."""
+    """Runs per contender: fewer on slow links, because a dense all-reduce at 100 Mbit/s takes ten seconds."""
     if part == "node":
         return [*entries.PEERS[part], entries.OURS_DENSE[2]]
     peers, dense, sparse = entries.PEERS[part], entries.OURS_DENSE, entries.OURS_SPARSE
@@ -81,8 +82,8 @@ def contenders(part: str, rate: str | None, elements: int, quick: bool) -> list[
     return everyone
 
 
-class Bench:
-    """One layout: its network, its worlds and what was measured there."""
+class AllreduceBench:
+    """A layout: its network, its worlds and its measurements."""
 
     def __init__(self, part: str, directory: Path, network: Network | None, quick: bool, wanted: list[str]) -> None:
         self.part, self.layout, self.directory, self.network, self.quick = (
@@ -110,7 +111,8 @@ class Bench:
         return self.worlds[name]
 
     def memory(self) -> None:
-        """Bandwidths with all ranks of this layout at once, over arrays larger than the caches; the best probe."""
+        """Measure bandwidths with all ranks of this layout at once, over arrays larger than the caches; keep the
+        best."""
         world, length = self.world(entries.OURS_DENSE[2]), LENGTH // 4
         for kind, width in (("read", 4), ("update", 12)):
             for _ in range(3):
@@ -138,7 +140,7 @@ class Bench:
             self.network.shape(None if rate == UNSHAPED else rate)
         problem = self.directory / f"problem-{length}"
         if not problem.exists():
-            Problem.create(problem, length, self.layout, entries.DENSITIES if self.part != "node" else ())
+            SumProblem.create(problem, length, self.layout, entries.DENSITIES if self.part != "node" else ())
         self.memory()
         link = self.links(field, length)
         runs: dict[str, list[dict[str, Any]]] = {c.label: [] for c in field}
@@ -153,14 +155,14 @@ class Bench:
             _say(row)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Everything measured, against bounds from the best memory probe of all and from its own link probe."""
+        """Return all measurements with their bounds, by the best memory probe and the link probe of this layout."""
         return [row for measured in self._measured for row in self._rows(*measured)]
 
     def _rows(
         self, rate: str | None, length: int, link: dict[str, Any], runs: list[tuple[Contender, list[dict[str, Any]]]]
     ) -> list[dict[str, Any]]:
         machine = Machine(**self._bandwidth, link_bytes=tuple(link["bytes"]), link_seconds=tuple(link["seconds"]))
-        rows = [self.row(contender, rate, length, found, machine) for contender, found in runs]
+        rows = [self.row(contender, rate, length, timings, machine) for contender, timings in runs]
         _compare(rows)
         return rows
 
@@ -170,7 +172,7 @@ class Bench:
         recipe = entries.RECIPES[contender.world]
         if recipe.python.exists():
             return True
-        print(f"{contender.label} is left out: {recipe.python} is missing; run scripts/openmpi-environment.sh")
+        print(f"skipping {contender.label}: {recipe.python} is missing; run scripts/openmpi-environment.sh")
         return False
 
     def once(self, contender: Contender, problem: Path, check: bool) -> dict[str, Any]:
@@ -216,7 +218,7 @@ class Bench:
 
 
 def _compare(rows: list[dict[str, Any]]) -> None:
-    """Adds how many times faster each is than the best dense peer and the best torch.topk + all-gather of its run."""
+    """Add the speed of each row relative to the best dense peer and the best torch.topk + all-gather of its run."""
     for column, kind in (("against_dense", "peer dense"), ("against_topk", "peer sparse")):
         peers = [row["ms"] for row in rows if row["kind"] == kind]
         for row in rows:
@@ -225,7 +227,7 @@ def _compare(rows: list[dict[str, Any]]) -> None:
 
 
 def _say(row: dict[str, Any]) -> None:
-    """One line while it runs; the file has the rest."""
+    """Print a line for a row. The file has all columns."""
     line = f"{row['part']:4} {row['rate'] or 'memory':7} {row['elements']:>10,} {row['contender']:38}"
     line += f"{row['ms']:9.1f} ms ({row['ms_min']:.1f}-{row['ms_max']:.1f}) {row['of_bound']:4.0f}% of bound"
     if row["sent_mb"] is not None:
@@ -238,16 +240,17 @@ def _say(row: dict[str, Any]) -> None:
 
 
 def peer_settings() -> list[dict[str, Any]]:
-    """Every world of `field.RECIPES`, dense, the whole array at 1 Gbit/s: the median of three runs after one more."""
+    """Time every world of `field.RECIPES` with the whole dense array at 1 Gbit/s: the median of three runs after a
+    warm-up run."""
     rows = []
     for part in ("2x2", "4x1"):
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(scratch())
             network = stack.enter_context(Network(len(LAYOUTS[part]), "1gbit"))
             problem = directory / "problem"
-            Problem.create(problem, LENGTH, LAYOUTS[part], ())
+            SumProblem.create(problem, LENGTH, LAYOUTS[part], ())
             for name, recipe in entries.RECIPES.items():
-                bench = Bench(part, directory, network, quick=False, wanted=[])
+                bench = AllreduceBench(part, directory, network, quick=False, wanted=[])
                 contender = Contender(name, name, "dense", "ring")
                 if bench.available(contender):
                     ms = [bench.once(contender, problem, check=turn == 0)["seconds"] * 1e3 for turn in range(4)][1:]
@@ -261,7 +264,7 @@ def run(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], d
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(scratch())
         network = None if part == "node" else stack.enter_context(Network(len(LAYOUTS[part])))
-        bench = Bench(part, directory, network, options.quick, options.contender or [])
+        bench = AllreduceBench(part, directory, network, options.quick, options.contender or [])
         stack.callback(bench.close)
         if options.rate:
             bench.measure(options.rate, LENGTH, 5, warm=True)
@@ -283,7 +286,7 @@ def run(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], d
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM unwinds the stack as Ctrl-C does, so that ranks and namespaces are closed in order."""
+    """Let SIGTERM unwind the stack like Ctrl-C, so that ranks and namespaces are closed in order."""
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -297,7 +300,9 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small array, one run each: is everything in place?")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small array and one run each, to check that everything works"
+    )
     parser.add_argument(
         "--json", type=Path, help=f"result file (default {RESULTS}; none with --quick, --rate or --contender)"
     )
@@ -315,7 +320,7 @@ def main() -> int:
         print(f"{reason}. Without it: {sys.argv[0]} --part node", file=sys.stderr)
         return 2
     target = options.json or (None if options.quick or options.rate or options.contender else RESULTS)
-    report = Report("All-reduce, float32 sum over all ranks", COLUMNS)
+    report = BenchReport("All-reduce, float32 sum over all ranks", COLUMNS)
     if target and target.exists():
         stored = json.loads(target.read_text())
         report.rows = [row for row in stored["rows"] if row["part"] not in parts]

@@ -1,4 +1,5 @@
-"""A run's directory for arrays and sockets, hundreds of megabytes: removed at its end, after a kill by the next run."""
+"""The directory of a run for arrays and sockets (hundreds of megabytes). The run removes it; after a kill the next run
+does."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _PREFIX = "topkube-allreduce-"
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, in ticks since boot: with its id it names one process for good. None if there is none."""
+    """Return when a process started, in ticks since boot; None if it does not exist. With its id, this identifies
+    it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -22,7 +24,7 @@ def _started(pid: int) -> str | None:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A fresh directory; its name says whose it is."""
+    """Create a directory whose name identifies this process."""
     parent = Path(tempfile.gettempdir())
     remove_leftovers(parent)
     own = f"{_PREFIX}{os.getpid()}-{_started(os.getpid())}-"
@@ -31,7 +33,7 @@ def scratch() -> Iterator[Path]:
 
 
 def remove_leftovers(parent: Path) -> list[Path]:
-    """Removes the directories of our own runs that have ended, and returns them."""
+    """Remove the directories of runs that have ended, and return them."""
     removed = []
     for path in parent.glob(f"{_PREFIX}*"):
         pid, _, rest = path.name.removeprefix(_PREFIX).partition("-")

@@ -1,6 +1,6 @@
-"""One end of the link probe, a plain TCP stream; runs inside a node and needs nothing but Python.
+"""One end of the link probe: a plain TCP stream. It runs inside a node and needs only Python.
 
-stream.py listen|connect ADDRESS SIZES        the listener prints the seconds of each size
+stream.py listen|connect ADDRESS SIZES        the listener prints the seconds for each size
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _stream(role: str, address: str) -> socket.socket:
     while True:
         try:
             return socket.create_connection((address, PORT), timeout=30)
-        except ConnectionRefusedError:  # the listener is not up yet
+        except ConnectionRefusedError:  # the listener has not started yet
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)

@@ -1,6 +1,7 @@
-"""Worlds of ranks that wait for orders: one per library, all alive at once, so that contenders alternate.
+"""Worlds of ranks that wait for orders. There is one world per library; all are alive, so that contenders can
+alternate.
 
-A rank that waits sleeps in a socket read and takes no processor time from the world that is being measured.
+A waiting rank sleeps in a socket read and takes no processor time from the world that is measured.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ RANK = Path(__file__).with_name("rank.py")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one world starts: its library, the Python that has it, and its settings as a careful user chooses them."""
+    """How a world starts: its library, the Python in which it is installed, and carefully chosen settings."""
 
     name: str
     library: str  # mpich | openmpi | gloo
     python: Path
     environment: tuple[tuple[str, str], ...] = ()
     options: tuple[str, ...] = ()
-    """Options for mpiexec itself."""
+    """Options for mpiexec."""
     script: Path = RANK
-    """What every rank runs."""
+    """The program of every rank."""
 
     @property
     def told(self) -> str:
-        """The settings in one line."""
+        """The settings as one line."""
         return " ".join([*(f"{name}={value}" for name, value in self.environment), *self.options])
 
 
@@ -58,7 +59,7 @@ class WorldFailed(RuntimeError):
 
 
 def agent(network: Network, directory: Path) -> Path:
-    """Writes the program that mpiexec calls in ssh's place: it enters the node and runs the command there."""
+    """Write the program that mpiexec calls instead of ssh: it enters the node and runs the command there."""
     nodes = [f'{node.address}) exec {shlex.join(node.enter(["sh", "-c"]))} "$*" ;;' for node in network.nodes]
     path = directory / "agent.sh"
     path.write_text(_AGENT.replace("NODES", "\n".join(nodes)))
@@ -67,7 +68,7 @@ def agent(network: Network, directory: Path) -> Path:
 
 
 class RankWorld:
-    """`sum(layout)` ranks of one library, layout[i] of them on node i; without a network, all on this machine."""
+    """The ranks of one library: layout[i] ranks on node i; without a network, all ranks on this machine."""
 
     def __init__(self, recipe: Recipe, layout: tuple[int, ...], directory: Path, network: Network | None) -> None:
         self.recipe, self.layout, self.size = recipe, layout, sum(layout)
@@ -149,7 +150,7 @@ class RankWorld:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
 
     def ask(self, **order: Any) -> list[dict[str, Any]]:
-        """Sends one order to every rank; returns the answers in rank order. Raises WorldFailed with a traceback."""
+        """Send an order to every rank; return the answers in rank order. Raises WorldFailed with a traceback."""
         for stream in self._ranks:
             stream.write(json.dumps(order) + "\n")
             stream.flush()

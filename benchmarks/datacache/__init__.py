@@ -1,1 +1,1 @@
-"""What benchmarks/cache.py is made of: a remote behind a slow link, datasets, contenders, and the ranks that read."""
+"""The parts of benchmarks/cache.py: a remote behind a slow link, datasets, contenders, and the ranks that read."""

@@ -1,6 +1,6 @@
-"""Who reads: this library, torch's DataLoader over fsspec's filecache, litdata, and one NumPy array as the measure.
+"""The contenders: TopKube, torch's DataLoader over fsspec's filecache, litdata, and a NumPy array as the reference.
 
-Every contender hands out (n, size) uint8 batches of at most 256 samples, each sample of the epoch on one rank.
+Every contender yields (n, size) uint8 batches of at most 256 samples. Each sample of an epoch is read by one rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 import topkube
-from datacache.problem import Problem
+from datacache.problem import CacheProblem
 from topkube import _kernels
 from topkube.data import ArrayOf, DistributedSampler
 from topkube.data.dataset import CachedDataset
@@ -26,8 +26,8 @@ from topkube.data.dataset import CachedDataset
 BATCH = 256
 
 
-class Contender(Protocol):
-    """What `open` gives; `epoch` may be called for epoch 0, 1, 2, ... once each."""
+class CacheContender(Protocol):
+    """A contender. `epoch` is called once for each of the epochs 0, 1, 2, ..."""
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]: ...
 
@@ -35,9 +35,9 @@ class Contender(Protocol):
 
 
 class OurCache:
-    """CachedDataset; with `memory` decoded samples are kept in memory too, without it only shards on disk."""
+    """CachedDataset. With `memory`, decoded samples are cached in memory too; without it, only shards on disk."""
 
-    def __init__(self, problem: Problem, uri: str, folder: Path, root: Path, *, memory: bool) -> None:
+    def __init__(self, problem: CacheProblem, uri: str, folder: Path, root: Path, *, memory: bool) -> None:
         self.dataset = CachedDataset(
             f"{uri}/{problem.name}",
             decode=ArrayOf("uint8", (problem.size,), field="bin"),
@@ -56,11 +56,11 @@ class OurCache:
 
 
 class FileCached(Dataset[torch.Tensor]):
-    """Samples through fsspec's filecache: whole objects are kept in a folder. It is told where in a shard its samples
-    lie. Two processes that fetch one object into one folder read each other's half of it: shards, which all ranks want,
-    are kept by every rank for itself."""
+    """Samples through fsspec's filecache, which caches whole objects in a folder. The positions of samples in shards
+    are given. If two processes fetch the same object into the same folder, they read partial files. So every rank has
+    its own folder for shards, which all ranks read."""
 
-    def __init__(self, problem: Problem, uri: str, folder: Path) -> None:
+    def __init__(self, problem: CacheProblem, uri: str, folder: Path) -> None:
         self._problem, self._uri = problem, f"{uri}/{problem.name}"
         self._folder = folder / ("filecache" if problem.form == "files" else f"filecache-{topkube.rank()}")
         self._names, self._object, self._offset = problem.places()
@@ -93,7 +93,7 @@ class FileCached(Dataset[torch.Tensor]):
 class FileCache:
     """torch's DataLoader and DistributedSampler over `FileCached`, with `workers` worker processes."""
 
-    def __init__(self, problem: Problem, uri: str, folder: Path, root: Path, *, workers: int) -> None:
+    def __init__(self, problem: CacheProblem, uri: str, folder: Path, root: Path, *, workers: int) -> None:
         dataset = FileCached(problem, uri, folder)
         self._sampler: Any = TorchSampler(dataset, topkube.size(), topkube.rank())
         self._loader: Any = DataLoader(
@@ -109,10 +109,10 @@ class FileCache:
 
 
 class LitData:
-    """litdata's StreamingDataset and loader over its own chunks, with `workers` worker processes. It knows no plain
-    HTTP: the downloader below is its interface for that."""
+    """litdata's StreamingDataset and loader over its own chunks, with `workers` worker processes. litdata does not
+    support plain HTTP; the downloader below adds it through litdata's interface."""
 
-    def __init__(self, problem: Problem, uri: str, folder: Path, root: Path, *, workers: int) -> None:
+    def __init__(self, problem: CacheProblem, uri: str, folder: Path, root: Path, *, workers: int) -> None:
         from litdata import StreamingDataLoader, StreamingDataset
         from litdata.streaming.downloader import register_downloader
         from litdata.streaming.resolver import Dir
@@ -163,9 +163,9 @@ def _downloader() -> type[Any]:
 
 
 class InMemory:
-    """The measure of the second epoch: the same batches gathered from one NumPy array of this rank."""
+    """The reference of the second epoch: the same batches gathered from a NumPy array of this rank."""
 
-    def __init__(self, problem: Problem, uri: str, folder: Path, root: Path, sampler: DistributedSampler) -> None:
+    def __init__(self, problem: CacheProblem, uri: str, folder: Path, root: Path, sampler: DistributedSampler) -> None:
         self._data, self._sampler = problem.array(root), sampler
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]:
@@ -178,9 +178,9 @@ class InMemory:
 
 
 class PageCache:
-    """The measure of the disk tier: the same samples from one file, a pread each into one buffer."""
+    """The reference of the disk tier: the same samples from one file, with one pread per sample into a buffer."""
 
-    def __init__(self, problem: Problem, uri: str, folder: Path, root: Path, sampler: DistributedSampler) -> None:
+    def __init__(self, problem: CacheProblem, uri: str, folder: Path, root: Path, sampler: DistributedSampler) -> None:
         self._problem, self._sampler = problem, sampler
         self._file = os.open(root / f"{problem.name}.flat", os.O_RDONLY)
         self._buffer = np.empty(BATCH * problem.size, np.uint8)

@@ -1,4 +1,4 @@
-"""A dataset of a million objects: what listing it and opening its cache take, in a process of its own."""
+"""A dataset of a million objects: the time and memory to list it and open its cache, in a separate process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _OPEN = """
 import sys, time
 from pathlib import Path
 start = time.perf_counter()
-from topkube.data.disk_tier import DiskTier
+from topkube.data.cache.disk_tier import DiskTier
 from topkube.data.opening import list_dataset
-from topkube.data.shards import Shards
-from topkube.data.store import Store
-store = Store(sys.argv[1])
+from topkube.data.formats.shards import Shards
+from topkube.data.remote.object_store import ObjectStore
+store = ObjectStore(sys.argv[1])
 shards = Shards(store.uri, list_dataset(store, DiskTier(Path(sys.argv[2]))))
 assert len(shards.listing) == int(sys.argv[3])
 keys = len(shards.keys())
@@ -28,8 +28,8 @@ print(seconds, int(peak.split()[1]) * 1024, keys)
 
 
 def measure() -> dict[str, Any]:
-    """Seconds (imports included) and peak bytes of the process: where the manifest is read for the first time, and
-    where the cache knows it."""
+    """Return the seconds (including imports) and the peak bytes of the process: for the first read of the manifest, and
+    for a listing from the cache."""
     with tempfile.TemporaryDirectory(prefix="topkube-entries-") as name:
         manifest = Path(name) / "manifest.jsonl"
         with manifest.open("w") as file:
@@ -38,10 +38,10 @@ def measure() -> dict[str, Any]:
                 for at in range(ENTRIES)
             )
         command = [sys.executable, "-c", _OPEN, manifest.as_uri(), str(Path(name) / "cache"), str(ENTRIES)]
-        found: dict[str, Any] = {"entries": ENTRIES}
+        result: dict[str, Any] = {"entries": ENTRIES}
         for what in ("first", "again"):
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             seconds, peak, shards = done.stdout.split()
-            found |= {f"{what}_seconds": round(float(seconds), 2), f"{what}_peak_mb": round(int(peak) / 1e6)}
-            found["shards"] = int(shards)
-    return found
+            result |= {f"{what}_seconds": round(float(seconds), 2), f"{what}_peak_mb": round(int(peak) / 1e6)}
+            result["shards"] = int(shards)
+    return result

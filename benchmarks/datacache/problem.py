@@ -1,4 +1,4 @@
-"""The datasets that everyone reads: random samples as files, as tar shards, as litdata's chunks, as one flat file."""
+"""The datasets that all contenders read: random samples as files, tar shards, litdata chunks, and one flat file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 NUMBER_BYTES = 8
-"""Every sample begins with its own number, so that what was read can be told."""
+"""Every sample begins with its number, so that the samples that were read can be checked."""
 SHARD_BYTES = 64_000_000
 
 
 @dataclass(frozen=True)
-class Problem:
-    """`samples` samples of `size` bytes each, as single files or in tar shards of 64 MB. `name` names its
-    folder too."""
+class CacheProblem:
+    """A dataset of `samples` samples of `size` bytes, as single files or in tar shards of 64 MB. `name` is also the
+    name of its folder."""
 
     name: str
     form: str  # files | shards
@@ -29,11 +29,11 @@ class Problem:
 
     @property
     def per_shard(self) -> int:
-        """Samples of one tar shard: a header of 512 bytes each, and full blocks."""
+        """The samples of a tar shard; each has a header of 512 bytes and fills whole blocks."""
         return SHARD_BYTES // (512 + -(-self.size // 512) * 512)
 
     def bytes(self, root: Path) -> int:
-        """What a job must read from the remote at least: all files, or all shards with their headers."""
+        """The least bytes that a job must read from the remote: all files, or all shards with their headers."""
         return sum(path.stat().st_size for path in (root / self.name).rglob("*") if path.suffix in (".bin", ".tar"))
 
     def array(self, root: Path) -> npt.NDArray[np.uint8]:
@@ -41,7 +41,7 @@ class Problem:
         return np.fromfile(root / f"{self.name}.flat", np.uint8).reshape(self.samples, self.size)
 
     def places(self) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Where a reader that is told finds the samples: names of objects; for every sample its object and offset."""
+        """Return the positions of the samples: the names of objects, and for every sample its object and offset."""
         numbers = np.arange(self.samples)
         if self.form == "files":
             return [file_name(at) for at in range(self.samples)], numbers, np.zeros(self.samples, np.int64)
@@ -65,8 +65,8 @@ def shard_name(number: int) -> str:
     return f"{number:04}.tar"
 
 
-def create(problem: Problem, root: Path) -> None:
-    """Writes all forms of the dataset below `root`, litdata's where it is installed."""
+def create(problem: CacheProblem, root: Path) -> None:
+    """Write all forms of the dataset below `root`; litdata's only if litdata is installed."""
     random = np.random.default_rng(problem.samples)
     data = random.integers(0, 256, (problem.samples, problem.size), np.uint8)
     data[:, :NUMBER_BYTES] = np.arange(problem.samples, dtype="<i8").view(np.uint8).reshape(-1, NUMBER_BYTES)
@@ -77,14 +77,14 @@ def create(problem: Problem, root: Path) -> None:
     _chunks(problem, data, root / f"{problem.name}.litdata")
 
 
-def _files(problem: Problem, data: npt.NDArray[np.uint8], folder: Path) -> None:
+def _files(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
     for number in range(problem.samples):
         path = folder / file_name(number)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data[number].tobytes())
 
 
-def _shards(problem: Problem, data: npt.NDArray[np.uint8], folder: Path) -> None:
+def _shards(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
     lines = []
     for shard, first in enumerate(range(0, problem.samples, problem.per_shard)):
         part = data[first : first + problem.per_shard]
@@ -98,7 +98,7 @@ def _shards(problem: Problem, data: npt.NDArray[np.uint8], folder: Path) -> None
     (folder / "manifest.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def _chunks(problem: Problem, data: npt.NDArray[np.uint8], folder: Path) -> None:
+def _chunks(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
     try:
         from litdata.streaming.writer import BinaryWriter
     except ImportError:

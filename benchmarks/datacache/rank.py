@@ -1,4 +1,4 @@
-"""What every rank runs: opens a contender, reads an epoch between barriers, and proves that all samples came.
+"""The program of every rank: it opens a contender, reads an epoch between barriers, and checks that all samples came.
 
 rank.py LIBRARY SOCKET LAYOUT
 """
@@ -21,7 +21,7 @@ import torch
 import topkube
 from allreduce import orders
 from datacache import contenders
-from datacache.problem import NUMBER_BYTES, Problem
+from datacache.problem import NUMBER_BYTES, CacheProblem
 
 _DIRECTORY = Path(os.environ["TMPDIR"])
 _open: dict[str, Any] = {}
@@ -42,20 +42,20 @@ def obey(world: Any, order: dict[str, Any]) -> dict[str, Any]:
         _open.pop(order["name"]).close()
         gc.collect()
         return {}
-    problem = Problem(**order["problem"])
-    together(world)
+    problem = CacheProblem(**order["problem"])
+    wait_for_all(world)
     start = time.clock_gettime(time.CLOCK_MONOTONIC)
     if order["name"] not in _open:
         _open[order["name"]] = opened(world, order, problem)
     heads = [batch[:, :NUMBER_BYTES].clone() for batch in _open[order["name"]].epoch(order["epoch"])]
     end = time.clock_gettime(time.CLOCK_MONOTONIC)
-    together(world)
-    missing, repeated = came(world, problem, heads)
+    wait_for_all(world)
+    missing, repeated = count_missing(world, problem, heads)
     statistics = getattr(getattr(_open[order["name"]], "dataset", None), "statistics", dict)()
     return {"start": start, "end": end, "missing": missing, "repeated": repeated, "counted": statistics}
 
 
-def opened(world: Any, order: dict[str, Any], problem: Problem) -> Any:
+def opened(world: Any, order: dict[str, Any], problem: CacheProblem) -> Any:
     folder = _DIRECTORY / order["folder"] / f"node{world.node}"
     given: dict[str, Any] = dict(order["given"])
     if order["kind"] in ("InMemory", "PageCache"):
@@ -64,29 +64,29 @@ def opened(world: Any, order: dict[str, Any], problem: Problem) -> Any:
     return kind(problem, order["uri"], folder, _DIRECTORY / "remote", **given)
 
 
-def came(world: Any, problem: Problem, heads: list[torch.Tensor]) -> tuple[int, int]:
-    """Samples that no rank got, and those that came once more than they should."""
-    found = torch.cat(heads).numpy().view("<i8").reshape(-1) if heads else np.empty(0, np.int64)
-    counts = np.bincount(found, minlength=problem.samples)
+def count_missing(world: Any, problem: CacheProblem, heads: list[torch.Tensor]) -> tuple[int, int]:
+    """Return the number of samples that no rank got, and the number of samples that arrived twice."""
+    received = torch.cat(heads).numpy().view("<i8").reshape(-1) if heads else np.empty(0, np.int64)
+    counts = np.bincount(received, minlength=problem.samples)
     total = np.empty_like(counts)
     world.comm.Allreduce(counts, total)
     if total.size != problem.samples:
-        raise ValueError(f"sample {total.size - 1} came, of {problem.samples}")
+        raise ValueError(f"sample {total.size - 1} arrived, of {problem.samples}")
     return int((total == 0).sum()), int((total - 1).clip(0).sum())
 
 
-def together(world: Any) -> None:
-    """A barrier that sleeps: one that spins would take the processor from ranks that still read."""
+def wait_for_all(world: Any) -> None:
+    """Wait in a barrier that sleeps. A barrier that spins would take the processor from ranks that still read."""
     request = world.comm.Ibarrier()
     while not request.Test():
         time.sleep(0.0005)
 
 
 def link(world: Any, url: str) -> dict[str, Any]:
-    """One plain GET by the first rank of every node, all at once, the bytes thrown away."""
+    """Time a plain GET by the first rank of every node at the same time. The bytes are discarded."""
     address, path = urlsplit(url).hostname, urlsplit(url).path
     received, buffer = 0, bytearray(1 << 20)
-    together(world)
+    wait_for_all(world)
     start = time.clock_gettime(time.CLOCK_MONOTONIC)
     if world.local_rank == 0:
         with socket.create_connection((address, 80)) as connection:
@@ -94,7 +94,7 @@ def link(world: Any, url: str) -> dict[str, Any]:
             while got := connection.recv_into(buffer):
                 received += got
     end = time.clock_gettime(time.CLOCK_MONOTONIC)
-    together(world)
+    wait_for_all(world)
     return {"start": start, "end": end, "bytes": received}
 
 

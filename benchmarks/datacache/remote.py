@@ -1,4 +1,4 @@
-"""The remote store: nginx from Debian's packages, alone in a node of its own behind a shaped link."""
+"""The remote store: nginx from Debian's packages, in its own node behind a shaped link."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ http {{
 
 
 def install() -> str | None:
-    """Installs nginx where it is missing; why it cannot, if it cannot."""
+    """Install nginx if it is missing. Return why it cannot be installed, else None."""
     if shutil.which("nginx"):
         return None
     command = "apt-get install -y --no-install-recommends nginx-light"
     if shutil.which("apt-get") is None:
         return "nginx not found; install it with this system's package manager"
     print("nginx is missing: installing it (nginx-light)", flush=True)
-    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # the package must not start it
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # the package must not start nginx
     for step in ("apt-get update -qq", command):
         done = subprocess.run(step.split(), capture_output=True, text=True, env=quiet)
         if done.returncode:
@@ -51,7 +51,7 @@ def install() -> str | None:
 
 
 class Remote:
-    """nginx over `root` in `node`. `sent_bytes` counts what it has answered with, headers apart."""
+    """nginx that serves `root` in `node`. `sent_bytes` counts the bytes of all bodies, without headers."""
 
     def __init__(self, node: Node, root: Path, home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ class Remote:
             time.sleep(0.02)
 
     def sent_bytes(self) -> int:
-        """Bytes of all bodies so far, as nginx logged them."""
+        """Return the bytes of all bodies so far, from the log of nginx."""
         return sum(int(line.partition(" ")[0]) for line in self._log.read_text().splitlines())
 
     def close(self) -> None:

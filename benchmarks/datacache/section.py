@@ -1,4 +1,4 @@
-"""The data cache's part of docs/benchmarks.md: its tables and its picture."""
+"""The section of docs/benchmarks.md about the data cache: its tables and its plot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _bold(row: Row) -> str:
 
 
 def filled(stored: dict[str, Any]) -> dict[str, str]:
-    """The template's placeholders."""
+    """Return the values of the template's placeholders."""
     first = [
         [
             told(stored["problems"][row["problem"]]),
@@ -59,10 +59,10 @@ def filled(stored: dict[str, Any]) -> dict[str, str]:
         "CACHE_SECOND": table(["dataset", "contender", "MB/s", "min–max", "", "MB fetched"], second),
         "CACHE_LINK": ", ".join(sorted({f"{rate:.0f}" for rate in stored["link_mb_per_s"].values()})),
         "CACHE_ENTRIES": (
-            f"A manifest of {entries['entries']:,} objects ({entries['shards']:,} shards): "
-            f"{entries['first_seconds']:.1f} s and {entries['first_peak_mb']} MB at most to list it and open the cache "
-            f"for the first time, {entries['again_seconds']:.1f} s and {entries['again_peak_mb']} MB from then on, "
-            "Python's own start and imports included."
+            f"With a manifest of {entries['entries']:,} objects ({entries['shards']:,} shards), listing it and "
+            f"opening the cache take {entries['first_seconds']:.1f} s and at most {entries['first_peak_mb']} MB the "
+            f"first time, and {entries['again_seconds']:.1f} s and {entries['again_peak_mb']} MB afterwards, including "
+            "the start of Python and imports."
         ),
         "CACHE_FACTS": (
             f"{stored['date']}, {stored['command']}; "
@@ -73,7 +73,7 @@ def filled(stored: dict[str, Any]) -> dict[str, str]:
 
 
 def picture(stored: dict[str, Any], path: Path) -> None:
-    """First epochs against the link, second epochs against memory: one column per dataset."""
+    """Plot first epochs relative to the link and second epochs relative to memory, with one column per dataset."""
     from matplotlib import pyplot
 
     import plots

@@ -1,10 +1,10 @@
-// Element types and their conversions, in integer arithmetic so that every path gives the same bits.
+// Element types and their conversions, in integer arithmetic so that every path returns the same bits.
 //
-// Rounding to 16 bits is to nearest, ties to even. Denormals are kept in both directions. A NaN stays a NaN: its sign and the
-// top of its payload survive and it becomes quiet. A float beyond the range of fp16 becomes infinite, as IEEE 754 says.
+// Rounding to 16 bits is to nearest, ties to even. Denormals are kept in both directions. A NaN stays a NaN: the conversion keeps
+// its sign and the top bits of its payload, and makes it quiet. A float beyond the range of fp16 becomes infinite, as in IEEE 754.
 //
-// Everything here is `static`: the header is compiled into units with different instruction sets, and a function shared through
-// the linker could carry AVX-512 code into the portable path. It is `constexpr` so that CUDA kernels may call it too.
+// All functions are `static`: this header is compiled into units with different instruction sets, and a function that the linker
+// shares could bring AVX-512 code into the portable path. They are `constexpr` so that CUDA kernels can call them too.
 #pragma once
 
 #include <cstddef>
@@ -18,6 +18,12 @@ static constexpr std::size_t item_size(Dtype dtype) { return dtype == Dtype::f32
 
 static constexpr std::uint32_t bits_of(float value) { return __builtin_bit_cast(std::uint32_t, value); }
 static constexpr float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+// Kernels pass every result of arithmetic through `canonical`. Which NaN an addition returns differs: x86 keeps the bits of an
+// operand, or returns 0xffc00000; NVIDIA GPUs return 0x7fffffff. A NaN that a kernel computes is 0x7fc00000 everywhere, so that
+// results have the same bits. A NaN that a kernel only copies or selects keeps its bits.
+static constexpr std::uint32_t canonical_nan = 0x7fc00000u;
+static constexpr float canonical(float result) { return result != result ? float_of(canonical_nan) : result; }
 
 static constexpr float from_bf16(std::uint16_t bits) { return float_of(std::uint32_t{bits} << 16); }
 
@@ -51,7 +57,7 @@ static constexpr std::uint16_t to_f16(float value) {
   return static_cast<std::uint16_t>(sign | rounded);
 }
 
-// Tags by which templates name an element type: `Item` is how it lies in memory.
+// Tags that name an element type in templates. `Item` is the type of an element in memory.
 struct F32 {
   using Item = float;
   static constexpr float load(Item item) { return item; }

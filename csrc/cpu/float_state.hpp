@@ -1,7 +1,7 @@
-// Arithmetic as IEEE 754 has it for the length of a scope: rounding to nearest, denormals neither flushed nor read as zero.
+// A scope with the arithmetic of IEEE 754: rounding to nearest; denormals are neither flushed nor read as zero.
 //
-// torch.set_flush_denormal and some libraries change the thread's mode. A rank whose communication thread flushes denormals would
-// give other bits than its neighbours, so every public kernel sets the mode and restores the caller's.
+// torch.set_flush_denormal and some libraries change the thread's mode. If the communication thread of one rank flushed denormals,
+// its results would differ from those of other ranks. So every public kernel sets the mode and restores the caller's mode.
 #pragma once
 
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
-// Copies past the caches, for a destination that is larger than they are and not read again soon: a plain store would first read
-// the line it is about to overwrite.
+// Copies that bypass the caches, for a destination that is larger than the caches and is not read again soon. A plain store would
+// first read the cache line that it overwrites.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ static inline void stream_copy(void* out, const void* input, std::size_t bytes) 
   std::memcpy(to, from, head);
   to += head, from += head, bytes -= head;
   for (; bytes >= 64; bytes -= 64, to += 64, from += 64)
-    for (int i = 0; i < 4; ++i)  // whole lines, or the write buffers flush in part
+    for (int i = 0; i < 4; ++i)  // whole lines: a partial line would flush the write buffer early
       _mm_stream_si128(reinterpret_cast<__m128i*>(to) + i, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
   std::memcpy(to, from, bytes);
 #else
@@ -29,7 +29,7 @@ static inline void stream_copy(void* out, const void* input, std::size_t bytes) 
 #endif
 }
 
-// Streamed stores are not ordered with others: call this before telling anyone that the data is there.
+// Orders streamed stores before later stores. Call it before another thread or process is told that the data is complete.
 static inline void stream_end() {
 #if defined(__x86_64__)
   _mm_sfence();

@@ -1,9 +1,9 @@
-// The library's face: C functions that topkube/kernels/cuda_library.py calls. One compilation unit holds all kernels.
+// The C functions of the library, which topkube/kernels/cuda_library.py calls. One compilation unit holds all kernels.
 //
-// Every function takes device pointers and a stream of `device`, launches, and returns 0 or CUDA's error code; none of them waits,
-// allocates or frees. `workspace` is memory of that device, aligned to 256 bytes and of at least the size that the same function
-// returned through `needed` when it was called with a null workspace; it may be reused once the stream has passed. topkube/kernels
-// has checked lengths, dtypes and overlap.
+// Every function takes device pointers and a stream of `device`, launches kernels, and returns 0 or CUDA's error code. No
+// function waits, allocates or frees. `workspace` is memory of that device, aligned to 256 bytes. Its size is at least the size
+// that the same function returned through `needed` when it was called with a null workspace. It can be reused when the stream has
+// passed the call. topkube/kernels has checked lengths, dtypes and overlap.
 #include <type_traits>
 
 #include "dense.hpp"
@@ -28,7 +28,7 @@ int with_dtype(int code, const Do& act) {
   }
 }
 
-// The device is made current for the call, and the caller's is restored.
+// Makes the device current for the call, and restores the caller's device.
 class OnDevice {
  public:
 #if defined(TOPKUBE_EMULATE_CUDA)
@@ -54,7 +54,7 @@ class OnDevice {
 #endif
 };
 
-// `work(launcher, workspace)` returns the bytes of workspace it needs; it launches nothing where the launcher is null.
+// `work(launcher, workspace)` returns the size of the workspace in bytes. If the launcher is null, it launches nothing.
 template <class Work>
 int plan_or_run(int device, void* stream, void* workspace, u64* needed, const Work& work) {
   if (!workspace) {
@@ -83,7 +83,7 @@ void launch_sums(gpu::Launcher& launcher, const HashWork& hash) {
   if (items) launcher.launch(hash_sums, launcher.blocks_for(items, hash_threads, 8), hash_threads, hash.data, hash.sums);
 }
 
-// All checks of a wire buffer; where each block's entries start.
+// Launches all checks of a wire buffer, and computes where the entries of each block start.
 u32* launch_check(gpu::Launcher* launcher, const std::uint8_t* buffer, u64 bytes, u64 expected_length, u32* verdict, Arena& arena) {
   u32* starts = arena.take<u32>(bytes / 4 + 1);
   const HashWork hash = hash_work(buffer, bytes, arena);
@@ -103,7 +103,7 @@ u32* launch_check(gpu::Launcher* launcher, const std::uint8_t* buffer, u64 bytes
 
 using namespace topkube;
 
-// "13.0; sm_80 sm_90 compute_90": the compiler, and what the library carries.
+// Returns the compiler and the targets of the library, such as "13.0; sm_80 sm_90 compute_90".
 extern "C" __attribute__((visibility("default"))) const char* topkube_cuda_build() { return TOPKUBE_CUDA_BUILD; }
 
 #if defined(TOPKUBE_EMULATE_CUDA)
@@ -124,8 +124,7 @@ TOPKUBE_API topkube_cuda_topk(int device, void* stream, const void* data, int dt
 }
 
 TOPKUBE_API topkube_cuda_compress(int device, void* stream, const void* gradient, int dtype, const float* residual, float* acc,
-                                  u64 length, u64 k, u32* indices, float* values, void* state, void* workspace,
-                                  u64* needed) {
+                                  u64 length, u64 k, u32* indices, float* values, void* state, void* workspace, u64* needed) {
   return with_dtype(dtype, [&](auto type) {
     return plan_or_run(device, stream, workspace, needed, [&](gpu::Launcher* launcher) {
       return compress<decltype(type)>(launcher, gradient, residual, acc, length, k, indices, values, state, workspace);
@@ -142,8 +141,8 @@ TOPKUBE_API topkube_cuda_mstopk(int device, void* stream, const void* data, int 
   });
 }
 
-// Selections take 256 bytes more, `state`, in which they leave how the work went. This reads a copy of it in host memory: mode,
-// candidates; mstopk: thresholds, and how many reach them.
+// Selections write statistics of their work into 256 more bytes, `state`. This function reads a copy of `state` in host memory: the
+// mode and the number of candidates; for mstopk also the thresholds, and how many magnitudes reach them.
 TOPKUBE_API topkube_cuda_effort(const void* state, u64* from_the_data, u64* candidates, float* thresholds, u64* above) {
   const State& copy = *static_cast<const State*>(state);
   *from_the_data = copy.mode;
@@ -176,7 +175,7 @@ TOPKUBE_API topkube_cuda_sum(int device, void* stream, void* out, int out_dtype,
   });
 }
 
-// *flag: 1, or 0 where an element is NaN or infinite.
+// Sets *flag to 0 if an element is NaN or infinite, and to 1 otherwise.
 TOPKUBE_API topkube_cuda_is_finite(int device, void* stream, const void* data, int dtype, u64 length, u32* flag) {
   const OnDevice on(device);
   if (on.error()) return on.error();
@@ -191,10 +190,11 @@ TOPKUBE_API topkube_cuda_is_finite(int device, void* stream, const void* data, i
   });
 }
 
-// In all below, `verdict` is 4 words that are ~0 (wire.hpp: VerdictWord); nothing else is written where a check fails, but for
-// encode's first word, which then is 0: no reader takes that buffer.
+// In all functions below, `verdict` is 4 words that are ~0 (wire.hpp: VerdictWord). If a check fails, nothing else is written,
+// except that encode sets its first word to 0, so that no reader accepts the buffer.
 TOPKUBE_API topkube_cuda_encode(int device, void* stream, const u32* indices, const void* values, int dtype, u64 count, u64 length,
-                                int wire, float* residual, std::uint8_t* out, u64 bytes, u32* verdict, void* workspace, u64* needed) {
+                                int wire, float* residual, std::uint8_t* out, u64 bytes, u32* verdict, void* workspace,
+                                u64* needed) {
   return with_dtype(dtype, [&](auto type) {
     return with_dtype(wire, [&](auto wire_type) {
       using T = decltype(type);
@@ -204,10 +204,10 @@ TOPKUBE_API topkube_cuda_encode(int device, void* stream, const u32* indices, co
         const HashWork hash = hash_work(out, bytes, arena);
         if (launcher) {
           const u64 blocks = launcher->blocks_for(std::max(count, wire_blocks(length)), 2 * wire_threads, 8);
-          launcher->launch(check_indices, launcher->blocks_for(count, 4 * wire_threads, 8), wire_threads, indices, count, length, true,
-                           verdict);
-          launcher->launch(encode_entries<T, Wire>, blocks, wire_threads, indices, static_cast<const typename T::Item*>(values), count,
-                           length, static_cast<u32>(wire), residual, out, static_cast<const u32*>(verdict));
+          launcher->launch(check_indices, launcher->blocks_for(count, 4 * wire_threads, 8), wire_threads, indices, count, length,
+                           true, verdict);
+          launcher->launch(encode_entries<T, Wire>, blocks, wire_threads, indices, static_cast<const typename T::Item*>(values),
+                           count, length, static_cast<u32>(wire), residual, out, static_cast<const u32*>(verdict));
           launch_sums(*launcher, hash);
           launcher->launch(seal, 1, 32, hash.data, static_cast<const u64*>(hash.sums), out, static_cast<const u32*>(verdict));
         }
@@ -217,7 +217,7 @@ TOPKUBE_API topkube_cuda_encode(int device, void* stream, const u32* indices, co
   });
 }
 
-// `indices`, `values`: room for `room` entries, or null to check only.
+// `indices` and `values` have room for `room` entries. If they are null, the function only checks the buffer.
 TOPKUBE_API topkube_cuda_decode(int device, void* stream, const std::uint8_t* buffer, u64 bytes, u64 expected_length, u64 room,
                                 u32* indices, float* values, u32* verdict, void* workspace, u64* needed) {
   return plan_or_run(device, stream, workspace, needed, [&](gpu::Launcher* launcher) {
@@ -231,8 +231,8 @@ TOPKUBE_API topkube_cuda_decode(int device, void* stream, const std::uint8_t* bu
   });
 }
 
-TOPKUBE_API topkube_cuda_decode_add(int device, void* stream, const std::uint8_t* buffer, u64 bytes, void* dense, int dtype, u64 length,
-                                    float scale, u32* verdict, void* workspace, u64* needed) {
+TOPKUBE_API topkube_cuda_decode_add(int device, void* stream, const std::uint8_t* buffer, u64 bytes, void* dense, int dtype,
+                                    u64 length, float scale, u32* verdict, void* workspace, u64* needed) {
   return with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     return plan_or_run(device, stream, workspace, needed, [&](gpu::Launcher* launcher) {
@@ -252,7 +252,8 @@ TOPKUBE_API topkube_cuda_scatter_add(int device, void* stream, void* dense, int 
   const OnDevice on(device);
   if (on.error() || count == 0) return on.error();
   gpu::Launcher launcher(stream);
-  launcher.launch(check_indices, launcher.blocks_for(count, 4 * wire_threads, 8), wire_threads, indices, count, length, false, verdict);
+  launcher.launch(check_indices, launcher.blocks_for(count, 4 * wire_threads, 8), wire_threads, indices, count, length, false,
+                  verdict);
   return with_dtype(dtype, [&](auto type) {
     return with_dtype(value_dtype, [&](auto value) {
       using T = decltype(type);

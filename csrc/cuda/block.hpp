@@ -1,4 +1,4 @@
-// What the threads of a block do together: sums, the bin that holds the k-th largest, and how tiles learn what came before them.
+// Operations of all threads of a block: sums, the search for the bin with the k-th largest element, and prefix sums over tiles.
 #pragma once
 
 #include "device.hpp"
@@ -16,7 +16,7 @@ struct BlockScratch {
   u64 answer[2];
 };
 
-// The sum over the block, on all of its threads.
+// Returns the sum over the block, on all of its threads.
 TOPKUBE_DEVICE u64 block_sum(u64 value, BlockScratch& scratch) {
   value = warp_sum(value);
   gpu::sync();
@@ -27,7 +27,7 @@ TOPKUBE_DEVICE u64 block_sum(u64 value, BlockScratch& scratch) {
   return sum;
 }
 
-// The same of 32 bits, by the hardware's own sum over a warp.
+// Does the same for 32 bits, with the hardware's sum over a warp.
 TOPKUBE_DEVICE u32 block_total(u32 value, BlockScratch& scratch) {
   value = gpu::warp_total(value);
   gpu::sync();
@@ -36,7 +36,7 @@ TOPKUBE_DEVICE u32 block_total(u32 value, BlockScratch& scratch) {
   return gpu::warp_total(gpu::lane() < gpu::threads() / 32 ? static_cast<u32>(scratch.words[gpu::lane()]) : 0u);
 }
 
-// The sum over the warps before this one, and over all. The value is the same on all threads of a warp.
+// Returns the sum over the warps before this warp, and the sum over all warps. All threads of a warp pass the same value.
 TOPKUBE_DEVICE u64 warps_before(u64 value, BlockScratch& scratch, u64* total) {
   gpu::sync();
   if (gpu::lane() == 0) scratch.words[gpu::warp()] = value;
@@ -50,7 +50,8 @@ TOPKUBE_DEVICE u64 warps_before(u64 value, BlockScratch& scratch, u64* total) {
   return before;
 }
 
-// Whether this block is the last of its kernel to come here: what all others wrote before is then there to be observed.
+// Returns true if this block is the last block of its kernel that gets here. It can then observe what all other blocks wrote
+// before.
 TOPKUBE_DEVICE bool is_last_block(u32* done, BlockScratch& scratch) {
   gpu::fence();
   gpu::sync();
@@ -67,7 +68,8 @@ struct Bin {
   u64 rank;  // within the bin
 };
 
-// The bin that holds the element of that rank, counted from the highest bin down; the bins hold at least that many.
+// Returns the bin that holds the element of this rank, counted from the highest bin down. The bins hold at least that many
+// elements.
 TOPKUBE_DEVICE Bin bin_of_rank(const u32* bins, u32 size, u64 rank, BlockScratch& scratch) {
   const u32 threads = gpu::threads(), each = (size + threads - 1) / threads;
   // Thread 0 has the highest bins.
@@ -93,17 +95,18 @@ TOPKUBE_DEVICE Bin bin_of_rank(const u32* bins, u32 size, u64 rank, BlockScratch
     scratch.answer[1] = rank;
   }
   gpu::sync();
-  const Bin found{static_cast<u32>(scratch.answer[0]), scratch.answer[1]};
+  const Bin bin{static_cast<u32>(scratch.answer[0]), scratch.answer[1]};
   gpu::sync();
-  return found;
+  return bin;
 }
 
 // Decoupled look-back (Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016): a tile publishes
-// its own sum, adds up what the tiles before it published, and publishes the prefix. A word carries its state in its top two
-// bits, so it needs no fence. Tiles are taken in ascending order (`take_tile`), hence those before it have begun and will publish.
+// its own sum, adds the sums that the tiles before it published, and publishes the prefix. A word carries its state in its top
+// two bits, so it needs no fence. Tiles start in ascending order (`take_tile`), so all tiles before this tile have begun and will
+// publish.
 constexpr u64 own_sum = u64{1} << 62, prefix_sum = u64{2} << 62, sum_mask = own_sum - 1;
 
-// One warp calls it; the sum over all tiles before `tile`, on all lanes.
+// Returns the sum over all tiles before `tile`, on all lanes. One warp calls it.
 TOPKUBE_DEVICE u64 look_back(u64* words, u32 tile, u64 own) {
   const u32 lane = gpu::lane();
   if (lane == 0) gpu::publish(words + tile, (tile == 0 ? prefix_sum : own_sum) | own);
@@ -124,7 +127,7 @@ TOPKUBE_DEVICE u64 look_back(u64* words, u32 tile, u64 own) {
   return before;
 }
 
-// The next tile, in the order in which blocks ask.
+// Returns the next tile. Blocks get tiles in the order of their calls.
 TOPKUBE_DEVICE u32 take_tile(u32* ticket, BlockScratch& scratch) {
   gpu::sync();
   if (gpu::thread() == 0) scratch.answer[0] = gpu::add(ticket, 1u);

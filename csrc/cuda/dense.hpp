@@ -1,4 +1,5 @@
-// Dense kernels on the GPU: the same bits as csrc/cpu/reduce.hpp. Arithmetic is fp32, a 16-bit result is rounded once.
+// Dense kernels on the GPU. They return the same bits as csrc/cpu/reduction/reduce.hpp. Arithmetic is fp32; a 16-bit result is
+// rounded once.
 #pragma once
 
 #include "../cpu/dtype.hpp"
@@ -13,8 +14,8 @@ struct Inputs {
   u32 count;
 };
 
-// out = ((inputs[0] + inputs[1]) + ...) * scale; `out` may be one of the inputs. A thread has several loads under way before it
-// stores: the compiler cannot put them there itself, as `out` may be what is loaded.
+// out = ((inputs[0] + inputs[1]) + ...) * scale; `out` may be one of the inputs. A thread starts several loads before it
+// stores. The compiler cannot reorder them itself, because `out` may be one of the inputs.
 template <class In, class Out>
 TOPKUBE_KERNEL(dense_threads) sum_inputs(typename Out::Item* out, Inputs inputs, u64 length, float scale) {
   constexpr u32 ahead = 8;
@@ -27,25 +28,25 @@ TOPKUBE_KERNEL(dense_threads) sum_inputs(typename Out::Item* out, Inputs inputs,
       for (u32 j = 0; j < ahead; ++j) {
         const u64 i = start + j * stride;
         const float item = i < length ? In::load(x[i]) : 0.0f;
-        sum[j] = input == 0 ? item : sum[j] + item;
+        sum[j] = input == 0 ? item : gpu::plus(sum[j], item);
       }
     }
 #pragma unroll
     for (u32 j = 0; j < ahead; ++j) {
       const u64 i = start + j * stride;
-      if (i < length) out[i] = Out::round(sum[j] * scale);
+      if (i < length) out[i] = Out::round(canonical(gpu::times(sum[j], scale)));
     }
   }
 }
 
-// *flag becomes 0 where an element is NaN or infinite; it is left alone otherwise.
+// Sets *flag to 0 if an element is NaN or infinite. Otherwise *flag does not change.
 template <class T>
 TOPKUBE_KERNEL(dense_threads) find_nonfinite(const typename T::Item* x, u64 length, u32* flag) {
-  bool found = false;
+  bool nonfinite = false;
   for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < length; i += u64{gpu::blocks()} * gpu::threads()) {
-    found |= (bits_of(T::load(x[i])) & 0x7fffffffu) >= 0x7f800000u;
+    nonfinite |= (bits_of(T::load(x[i])) & 0x7fffffffu) >= 0x7f800000u;
   }
-  if (gpu::ballot(found) && gpu::lane() == 0) gpu::publish(flag, 0u);
+  if (gpu::ballot(nonfinite) && gpu::lane() == 0) gpu::publish(flag, 0u);
 }
 
 TOPKUBE_KERNEL(32) set_word(u32* to, u32 value) {

@@ -1,10 +1,11 @@
-// What kernels need of a GPU, under names that have two meanings: CUDA's, and a host's that plays a grid with fibers.
+// The GPU operations that kernels need. They have two implementations: CUDA, and a host that emulates a grid with fibers.
 //
-// The second (tests/unit/emulated_cuda.hpp) exists for tests alone: it runs the very same kernels and launches on a machine
-// without a GPU, several blocks at a time, in an order that differs from run to run.
+// The emulation (tests/unit/kernels/emulated_cuda.hpp) exists only for tests. It runs the same kernels and launches on a machine
+// without a GPU: several blocks at a time, in an order that differs from run to run.
 //
-// Rules for kernels: blocks have whole warps; every thread of a warp takes part in a warp's operation, every thread of a block in
-// `sync`; shared memory is one struct per kernel, named once in `shared<...>()` and once in `launch<...>`.
+// Rules for kernels: Blocks consist of whole warps. Every thread of a warp takes part in the operations of the warp, and every
+// thread of a block takes part in `sync`. Shared memory is one struct per kernel, named once in `shared<...>()` and once in
+// `launch<...>`. Arithmetic of fp32 whose result is stored is `canonical(plus(...))`: see `canonical` in cpu/dtype.hpp.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +36,7 @@ TOPKUBE_DEVICE u32 lane() { return threadIdx.x & 31u; }
 TOPKUBE_DEVICE u32 warp() { return threadIdx.x >> 5; }
 
 TOPKUBE_DEVICE void sync() { __syncthreads(); }
-TOPKUBE_DEVICE void sync_warp() { __syncwarp(); }  // orders memory among the warp's threads, which ballot and shuffle do not
+TOPKUBE_DEVICE void sync_warp() { __syncwarp(); }  // orders memory among the threads of a warp; ballot and shuffle do not
 TOPKUBE_DEVICE u32 ballot(bool flag) { return __ballot_sync(0xffffffffu, flag); }
 template <class T>
 TOPKUBE_DEVICE T shuffle(T value, u32 from) {
@@ -52,13 +53,18 @@ TOPKUBE_DEVICE u32 popcount(u32 bits) { return static_cast<u32>(__popc(bits)); }
 TOPKUBE_DEVICE u32 first_bit(u32 bits) { return static_cast<u32>(__ffs(static_cast<int>(bits))) - 1u; }  // bits is not 0
 TOPKUBE_DEVICE u64 high_product(u64 a, u64 b) { return __umul64hi(a, b); }
 
-// Both kinds of memory. `add` and `lower` return what was there before.
+// Arithmetic of fp32. A result that is NaN is 0x7fffffff on a GPU, whatever the operands are; the emulation returns the same.
+TOPKUBE_DEVICE float plus(float a, float b) { return a + b; }
+TOPKUBE_DEVICE float minus(float a, float b) { return a - b; }
+TOPKUBE_DEVICE float times(float a, float b) { return a * b; }
+
+// Work on global and shared memory. `add` and `lower` return the old value.
 TOPKUBE_DEVICE u32 add(u32* to, u32 value) { return atomicAdd(to, value); }
 TOPKUBE_DEVICE u64 add(u64* to, u64 value) {
   return atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(value));
 }
 TOPKUBE_DEVICE u32 lower(u32* to, u32 value) { return atomicMin(to, value); }
-// What other blocks write while this kernel runs: past the first-level cache, whole words at a time.
+// Read and write words that other blocks use while this kernel runs. They bypass the first-level cache.
 template <class T>
 TOPKUBE_DEVICE T observe(const T* from) {
   return *static_cast<const volatile T*>(from);
@@ -79,7 +85,7 @@ struct Nothing {};
 
 using Stream = cudaStream_t;
 
-// A sequence of launches on one stream, none of which waits; the first error ends it. Legal inside a graph's capture.
+// A sequence of launches on one stream. No launch waits, and the first error ends the sequence. It can be captured in a CUDA graph.
 class Launcher {
  public:
   explicit Launcher(void* stream) : stream_(static_cast<Stream>(stream)) {
@@ -101,7 +107,7 @@ class Launcher {
     note(cudaGetLastError());
   }
 
-  // Enough blocks to fill the device, and no more than the work is worth.
+  // Returns a number of blocks that fills the device, but not more blocks than the work needs.
   u64 blocks_for(u64 items, u64 items_per_block, u32 per_multiprocessor) const {
     const u64 worth = (items + items_per_block - 1) / items_per_block, room = u64(multiprocessors_) * per_multiprocessor;
     return worth < 1 ? 1 : worth < room ? worth : room;

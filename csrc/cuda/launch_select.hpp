@@ -1,4 +1,5 @@
-// The launches of selection: what the host knows beforehand, where things lie in the workspace, and the order of the kernels.
+// The launches of selection: the values that the host computes in advance, the layout of the workspace, and the order of the
+// kernels.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 
 namespace topkube {
 
-// Hands out aligned parts of the caller's workspace; without one it only adds up their sizes.
+// Allocates aligned parts of the caller's workspace. Without a workspace, it only adds up their sizes.
 class Arena {
  public:
   explicit Arena(void* start) : start_(static_cast<char*>(start)) {}
@@ -26,8 +27,8 @@ class Arena {
   u64 used_ = 0;
 };
 
-// `k`: the rank to find. As csrc/cpu/candidates.cpp: how many of the sample are expected above the k-th magnitude, the bounds 4
-// standard deviations away, and room for what may lie above the lower one.
+// `k`: the rank to find. Uses the formulas of csrc/cpu/selection/candidates.cpp: how many samples are expected above the k-th
+// magnitude, the bounds 4 standard deviations away, and room for the candidates above the lower bound.
 inline Selection lay_out(u64 length, u64 k, u32 tile_items, void* state, Arena& arena) {
   Selection s{};
   s.length = length;
@@ -76,14 +77,16 @@ void launch_prepare(gpu::Launcher& launcher, const Source& source, const Selecti
 template <class Source>
 void launch_filter(gpu::Launcher& launcher, const Source& source, const Selection& s) {
   if (s.mode == from_data && !Source::writes) return;
-  launcher.launch<FilterShared>(filter<Source>, (s.length + filter_tile<Source>() - 1) / filter_tile<Source>(), filter_threads, source, s);
+  launcher.launch<FilterShared>(filter<Source>, (s.length + filter_tile<Source>() - 1) / filter_tile<Source>(), filter_threads,
+                                source, s);
 }
 
-// After the filter; `source` reads what has been filtered, with nothing to write.
+// Launches the kernels after the filter. `source` reads the filtered data and writes nothing.
 template <class Source>
 void launch_narrow(gpu::Launcher& launcher, const Source& source, const Selection& s) {
   for (u32 round = 0; round < 2; ++round) {
-    launcher.launch<NarrowShared>(narrow<Source>, launcher.blocks_for(s.length, 8 * narrow_threads, 1), narrow_threads, source, s, round);
+    launcher.launch<NarrowShared>(narrow<Source>, launcher.blocks_for(s.length, 8 * narrow_threads, 1), narrow_threads, source, s,
+                                  round);
   }
 }
 

@@ -1,8 +1,8 @@
-// MSTopK on the GPU: the same thresholds, counts and entries as csrc/cpu/mstopk.cpp, bit for bit.
+// MSTopK on the GPU: the same thresholds, counts and entries as csrc/cpu/selection/mstopk.cpp, bit for bit.
 //
-// As there, one number answers all of the algorithm's probes: the (k + 1)-th largest magnitude. The kernels of select.hpp find it;
-// `bisect` then probes, `count` counts what reaches the two thresholds, `collect` takes them. Magnitudes are compared as they
-// lie in memory, and fp32 thresholds are turned into the smallest 16-bit magnitude that reaches them.
+// As on the CPU, one number answers all probes of the algorithm: the (k + 1)-th largest magnitude. The kernels of select.hpp find
+// it. Then `bisect` probes, `count` counts the magnitudes that reach the two thresholds, and `collect` writes the entries.
+// Magnitudes are compared in the format of the data, so an fp32 threshold becomes the smallest 16-bit magnitude that reaches it.
 #pragma once
 
 #include "select.hpp"
@@ -11,8 +11,8 @@ namespace topkube {
 
 constexpr u32 moments_block = 4096, moments_threads = 256, total_threads = 1024, count_threads = 256;
 
-// Per block of 4,096: the sum of |x| in double, in sixteen running sums (csrc/cpu/path_kernels.cpp), and the largest as fp32 bits.
-// Half a warp has a block, a lane one running sum.
+// For each block of 4,096 elements: the sum of |x| in double, in sixteen running sums (csrc/cpu/paths/path_kernels.cpp), and the
+// bits of the largest |x| as fp32. Half a warp works on one block; each lane has one running sum.
 template <class T>
 TOPKUBE_KERNEL(moments_threads) moments(Bits<T> source, u64 length, double* sums, u32* largest) {
   const u64 blocks = (length + moments_block - 1) / moments_block, warps = u64{gpu::blocks()} * (gpu::threads() / 32);
@@ -54,7 +54,8 @@ struct TotalShared {
   u32 largest[32];
 };
 
-// One block: the blocks' sums in order, by one thread, while the others fetch; the largest of all. Sets the rank to look for.
+// Runs as one block. One thread adds the sums of the blocks in order while the other threads fetch them. Also finds the largest
+// magnitude, and sets the rank to search for.
 TOPKUBE_KERNEL(total_threads) total(Selection s, u64 kept, const double* sums, const u32* largest, u64 blocks) {
   auto& shared = gpu::shared<TotalShared>();
   double sum = 0;
@@ -84,10 +85,10 @@ TOPKUBE_KERNEL(total_threads) total(Selection s, u64 kept, const double* sums, c
   state.mean = sum / static_cast<double>(s.length);
   state.largest = top;
   state.nonfinite = top >= 0x7f800000u;
-  state.rank = state.nonfinite ? kept : s.k;  // the exact top-k, or what all probes rest on
+  state.rank = state.nonfinite ? kept : s.k;  // the rank of the exact top-k, or the rank that answers all probes
 }
 
-// The bits of fp32 of a magnitude as it lies in memory.
+// Converts a magnitude in the format of the data to the bits of an fp32.
 template <class T>
 TOPKUBE_DEVICE u32 value_of(u32 magnitude) {
   if constexpr (sizeof(typename T::Item) == 4) {
@@ -97,11 +98,11 @@ TOPKUBE_DEVICE u32 value_of(u32 magnitude) {
   }
 }
 
-// The smallest magnitude in memory whose fp32 value is at least `threshold`, which infinity is.
+// Returns the smallest magnitude in the format of the data whose fp32 value is at least `threshold`. Infinity always qualifies.
 template <class T>
 TOPKUBE_DEVICE u32 native_bound(float threshold) {
   if constexpr (sizeof(typename T::Item) == 4) return bits_of(threshold);
-  u32 low = 0, high = 0x7fffu;  // a NaN: beyond every threshold
+  u32 low = 0, high = 0x7fffu;  // a NaN, which is above every threshold
   while (low < high) {
     const u32 middle = (low + high) / 2;
     if (value_of<T>(middle) >= bits_of(threshold)) {
@@ -117,7 +118,7 @@ template <class T>
 TOPKUBE_KERNEL(32) bisect(Selection s, u64 kept, int iterations) {
   State& state = *s.state;
   if (gpu::thread() != 0) return;
-  if (state.nonfinite) {  // the exact top-k stands
+  if (state.nonfinite) {  // select the exact top-k instead
     state.thresholds[0] = state.thresholds[1] = 0;
     return;
   }
@@ -148,7 +149,7 @@ struct CountShared {
   BlockScratch scratch;
 };
 
-// How many reach either threshold, and from these where the run of the entries between them begins.
+// Counts the magnitudes that reach each threshold. From the counts follows where the entries between the thresholds begin.
 template <class Source>
 TOPKUBE_KERNEL(count_threads) count(Source source, Selection s, u64 kept, u64 seed) {
   auto& shared = gpu::shared<CountShared>();
@@ -169,7 +170,7 @@ TOPKUBE_KERNEL(count_threads) count(Source source, Selection s, u64 kept, u64 se
   }
   if (!is_last_block(&state.count_done, shared.scratch) || gpu::thread() != 0) return;
   const u64 above = gpu::observe(state.above), wanted = kept - above;
-  const u64 offsets = gpu::observe(state.above + 1) - above - wanted + 1;  // the run must end in its list
+  const u64 offsets = gpu::observe(state.above + 1) - above - wanted + 1;  // the consecutive entries must end inside the list
   state.wanted = wanted;
   state.first = gpu::high_product(mixed(seed), offsets);
 }

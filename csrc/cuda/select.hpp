@@ -1,69 +1,70 @@
-// Selection on the GPU: the same entries as csrc/cpu/select.hpp, bit for bit.
+// Selection on the GPU: the same entries as csrc/cpu/selection/select.hpp, bit for bit.
 //
-// Five kernels on one stream; counts and decisions stay on the device, so that the sequence is the same for all data.
-//   prepare   clears the workspace; one block samples the data and takes a lower bound of the k-th magnitude, and an upper one
-//   filter    reads the data once: appends what reaches the lower bound, in order, and counts it in 4,096 bins up to the upper one
-//   narrow    twice: counts the bin of the k-th magnitude in finer bins, until it is one magnitude
-//   collect   of the candidates: all above the k-th magnitude, and the first of those equal to it
-// Where the candidates are too few or too many, or k is more than a quarter of the data, `narrow` counts the data itself (its
-// upper 14 bits, then the rest) and `collect` reads the data: four passes at most, as on the CPU.
+// Five kernels run on one stream. Counts and decisions stay on the device, so the sequence of kernels is the same for all data.
+//   prepare   clears the workspace; one block samples the data and computes a lower and an upper bound of the k-th magnitude
+//   filter    reads the data once, appends the entries that reach the lower bound in order, and counts them in 4,096 bins
+//   narrow    runs twice: counts the bin of the k-th magnitude in finer bins, until one magnitude is left
+//   collect   writes the candidates above the k-th magnitude, and the first of those that equal it
+// If there are too few or too many candidates, or if k is more than a quarter of the data, `narrow` counts the data itself (the
+// upper 14 bits, then the rest) and `collect` reads the data. These are four passes at most, as on the CPU.
 #pragma once
 
 #include <type_traits>
 
 #include "../cpu/dtype.hpp"
+#include "../cpu/selection/sampling.hpp"
 #include "block.hpp"
 
 namespace topkube {
 
-// 2^14 counters of a block are 64 KiB of shared memory, which every device since sm_80 has.
+// The 2^14 counters of a block need 64 KiB of shared memory, which every device since sm_80 has.
 constexpr u32 coarse_bins = 1u << 12, upper_bits = 14, upper_bins = 1u << upper_bits, lower_bins = 1u << (31 - upper_bits);
 constexpr u32 filter_threads = 256, collect_threads = 256, narrow_threads = 1024, prepare_threads = 256;
 constexpr u32 collect_steps = 16, collect_tile = collect_threads * collect_steps;
 constexpr u32 samples_per_thread = 32, most_samples = prepare_threads * samples_per_thread;
-static_assert(most_samples < 0x10000);  // two counts of them fit one word
-constexpr u64 everything = 16384;  // up to this length everything is a candidate
+static_assert(most_samples < 0x10000);  // two sample counts fit in one word
+constexpr u64 everything = 16384;       // up to this length every entry is a candidate
 
 enum Mode : u32 { from_candidates = 0, from_data = 1 };
 
-// What the kernels tell one another; what is left of it tells the host how the work went.
+// Values that the kernels pass to each other. At the end, the host reads from them how much work was done.
 struct State {
   u32 mode;
-  u32 least, most;     // the filter's bounds: it bins least..most
-  u32 base, bits;      // the k-th magnitude is in [base, base + 2^bits)
-  u32 upper, lower;    // selected: every magnitude >= upper, and of those >= lower the ones counted from `first`, `wanted` of them
+  u32 least, most;   // the bounds of the filter; its bins cover least..most
+  u32 base, bits;    // the k-th magnitude is in [base, base + 2^bits)
+  u32 upper, lower;  // selects all magnitudes >= upper, and `wanted` of those >= lower, from number `first` on
   u32 filter_ticket, collect_ticket;
   u32 filter_done, narrow_done[2], count_done;
-  u64 rank;            // of the k-th among its bin
+  u64 rank;  // the rank of the k-th magnitude within its bin
   u64 first, wanted;
-  u64 candidates;      // that reached `least`; more than the capacity where the buffer was full
-  u64 above[2];        // mstopk: magnitudes >= upper, >= lower
+  u64 candidates;  // entries that reached `least`; more than the capacity if the buffer was full
+  u64 above[2];    // mstopk: the number of magnitudes >= upper, and >= lower
   double mean;
-  u32 largest;         // mstopk: bits of fp32
+  u32 largest;  // mstopk: the largest magnitude as bits of an fp32
   u32 nonfinite;
   float thresholds[2];
 };
 
-// Where everything lies in the workspace, and what the host knows beforehand.
+// The layout of the workspace, and the values that the host computes in advance.
 struct Selection {
-  u64 length, k;       // k: the rank to find
-  u32 mode;            // from_data: k is too large for candidates to pay
+  u64 length, k;  // k: the rank to find
+  u32 mode;       // from_data: k is so large that candidates do not pay off
   u32 samples, low_rank, high_rank;
   u64 stratum, capacity;
   State* state;
-  u32* coarse;         // filter's bins
-  u32* fine;           // first narrowing
-  u32* finest;         // second
-  u64* filtered;       // look-back of filter's tiles
-  u64* collected[2];   // of collect's
-  u32* clear;          // all of these, to be zero at first
+  u32* coarse;        // the bins of filter
+  u32* fine;          // the bins of the first narrow
+  u32* finest;        // the bins of the second narrow
+  u64* filtered;      // prefix sums of filter's tiles
+  u64* collected[2];  // prefix sums of collect's tiles
+  u32* clear;         // all of these must be zero at first
   u64 clear_words;
-  u32* indices;        // candidates
+  u32* indices;  // candidates
   u32* values;
 };
 
-// A source gives element i as the bits that are compared, in 32-bit words. `peek` has no effect; `load` and `finish` are apart so
-// that many loads are under way before the first is used.
+// A source returns the bits of element i that are compared, as 32-bit words. `peek` has no side effect. `load` and `finish` are
+// separate so that a thread can start many loads before it uses the first value.
 template <class T>
 struct Bits {
   static constexpr u32 steps = 16, width = sizeof(typename T::Item) == 4 ? 31 : 15, mask = (u32{1} << width) - 1;
@@ -77,7 +78,7 @@ struct Bits {
   static constexpr bool writes = false;
 };
 
-// residual + gradient, written to acc on the way.
+// Reads residual + gradient, and writes it to acc in the same pass.
 template <class T>
 struct Sums {
   static constexpr u32 steps = 16, width = 31, mask = 0x7fffffffu;
@@ -88,22 +89,15 @@ struct Sums {
   const typename T::Item* gradient;
   const float* residual;
   float* acc;
-  TOPKUBE_DEVICE_MEMBER u32 peek(u64 i) const { return bits_of(residual[i] + T::load(gradient[i])); }
+  TOPKUBE_DEVICE_MEMBER u32 peek(u64 i) const { return bits_of(canonical(gpu::plus(residual[i], T::load(gradient[i])))); }
   TOPKUBE_DEVICE_MEMBER Raw load(u64 i) const { return {gradient[i], residual[i]}; }
   TOPKUBE_DEVICE_MEMBER u32 finish(u64 i, Raw raw) const {
-    const float sum = raw.residual + T::load(raw.gradient);
+    const float sum = canonical(gpu::plus(raw.residual, T::load(raw.gradient)));
     acc[i] = sum;
     return bits_of(sum);
   }
   static constexpr bool writes = true;
 };
-
-TOPKUBE_DEVICE u64 mixed(u64 value) {  // as in csrc/cpu/candidates.hpp
-  value += 0x9e3779b97f4a7c15u;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebu;
-  return value ^ (value >> 31);
-}
 
 TOPKUBE_DEVICE u32 bit_width(u32 value) {
   u32 width = 0;
@@ -127,11 +121,10 @@ TOPKUBE_KERNEL(prepare_threads) prepare(Source source, Selection s) {
 #pragma unroll
     for (u32 j = 0; j < samples_per_thread; ++j) {
       const u64 i = gpu::thread() + u64{j} * gpu::threads();
-      const u64 jitter = (mixed(i) >> 32) * s.stratum >> 32;
-      // A place that is not sampled counts as the smallest magnitude: it only reaches a bound of 0.
-      sample[j] = i < s.samples ? source.peek((i * s.stratum + jitter) >> 16) & Source::mask : 0;
+      // An unused place counts as the smallest magnitude, which reaches only a bound of 0.
+      sample[j] = i < s.samples ? source.peek(sample_position(i, s.stratum)) & Source::mask : 0;
     }
-    // Magnitudes that `low_rank` and `high_rank` samples reach, bit by bit, until no more reach them than that.
+    // Finds, bit by bit, the magnitudes that `low_rank` and `high_rank` samples reach.
     u32 low = 0, high = 0, above_low = most_samples, above_high = s.high_rank ? most_samples : 0;
     for (u32 bit = Source::width; bit-- > 0 && (above_low > s.low_rank || above_high > s.high_rank);) {
       const u32 try_low = low | u32{1} << bit, try_high = high | u32{1} << bit;
@@ -218,7 +211,7 @@ TOPKUBE_KERNEL(filter_threads) filter(Source source, Selection s) {
     offset += gpu::popcount(votes);
     if (gpu::popcount(votes) < 8) {
       if (binned) gpu::add(s.coarse + bin, 1u);
-    } else {  // crowded: equal values would queue for one counter
+    } else {  // many equal values would wait for one counter
       const u32 peers = gpu::matching(binned ? bin : 0x80000000u | lane);
       if (binned && gpu::first_bit(peers) == lane) gpu::add(s.coarse + bin, gpu::popcount(peers));
     }
@@ -249,7 +242,7 @@ struct NarrowShared {
   u32 bins[upper_bins];
 };
 
-// The k-th magnitude is found: what is above it, and `rank` of those equal to it, are selected.
+// The k-th magnitude is known: selects all magnitudes above it, and `rank` of those that equal it.
 TOPKUBE_DEVICE void settle(State& state, u32 magnitude, u64 rank) {
   state.upper = magnitude + 1;
   state.lower = magnitude;
@@ -257,7 +250,7 @@ TOPKUBE_DEVICE void settle(State& state, u32 magnitude, u64 rank) {
   state.wanted = rank;
 }
 
-// `round` 0 and 1. What is counted lies in [base, base + 2^bits); the bits above `shift` are the bin.
+// `round` is 0 or 1. Counts the magnitudes in [base, base + 2^bits); the bits above `shift` are the bin.
 template <class Source>
 TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
   auto& shared = gpu::shared<NarrowShared>();
@@ -265,7 +258,7 @@ TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
   const u32 base = state.base, bits = state.bits;
   const u64 start = u64{gpu::block()} * gpu::threads() + gpu::thread(), stride = u64{gpu::blocks()} * gpu::threads();
   u32* bins = round == 0 ? s.fine : s.finest;
-  if (bits == 0) {  // one magnitude is left
+  if (bits == 0) {  // only one magnitude is left
     if (round == 1 && start == 0) settle(state, base, state.rank);
     return;
   }
@@ -274,7 +267,7 @@ TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
     shift = above_digit(bits);
     size = coarse_bins;
     for (u64 i = start; i < state.candidates; i += stride) {
-      const u32 place = (s.values[i] & Source::mask) - base;  // wraps below the base
+      const u32 place = (s.values[i] & Source::mask) - base;  // wraps around below the base
       if (place >> bits == 0) gpu::add(bins + (place >> shift), 1u);
     }
   } else if (round == 0) {
@@ -313,8 +306,8 @@ struct CollectShared {
   u64 offsets[2];
 };
 
-// Every entry >= upper, and those of the others >= lower whose number among these is in [first, first + wanted), in order. Where
-// `acc` is given they become zero in it.
+// Writes, in order, every entry >= upper, and of the other entries >= lower those with numbers in [first, first + wanted). If
+// `acc` is not null, these entries become zero in it.
 template <class Source, class Value>
 TOPKUBE_KERNEL(collect_threads) collect(Source source, Selection s, u32* indices, Value* values, float* acc) {
   auto& shared = gpu::shared<CollectShared>();
@@ -328,7 +321,7 @@ TOPKUBE_KERNEL(collect_threads) collect(Source source, Selection s, u32* indices
     if (u64{tile} * collect_tile >= length) return;
     const u64 base = u64{tile} * collect_tile + gpu::warp() * (32 * collect_steps) + lane;
     u32 value[collect_steps];
-    u64 mine = 0;  // above in the lower half, between in the upper one
+    u64 mine = 0;  // the entries above in the lower half, the entries between in the upper half
 #pragma unroll
     for (u32 j = 0; j < collect_steps; ++j) {
       const u64 i = base + 32 * j;
@@ -360,7 +353,7 @@ TOPKUBE_KERNEL(collect_threads) collect(Source source, Selection s, u32* indices
       const u32 magnitude = value[j] & Source::mask;
       const bool inside = i < length, above = inside && magnitude >= upper, between = inside && !above && magnitude >= lower;
       const u32 above_votes = gpu::ballot(above), between_votes = gpu::ballot(between);
-      const u64 number = betweens + gpu::popcount(between_votes & below);  // of those between that come before
+      const u64 number = betweens + gpu::popcount(between_votes & below);  // the number of entries between that come before
       if (above || (between && number >= first && number - first < wanted)) {
         const u64 taken = number <= first ? 0 : number - first < wanted ? number - first : wanted;
         const u64 at = aboves + gpu::popcount(above_votes & below) + taken;

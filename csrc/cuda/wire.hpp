@@ -1,43 +1,32 @@
-// The wire codec and scatter-add on the GPU: the very bytes and sums of csrc/cpu/wire.hpp, which describes the format.
+// The wire codec and scatter-add on the GPU: the same bytes and sums as csrc/cpu/wire/wire.hpp, which describes the format.
 //
-// A verdict stays on the device: words that start as ~0 (`VerdictWord`). Every kernel that writes a result looks at the verdict of
-// the checks before it and writes nothing where they failed.
+// A verdict is a set of words on the device that start as ~0 (`VerdictWord`). Every kernel that writes a result reads the verdict
+// of the checks before it, and writes nothing if a check failed.
 #pragma once
 
 #include "../cpu/dtype.hpp"
+#include "../cpu/wire/layout.hpp"
 #include "xxh3.hpp"
 
 namespace topkube {
 
 constexpr u32 wire_threads = 256, check_threads = 1024;
-constexpr u32 wire_header_bytes = 24, wire_magic = 0x31574b54u;  // "TKW1"
 constexpr u32 no_fault = ~u32{0};
 
-// csrc/cpu/wire.hpp's faults in the order of its checks, then what topkube/kernels finds; the smallest one counts.
+// The faults of csrc/cpu/wire/wire.hpp in the order of its checks, then those that topkube/kernels detects. The smallest fault
+// counts.
 enum Fault : u32 { too_short = 1, foreign, version, value_type, size, counts, order, padding, checksum, other_length };
 
 enum VerdictWord : u32 {
   fault_word = 0,      // encode, scatter_add: the first bad position; decode: a Fault
-  ascending_word = 1,  // scatter_add: 0 where indices do not ascend
-  finite_word = 1,     // decode_add: 0 where a value is not finite
+  ascending_word = 1,  // scatter_add: 0 if indices do not ascend
+  finite_word = 1,     // decode_add: 0 if a value is not finite
   entries_word = 2,
   length_word = 3,
   verdict_words = 4,
 };
 
-#if defined(TOPKUBE_EMULATE_CUDA)
-#define TOPKUBE_BOTH inline
-#else
-#define TOPKUBE_BOTH __host__ __device__ inline
-#endif
-
-TOPKUBE_BOTH u64 wire_blocks(u64 length) { return (length + 0xffff) >> 16; }
-TOPKUBE_BOTH u64 wire_offsets_bytes(u64 entries) { return (2 * entries + 3) / 4 * 4; }
-TOPKUBE_BOTH u64 wire_bytes(u64 length, u64 entries, u64 value_bytes) {
-  return wire_header_bytes + 4 * wire_blocks(length) + wire_offsets_bytes(entries) + entries * value_bytes;
-}
-
-// The number of `sorted` below `limit`.
+// Returns how many entries of `sorted` are below `limit`.
 TOPKUBE_DEVICE u64 count_below(const u32* sorted, u64 count, u64 limit) {
   u64 low = 0, high = count;
   while (low < high) {
@@ -51,7 +40,7 @@ TOPKUBE_DEVICE u64 count_below(const u32* sorted, u64 count, u64 limit) {
   return low;
 }
 
-// Whether indices ascend (`strictly`: a position that does not is bad) and are below `length`.
+// Checks that indices are below `length`, and that they ascend (an error only if `strictly`).
 TOPKUBE_KERNEL(wire_threads) check_indices(const u32* indices, u64 count, u64 length, bool strictly, u32* verdict) {
   for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < count; i += u64{gpu::blocks()} * gpu::threads()) {
     const bool descends = i > 0 && indices[i] <= indices[i - 1];
@@ -61,18 +50,18 @@ TOPKUBE_KERNEL(wire_threads) check_indices(const u32* indices, u64 count, u64 le
 }
 
 template <class T, class Wire>
-TOPKUBE_KERNEL(wire_threads) encode_entries(const u32* indices, const typename T::Item* values, u64 count, u64 length, u32 wire_code,
-                                            float* residual, std::uint8_t* out, const u32* verdict) {
+TOPKUBE_KERNEL(wire_threads) encode_entries(const u32* indices, const typename T::Item* values, u64 count, u64 length,
+                                            u32 wire_code, float* residual, std::uint8_t* out, const u32* verdict) {
   const u64 blocks = wire_blocks(length), stride = u64{gpu::blocks()} * gpu::threads();
   const u64 first = u64{gpu::block()} * gpu::threads() + gpu::thread();
   auto* header = reinterpret_cast<u32*>(out);
   if (verdict[fault_word] != no_fault) {
-    if (first == 0) header[0] = 0;  // memory that held a good buffer before must not pass for one
+    if (first == 0) header[0] = 0;  // invalidates a valid buffer that the memory may still hold
     return;
   }
   if (first == 0) {
     header[0] = wire_magic;
-    header[1] = 1u | wire_code << 8;
+    header[1] = wire_version | wire_code << 8;
     header[2] = static_cast<u32>(length);
     header[3] = static_cast<u32>(count);
   }
@@ -88,12 +77,12 @@ TOPKUBE_KERNEL(wire_threads) encode_entries(const u32* indices, const typename T
     if constexpr (std::is_same_v<T, Wire>) {
       to[i] = values[i];
     } else {
-      const float exact = T::load(values[i]);
+      const float exact = canonical(T::load(values[i]));
       const auto rounded = Wire::round(exact);
       to[i] = rounded;
       if (residual && !std::is_same_v<Wire, F32>) {
-        const float error = exact - Wire::load(rounded);
-        if (error != 0.0f) residual[indices[i]] += error;
+        const float error = gpu::minus(exact, Wire::load(rounded));
+        if (error != 0.0f) residual[indices[i]] = canonical(gpu::plus(residual[indices[i]], error));
       }
     }
   }
@@ -109,7 +98,8 @@ struct CheckShared {
   BlockScratch scratch;
 };
 
-// One block: the header, and where each block's entries start. `starts` has room for one word per 4 bytes of the buffer.
+// Runs as one block. Checks the header, and computes where the entries of each block start. `starts` has room for one word per 4
+// bytes of the buffer.
 TOPKUBE_KERNEL(check_threads) check_header(const std::uint8_t* buffer, u64 bytes, u64 expected_length, u32* starts, u32* verdict) {
   auto& shared = gpu::shared<CheckShared>();
   const auto* words = reinterpret_cast<const u32*>(buffer);
@@ -119,7 +109,7 @@ TOPKUBE_KERNEL(check_threads) check_header(const std::uint8_t* buffer, u64 bytes
     fault = too_short;
   } else if (words[0] != wire_magic) {
     fault = foreign;
-  } else if (buffer[4] != 1) {
+  } else if (buffer[4] != wire_version) {
     fault = version;
   } else if (buffer[5] > 2) {
     fault = value_type;
@@ -130,7 +120,7 @@ TOPKUBE_KERNEL(check_threads) check_header(const std::uint8_t* buffer, u64 bytes
     entries = words[3];
     if (bytes != wire_bytes(length, entries, buffer[5] == 0 ? 4 : 2)) fault = size;
   }
-  if (fault == no_fault) {  // the same on all threads
+  if (fault == no_fault) {  // `fault` is the same on all threads
     const u64 blocks = wire_blocks(length);
     u64 all = 0;
     bool crowded = false;
@@ -159,7 +149,7 @@ TOPKUBE_KERNEL(check_threads) check_header(const std::uint8_t* buffer, u64 bytes
   if (fault != no_fault) verdict[fault_word] = fault;
 }
 
-// A checked header's sections.
+// The sections of a buffer whose header has been checked.
 struct Wired {
   u64 length, entries, blocks;
   const u16* offsets;
@@ -175,7 +165,7 @@ TOPKUBE_DEVICE Wired sections(const std::uint8_t* buffer) {
   return wired;
 }
 
-// The block of entry i: the last one that starts at or before it and is not empty.
+// Returns the block of entry i: the last block that is not empty and starts at or before the entry.
 TOPKUBE_DEVICE u64 block_of(const u32* starts, u64 blocks, u64 i) { return count_below(starts, blocks, i + 1) - 1; }
 
 TOPKUBE_DEVICE float wired_value(const Wired& wired, u64 i) {
@@ -184,7 +174,8 @@ TOPKUBE_DEVICE float wired_value(const Wired& wired, u64 i) {
   return wired.code == 1 ? from_bf16(bits) : from_f16(bits);
 }
 
-// Whether the header says nothing that sections could be found by. (A wrong length is told where nothing else is wrong.)
+// Returns true if the header is so wrong that the sections cannot be located. (A wrong length is reported if nothing else is
+// wrong.)
 TOPKUBE_DEVICE bool header_failed(const u32* verdict) { return verdict[entries_word] == no_fault; }
 
 TOPKUBE_KERNEL(wire_threads) check_entries(const std::uint8_t* buffer, const u32* starts, u32* verdict) {
@@ -226,21 +217,20 @@ TOPKUBE_KERNEL(wire_threads) decode_add_entries(const std::uint8_t* buffer, cons
     const u64 index = (block_of(starts, wired.blocks, i) << 16) + wired.offsets[i];
     const float value = wired_value(wired, i);
     nonfinite |= (bits_of(value) & 0x7fffffffu) >= 0x7f800000u;
-    const float added = value * scale;
-    dense[index] = T::round(T::load(dense[index]) + added);
+    dense[index] = T::round(canonical(gpu::plus(T::load(dense[index]), gpu::times(value, scale))));
   }
   if (gpu::ballot(nonfinite) && gpu::lane() == 0) gpu::publish(verdict + finite_word, 0u);
 }
 
-// dense[indices[i]] += values[i]. Ascending indices are distinct, so their order does not matter; others are added in order, by
-// one warp: lanes with equal indices one after another.
+// dense[indices[i]] += values[i]. Ascending indices are distinct, so their order does not matter. Other indices are added in order
+// by one warp: lanes with equal indices add one after another.
 template <class T, class Value>
 TOPKUBE_KERNEL(wire_threads) scatter_add_entries(typename T::Item* dense, const u32* indices, const typename Value::Item* values,
                                                  u64 count, const u32* verdict) {
   if (verdict[fault_word] != no_fault) return;
   if (verdict[ascending_word] != 0) {
     for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < count; i += u64{gpu::blocks()} * gpu::threads()) {
-      dense[indices[i]] = T::round(T::load(dense[indices[i]]) + Value::load(values[i]));
+      dense[indices[i]] = T::round(canonical(gpu::plus(T::load(dense[indices[i]]), Value::load(values[i]))));
     }
     return;
   }
@@ -252,7 +242,7 @@ TOPKUBE_KERNEL(wire_threads) scatter_add_entries(typename T::Item* dense, const 
     const float value = here ? Value::load(values[start + lane]) : 0.0f;
     const u32 peers = gpu::matching(index) & gpu::ballot(here), turn = gpu::popcount(peers & ((u32{1} << lane) - 1));
     for (u32 now = 0; gpu::ballot(here && turn >= now); ++now) {
-      if (here && turn == now) dense[index] = T::round(T::load(dense[index]) + value);
+      if (here && turn == now) dense[index] = T::round(canonical(gpu::plus(T::load(dense[index]), value)));
       gpu::sync_warp();
     }
   }

@@ -1,8 +1,8 @@
-// XXH3-64 of a wire buffer on the GPU, for the checksum of csrc/cpu/wire.hpp: bytes 0..15 and 24..end, seed 0, default secret.
+// XXH3-64 of a wire buffer on the GPU, for the checksum of csrc/cpu/wire/wire.hpp: bytes 0..15 and 24..end, seed 0, default secret.
 //
 // The algorithm is Yann Collet's (xxHash specification, "XXH3"; the secret is his, BSD-2-Clause). Its long form adds up blocks of
-// 1,024 bytes and scrambles the sums after each: the blocks' sums do not depend on what came before, so a grid makes them; only
-// the scrambles, one multiplication per block, are left to one warp.
+// 1,024 bytes and scrambles the sums after each block. The sum of a block does not depend on earlier blocks, so a grid computes the
+// sums in parallel. Only the scrambles, one multiplication per block, remain for one warp.
 #pragma once
 
 #include "block.hpp"
@@ -15,10 +15,11 @@ static const u64 xxh3_secret[24]
 #else
 __constant__ const u64 xxh3_secret[24]
 #endif
-    = {0xbe4ba423396cfeb8u, 0x1cad21f72c81017cu, 0xdb979083e96dd4deu, 0x1f67b3b7a4a44072u, 0x78e5c0cc4ee679cbu, 0x2172ffcc7dd05a82u,
-       0x8e2443f7744608b8u, 0x4c263a81e69035e0u, 0xcb00c391bb52283cu, 0xa32e531b8b65d088u, 0x4ef90da297486471u, 0xd8acdea946ef1938u,
-       0x3f349ce33f76faa8u, 0x1d4f0bc7c7bbdcf9u, 0x3159b4cd4be0518au, 0x647378d9c97e9fc8u, 0xc3ebd33483acc5eau, 0xeb6313faffa081c5u,
-       0x49daf0b751dd0d17u, 0x9e68d429265516d3u, 0xfca1477d58be162bu, 0xce31d07ad1b8f88fu, 0x280416958f3acb45u, 0x7e404bbbcafbd7afu};
+    = {0xbe4ba423396cfeb8u, 0x1cad21f72c81017cu, 0xdb979083e96dd4deu, 0x1f67b3b7a4a44072u, 0x78e5c0cc4ee679cbu,
+       0x2172ffcc7dd05a82u, 0x8e2443f7744608b8u, 0x4c263a81e69035e0u, 0xcb00c391bb52283cu, 0xa32e531b8b65d088u,
+       0x4ef90da297486471u, 0xd8acdea946ef1938u, 0x3f349ce33f76faa8u, 0x1d4f0bc7c7bbdcf9u, 0x3159b4cd4be0518au,
+       0x647378d9c97e9fc8u, 0xc3ebd33483acc5eau, 0xeb6313faffa081c5u, 0x49daf0b751dd0d17u, 0x9e68d429265516d3u,
+       0xfca1477d58be162bu, 0xce31d07ad1b8f88fu, 0x280416958f3acb45u, 0x7e404bbbcafbd7afu};
 
 constexpr u64 xxh_prime32_1 = 0x9e3779b1u, xxh_prime32_2 = 0x85ebca77u, xxh_prime32_3 = 0xc2b2ae3du;
 constexpr u64 xxh_prime64_1 = 0x9e3779b185ebca87u, xxh_prime64_2 = 0xc2b2ae3d27d4eb4fu, xxh_prime64_3 = 0x165667b19e3779f9u;
@@ -26,11 +27,11 @@ constexpr u64 xxh_prime64_4 = 0x85ebca77c2b2ae63u, xxh_prime64_5 = 0x27d4eb2f165
 constexpr u32 hash_threads = 256, hash_lanes = 8;
 constexpr u64 hash_block = 1024;
 
-// What is hashed of a buffer of `bytes`: everything but the checksum's own 8 bytes.
+// The hashed bytes of a buffer: everything except the 8 bytes of the checksum.
 struct Hashed {
   const std::uint8_t* buffer;
   u64 size;
-  // 8 bytes from `at` of what is hashed.
+  // Returns 8 hashed bytes from position `at`.
   TOPKUBE_DEVICE_MEMBER u64 word(u64 at) const {
     if (at % 8 == 0) return *reinterpret_cast<const u64*>(buffer + (at < 16 ? at : at + 8));
     u64 value = 0;
@@ -60,11 +61,12 @@ TOPKUBE_DEVICE u64 mixed_16(const Hashed& data, u64 at, u32 secret) {
   return folded_product(data.word(at) ^ secret_word(secret), data.word(at + 8) ^ secret_word(secret + 8));
 }
 
-// Up to 240 bytes, by one thread. A wire buffer has 16 or more.
+// Hashes up to 240 bytes, with one thread. A wire buffer has at least 16 hashed bytes.
 TOPKUBE_DEVICE u64 hash_short(const Hashed& data) {
   const u64 size = data.size;
   if (size <= 16) {
-    const u64 low = data.word(0) ^ secret_word(24) ^ secret_word(32), high = data.word(size - 8) ^ secret_word(40) ^ secret_word(48);
+    const u64 low = data.word(0) ^ secret_word(24) ^ secret_word(32),
+              high = data.word(size - 8) ^ secret_word(40) ^ secret_word(48);
     u64 swapped = 0;
     for (u32 i = 0; i < 8; ++i) swapped |= (low >> (8 * i) & 0xff) << (56 - 8 * i);
     return avalanche(size + swapped + high + folded_product(low, high));
@@ -86,12 +88,11 @@ inline
 #if !defined(TOPKUBE_EMULATE_CUDA)
     __host__ __device__
 #endif
-    u64
-    hash_blocks_of(u64 size) {
+        u64 hash_blocks_of(u64 size) {
   return size > 240 ? (size - 1) / hash_block : 0;
 }
 
-// sums[8 * block + lane] for every whole block of a long input.
+// Computes sums[8 * block + lane] for every whole block of a long input.
 TOPKUBE_KERNEL(hash_threads) hash_sums(Hashed data, u64* sums) {
   const u64 count = hash_blocks_of(data.size) * hash_lanes, stride = u64{gpu::blocks()} * gpu::threads();
   for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < count; i += stride) {
@@ -107,11 +108,12 @@ TOPKUBE_KERNEL(hash_threads) hash_sums(Hashed data, u64* sums) {
   }
 }
 
-// One warp: the hash, on lane 0.
+// Returns the hash on lane 0. Runs as one warp.
 TOPKUBE_DEVICE u64 hash_end(const Hashed& data, const u64* sums) {
   const u32 lane = gpu::lane() % hash_lanes;
   if (data.size <= 240) return gpu::lane() == 0 ? hash_short(data) : 0;
-  const u64 start[8] = {xxh_prime32_3, xxh_prime64_1, xxh_prime64_2, xxh_prime64_3, xxh_prime64_4, xxh_prime32_2, xxh_prime64_5, xxh_prime32_1};
+  const u64 start[8] = {xxh_prime32_3, xxh_prime64_1, xxh_prime64_2, xxh_prime64_3,
+                        xxh_prime64_4, xxh_prime32_2, xxh_prime64_5, xxh_prime32_1};
   u64 sum = start[0];
 #pragma unroll
   for (u32 i = 1; i < 8; ++i) sum = lane == i ? start[i] : sum;

@@ -1,4 +1,4 @@
-"""The node-local data cache: does it hit, where do bytes come from, what does waiting cost, is a tier in trouble."""
+"""The node-local data cache: hits, sources of bytes, waiting time, and the state of the tiers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def _recent(series: str) -> str:
 CACHE = Dashboard(
     "topkube-cache",
     "TopKube / Data cache",
-    "The node-local data cache: hit ratio, where bytes come from, fetches and waits, the state of the tiers.",
+    "The node-local data cache: hit ratio, sources of bytes, fetches and waits, and the state of the tiers.",
     (
         Row(
             "Hits",
             (
                 Panel(
                     "Hit ratio by tier",
-                    "Share of the samples asked of a tier that it had. The first epoch fills the cache; from the "
-                    "second on both tiers should be near 100%, unless a limit froze one.",
+                    "Share of the requested samples that a tier contained. The first epoch fills the cache. From the "
+                    "second epoch on, both tiers should be near 100%, unless a limit has frozen a tier.",
                     "percentunit",
                     (
                         Query(
@@ -46,7 +46,7 @@ CACHE = Dashboard(
                 ),
                 Panel(
                     "From the remote store",
-                    "Bytes per second that each job takes from the store. It should be zero after the first epoch.",
+                    "Bytes per second that each job reads from the store. It should be zero after the first epoch.",
                     "Bps",
                     (Query(f"sum {BY_JOB} ({rate('topkube_cache_read_bytes_total', _REMOTE)})", _NAME),),
                 ),
@@ -57,7 +57,8 @@ CACHE = Dashboard(
             (
                 Panel(
                     "Time on data",
-                    "Seconds per second that a rank waits for its next batch, mean of all ranks: what the cache and "
+                    "Seconds per second that a rank waits for its next batch, mean of all ranks: the time that the "
+                    "cache and "
                     "the loader do not hide.",
                     "percentunit",
                     (Query(f"avg {BY_JOB} ({rate('topkube_step_phase_seconds_total', _DATA)})", _NAME),),
@@ -86,7 +87,7 @@ CACHE = Dashboard(
                 Panel(
                     "Troubles",
                     "Shards with a wrong checksum (quarantined and fetched again), datasets removed to make room, "
-                    "shards taken over from a fetcher that stood still.",
+                    "shards taken over from a fetcher that made no progress.",
                     "short",
                     (
                         Query(
@@ -98,7 +99,8 @@ CACHE = Dashboard(
                 ),
                 Panel(
                     "Tiers by state",
-                    "Worker pods whose tier is open (takes shards), frozen (full or failing: takes no more) or dropped "
+                    "Worker pods whose tier is open (stores shards), frozen (full or failing: stores no more) or "
+                    "dropped "
                     "(not used any more).",
                     "short",
                     (Query(f"sum by (tier, state) (topkube_cache_tier_state{{{OF_JOB}}})", "{{tier}}: {{state}}"),),

@@ -1,4 +1,4 @@
-"""All jobs of the cluster: how many are in which phase, what they train, which of them need a look."""
+"""All jobs of the cluster: their phases, their throughput, and jobs that may need attention."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _WAITING = f'topkube_job_phase{{{IN_NAMESPACE},phase=~"Pending|Starting|Restarti
 CLUSTER = Dashboard(
     "topkube-cluster",
     "TopKube / Cluster",
-    "All TrainingJobs: phases, throughput, progress, and which of them need a look.",
+    "All TrainingJobs: phases, throughput, progress, and jobs that may need attention.",
     (
         Row(
             "Jobs",
             (
                 Panel(
                     "Jobs by phase now",
-                    "How many TrainingJobs are in each phase. Finished ones count until they are deleted.",
+                    "Number of TrainingJobs in each phase. Finished jobs count until they are deleted.",
                     "short",
                     (Query(_PHASES, "{{phase}}"),),
                     kind="stat",
@@ -28,14 +28,14 @@ CLUSTER = Dashboard(
                 ),
                 Panel(
                     "Jobs by phase",
-                    "TrainingJobs over time. A growing Pending means a full cluster, or pods that cannot start.",
+                    "TrainingJobs over time. If Pending grows, the cluster is full, or pods cannot start.",
                     "short",
                     (Query(_PHASES, "{{phase}}"),),
                     stacked=True,
                 ),
                 Panel(
                     "Time without a step",
-                    "Seconds since each job last finished a step. A line that climbs is a job that hangs, or one that "
+                    "Seconds since each job last finished a step. If a line climbs, the job hangs or "
                     "is starting again.",
                     "s",
                     (
@@ -75,7 +75,7 @@ CLUSTER = Dashboard(
                 ),
                 Panel(
                     "Progress",
-                    "Share of each job's steps that is finished.",
+                    "Finished share of each job's steps.",
                     "percentunit",
                     (
                         Query(
@@ -104,15 +104,16 @@ CLUSTER = Dashboard(
             (
                 Panel(
                     "Restarts",
-                    "Attempts that ended and were followed by another, by reason. Evicted, Preempted and NodeLost are "
-                    "not the job's fault.",
+                    "Ended attempts that were followed by another, by reason. The job did not cause Evicted, "
+                    "Preempted and "
+                    "NodeLost.",
                     "short",
                     (Query("sum by (reason) (increase(topkube_job_restarts_total[$__rate_interval]))", "{{reason}}"),),
                     width=12,
                 ),
                 Panel(
                     "Time to start",
-                    "Seconds from a job's creation (or resumption) to Running: half of the jobs, and 19 of 20. It "
+                    "Seconds from a job's creation (or resumption) to Running: median and 95th percentile. It "
                     "includes the wait for nodes and image pulls.",
                     "s",
                     tuple(

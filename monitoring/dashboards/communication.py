@@ -1,4 +1,4 @@
-"""The exchange of gradients: what is sent against a dense all-reduce, how fast, and against what the link carries."""
+"""The exchange of gradients: bytes compared with a dense all-reduce, speed, and use of the link."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ _NAME = "{{namespace}}/{{training_job}}"
 COMMUNICATION = Dashboard(
     "topkube-communication",
     "TopKube / Communication",
-    "The gradient exchange: bytes against a dense all-reduce, density, bandwidth, and the share of the link's rate.",
+    "The gradient exchange: bytes compared with a dense all-reduce, density, bandwidth, and use of the link.",
     (
         Row(
             "Bytes",
             (
                 Panel(
                     "Sent against dense",
-                    "Bytes per second between nodes and inside nodes, and what a dense ring all-reduce of the same "
-                    "gradients would send at the same pace.",
+                    "Bytes per second between nodes and inside nodes, and the bytes that a dense ring all-reduce of "
+                    "the same "
+                    "gradients would send at the same step rate.",
                     "Bps",
                     (
                         Query(f"sum by (level) ({rate('topkube_sent_bytes_total')})", "{{level}}"),
@@ -32,7 +33,7 @@ COMMUNICATION = Dashboard(
                 ),
                 Panel(
                     "Sent share of dense",
-                    "Bytes between nodes as a share of what a dense ring would send in all.",
+                    "Bytes between nodes as a share of all bytes that a dense ring would send.",
                     "percentunit",
                     (
                         Query(
@@ -56,8 +57,9 @@ COMMUNICATION = Dashboard(
             (
                 Panel(
                     "Bandwidth between nodes",
-                    "Bytes per second that a rank sends while it exchanges, mean of all ranks, and what the link "
-                    "carried when the job started. Waiting for slower ranks counts as exchanging.",
+                    "Bytes per second that a rank sends during the exchange, mean of all ranks, and the bandwidth "
+                    "that the link "
+                    "had when the job started. The time of waiting for slower ranks counts as exchange.",
                     "Bps",
                     (
                         Query(
@@ -72,8 +74,8 @@ COMMUNICATION = Dashboard(
                 ),
                 Panel(
                     "Share of the bound",
-                    "The least time that the bytes between nodes need on the link as it was measured at the start, "
-                    "against the time they took. Small exchanges are bound by latency and stay far below 100%; a fall "
+                    "The minimum time that the bytes between nodes need on the link as it was measured at the start, "
+                    "compared with the time they took. Latency keeps small exchanges far below 100%. A fall "
                     "means that the network became slower or that ranks wait for each other.",
                     "percentunit",
                     (
@@ -87,7 +89,7 @@ COMMUNICATION = Dashboard(
                 Panel(
                     "Dense-equivalent bandwidth",
                     "Bytes per second that a dense all-reduce would need to be as fast as this exchange, mean of all "
-                    "ranks; selection and the stages inside the node included.",
+                    "ranks. It includes selection and the stages inside the node.",
                     "Bps",
                     (
                         Query(
@@ -113,7 +115,8 @@ COMMUNICATION = Dashboard(
                 ),
                 Panel(
                     "Exchange share of a step",
-                    "Seconds of the exchange over seconds of the step. What overlaps with backward costs nothing; "
+                    "Seconds of the exchange divided by seconds of the step. Overlap with backward costs nothing. If "
+                    "the share is "
                     "above half of backward, try a lower density or larger batches.",
                     "percentunit",
                     (

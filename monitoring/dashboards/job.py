@@ -1,4 +1,4 @@
-"""One job: is it learning, how fast, where does a step's time go, what failed first."""
+"""One job: its progress, its speed, the time of a step by phase, and the first failure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _COMPUTE = OF_JOB + ',phase=~"data|forward"'
 JOB = Dashboard(
     "topkube-job",
     "TopKube / Job",
-    "One TrainingJob: loss, throughput, where a step's time goes, and what failed first.",
+    "One TrainingJob: loss, throughput, the time of a step by phase, and the first failure.",
     (
         Row(
             "Now",
             (
                 Panel(
                     "Progress",
-                    "Share of the job's steps that is finished.",
+                    "Finished share of the job's steps.",
                     "percentunit",
                     (Query(f"max(topkube_job_progress_ratio{{{OF_JOB}}})"),),
                     kind="stat",
@@ -29,7 +29,7 @@ JOB = Dashboard(
                 ),
                 Panel(
                     "Step",
-                    "Steps that are finished, across restarts.",
+                    "Number of finished steps, across restarts.",
                     "none",
                     (Query(f"max(topkube_job_step{{{OF_JOB}}})"),),
                     kind="stat",
@@ -57,7 +57,7 @@ JOB = Dashboard(
                 ),
                 Panel(
                     "Attempt",
-                    "Number of the attempt that trains now; 1 is the first.",
+                    "Number of the current attempt, starting at 1.",
                     "none",
                     (Query(f"max(topkube_job_attempt{{{OF_JOB}}})"),),
                     kind="stat",
@@ -93,8 +93,8 @@ JOB = Dashboard(
                 ),
                 Panel(
                     "Norms",
-                    "The aggregated gradient before clipping, and what error feedback holds back on all ranks. A "
-                    "residual that keeps growing beside the gradient means that the density is too low.",
+                    "The aggregated gradient before clipping, and the residuals of all ranks (error feedback). A "
+                    "residual that keeps growing relative to the gradient means that the density is too low.",
                     "none",
                     (
                         Query(f"max by (training_job) (topkube_gradient_norm{{{OF_JOB}}})", "gradient"),
@@ -108,15 +108,15 @@ JOB = Dashboard(
             (
                 Panel(
                     "A step's time",
-                    "Seconds per step by phase, mean of all ranks. select, intra and inter are the exchange; they run "
-                    "beside backward, which waits for them at its end, so backward holds what did not overlap.",
+                    "Seconds per step by phase, mean of all ranks. select, intra and inter are the exchange. They run "
+                    "during backward, which waits for them at its end, so backward includes the time without overlap.",
                     "s",
                     (Query(_PER_STEP, "{{phase}}"),),
                     stacked=True,
                 ),
                 Panel(
                     "Step time",
-                    "Seconds from one finished step to the next, over all ranks: half of the steps, and 19 of 20.",
+                    "Seconds from one finished step to the next, over all ranks: median and 95th percentile.",
                     "s",
                     tuple(
                         Query(quantile(share, "topkube_step_seconds", OF_JOB), f"{share:.0%}") for share in (0.5, 0.95)
@@ -124,7 +124,7 @@ JOB = Dashboard(
                 ),
                 Panel(
                     "Slowest ranks",
-                    "Seconds per step that the three slowest ranks spend on data and forward: others wait for them in "
+                    "Seconds per step that the three slowest ranks spend on data and forward. Others wait for them in "
                     "backward.",
                     "s",
                     (
@@ -143,7 +143,7 @@ JOB = Dashboard(
                 Panel(
                     "First failure",
                     "The pod and rank that failed first in the last failed attempt, and the reason. `kubectl describe` "
-                    "has the message and the end of its log.",
+                    "shows the message and the end of its log.",
                     "string",
                     (
                         Query(

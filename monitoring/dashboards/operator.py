@@ -1,4 +1,4 @@
-"""The operator itself: does one replica lead, does it keep up, does it fail."""
+"""The operator itself: leadership, speed, and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPERATOR = Dashboard(
             (
                 Panel(
                     "Leaders",
-                    "Replicas that act. One is right; none means that no job is looked after.",
+                    "Number of replicas that act. It should be 1. If it is 0, no job is reconciled.",
                     "short",
                     (Query("sum(topkube_leader)"),),
                     kind="stat",
@@ -26,7 +26,7 @@ OPERATOR = Dashboard(
                 ),
                 Panel(
                     "Replicas",
-                    "Operator pods that are scraped.",
+                    "Number of operator pods that Prometheus scrapes.",
                     "short",
                     (Query('count(topkube_build_info{component="operator"})'),),
                     kind="stat",
@@ -35,7 +35,7 @@ OPERATOR = Dashboard(
                 ),
                 Panel(
                     "Versions",
-                    "Versions of the operator that run now: two during an upgrade.",
+                    "Versions of the running operators. There are two during an upgrade.",
                     "string",
                     (Query('count by (version) (topkube_build_info{component="operator"})', "{{version}}"),),
                     kind="table",
@@ -44,7 +44,7 @@ OPERATOR = Dashboard(
                 ),
                 Panel(
                     "Unfinished jobs",
-                    "Jobs that the operator looks after.",
+                    "Number of jobs that have not ended.",
                     "short",
                     (Query("sum(max by (namespace, training_job) (topkube_job_phase))"),),
                     kind="stat",
@@ -64,7 +64,7 @@ OPERATOR = Dashboard(
                 ),
                 Panel(
                     "Reconcile time",
-                    "Seconds of one reconcile, calls to the cluster included: half of them, 19 of 20, 99 of 100.",
+                    "Seconds of one reconcile, including calls to the cluster: median, 95th and 99th percentile.",
                     "s",
                     tuple(
                         Query(quantile(share, "topkube_reconcile_seconds", ""), f"{share:.0%}")
@@ -73,7 +73,8 @@ OPERATOR = Dashboard(
                 ),
                 Panel(
                     "Errors",
-                    "Share of reconciles that failed. They are tried again; a share that stays up is worth a look.",
+                    "Share of reconciles that failed. They are tried again. If the share stays high, check the "
+                    "operator's log.",
                     "percentunit",
                     (
                         Query(
@@ -87,7 +88,7 @@ OPERATOR = Dashboard(
             ),
         ),
         Row(
-            "What it does, and what it costs",
+            "Work and cost",
             (
                 Panel(
                     "Transitions",

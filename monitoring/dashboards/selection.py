@@ -1,4 +1,4 @@
-"""What all dashboards select by: the namespace and the job chosen at their top."""
+"""The variables of all dashboards: the namespace and the job that the user selects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BY_JOB = "by (namespace, training_job)"
 
 
 def rate(series: str, selector: str = OF_JOB) -> str:
-    """Per second, over the interval that suits the resolution of the panel and of the scrape."""
+    """Return the rate per second, over an interval that fits the resolution of the panel and of the scrape."""
     return f"rate({series}{{{selector}}}[$__rate_interval])"
 
 

@@ -1,1 +1,1 @@
-"""The operator: a TrainingJob in, pods out. The reconciler arrives with the operator release; see ARCHITECTURE.md."""
+"""The operator: it turns TrainingJobs into pods. See ARCHITECTURE.md."""

@@ -9,22 +9,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from topkube.errors import TopKubeError
-from topkube_operator.observed import Policy
-from topkube_operator.operator import Operator, Options
+from topkube_operator.control.operator import Operator, OperatorOptions
+from topkube_operator.model import names
+from topkube_operator.model.observed import Policy
 
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the operator until it is told to stop; gives the exit status."""
+    """Run the operator until a signal stops it. Return the exit status."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     for noisy in ("kopf", "urllib3", "kubernetes", "aiohttp"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
-    inside = not options.kubeconfig and _OWN_NAMESPACE.exists()
-    own = options.operator_namespace or (_OWN_NAMESPACE.read_text().strip() if inside else "topkube-system")
+    in_cluster = not options.kubeconfig and _OWN_NAMESPACE.exists()
+    namespace = options.operator_namespace or (_OWN_NAMESPACE.read_text().strip() if in_cluster else "topkube-system")
     policy = Policy(
         gang_scheduler=options.gang_scheduler,
         rendezvous_seconds=options.rendezvous_seconds,
@@ -32,21 +33,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         startup_seconds=options.startup_seconds,
         lost_seconds=options.lost_seconds,
         backoff_seconds=options.backoff_seconds,
+        check_address=options.check_address,
         cache_free_percent=options.cache_free_percent,
     )
-    from topkube_operator import handlers  # kopf is slow to load; --help is not
+    from topkube_operator import handlers  # loaded late, because kopf takes long to load and --help should not
 
     try:
         operator = Operator(
-            Options(
+            OperatorOptions(
                 namespaces=tuple(dict.fromkeys(options.namespace)),
-                namespace=own,
+                namespace=namespace,
                 kubeconfig=options.kubeconfig,
                 metrics_port=options.metrics_port,
                 lease_name=options.lease_name,
                 secret_name=options.secret_name,
                 leader_election=options.leader_election,
-                in_cluster=inside,
+                in_cluster=in_cluster,
+                fault_conditions=tuple(dict.fromkeys(options.fault_condition)),
                 policy=policy,
             )
         )
@@ -64,56 +67,78 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="topkube-operator", description="Turns TrainingJobs into pods.")
     add, default = parser.add_argument, Policy()
     add("--namespace", action="append", default=[], help="reconcile jobs of this namespace only; repeat for more")
-    add("--operator-namespace", default="", help="namespace of the operator's Lease and secret (default: its own)")
+    add(
+        "--operator-namespace",
+        default="",
+        help="namespace of the Lease and of the secret (default: the operator's own)",
+    )
     add("--kubeconfig", default="", help="outside a cluster: the kubeconfig to use (default: KUBECONFIG)")
     add("--metrics-port", type=int, default=8080, help="port of /metrics, /healthz and /readyz (default: 8080)")
     add("--lease-name", default="topkube-operator", help="name of the Lease by which replicas elect a leader")
-    add("--secret-name", default="topkube-operator", help="name of the operator's own secret, made where missing")
+    add("--secret-name", default="topkube-operator", help="name of the operator's own secret, created if it is missing")
     add(
         "--no-leader-election",
         dest="leader_election",
         action="store_false",
-        help="act without a Lease: one replica only",
+        help="act without a Lease, for a single replica",
     )
     add(
         "--webhook",
         action="append",
         default=[],
         metavar="NAME",
-        help="serve the validating webhook, called by this DNS name or address; repeat for more",
+        help="serve the validating webhook under this DNS name or address; repeat for more",
     )
     add("--webhook-port", type=int, default=9443, help="port of the webhook (default: 9443)")
     add(
         "--webhook-configuration",
         default="topkube",
         metavar="NAME",
-        help="the ValidatingWebhookConfiguration to fill in (default: topkube)",
+        help="the ValidatingWebhookConfiguration that gets the caBundle (default: topkube)",
     )
     add(
         "--webhook-certificate",
         type=Path,
         metavar="FOLDER",
-        help="serve the webhook with the tls.crt and tls.key in this folder, kept by cert-manager; fill in nothing",
+        help="serve the webhook with tls.crt and tls.key of this folder, maintained by cert-manager; write no caBundle",
     )
-    add("--gang-scheduler", default="", help="scheduler of gangs, where it is not the PodGroup's usual one")
+    add(
+        "--gang-scheduler",
+        default="",
+        help="scheduler of gangs (default: the PodGroup's usual scheduler)",
+    )
     for name, text in (
         ("rendezvous", "how long a running worker may take to call its launcher"),
-        ("stall", "how long all ranks may go without finishing a step; 0: for ever"),
+        ("stall", "how long all ranks may go without finishing a step; 0: forever"),
         ("startup", "the same for the first step of an attempt"),
         ("lost", "how long a worker may be silent before its attempt ends"),
-        ("backoff", "pause before the second of several quick restarts, doubled each time"),
+        ("backoff", "pause before the second of several quick restarts; it doubles each time"),
     ):
         value = getattr(default, f"{name}_seconds")
         add(f"--{name}-seconds", type=float, default=value, help=f"{text} (default: {value:g})")
+    add(
+        "--no-check-address",
+        dest="check_address",
+        action="store_false",
+        help="accept workers whose calls arrive from another address than their pod's, because a service mesh or the "
+        f"network rewrites addresses; a job's annotation {names.CHECK_ADDRESS} overrides this",
+    )
     add(
         "--cache-free-percent",
         type=int,
         default=default.cache_free_percent,
         metavar="PERCENT",
-        help=f"share of a node's disk that jobs' caches leave free (default: {default.cache_free_percent})",
+        help=f"share of a node's disk that the caches of jobs leave free (default: {default.cache_free_percent})",
+    )
+    add(
+        "--fault-condition",
+        action="append",
+        default=[],
+        metavar="TYPE",
+        help="a condition of nodes that reports a fault if it is True: new pods avoid the node; repeat for more",
     )
     levels = ("debug", "info", "warning", "error")
-    add("--log-level", choices=levels, default="info", help="what is logged (default: info)")
+    add("--log-level", choices=levels, default="info", help="lowest level that is logged (default: info)")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""The wiring to kopf, and the only module that imports it: its loop, its signals, and its watch of TrainingJobs.
+"""The connection to kopf, and the only module that imports it: its event loop, its signals, its watch of TrainingJobs.
 
-kopf writes nothing to people's objects here: no finalizer, no annotation, no progress. Children go by owner reference,
-and what was decided is in the status. Handlers of plain events need none of that.
+kopf writes nothing to users' objects here: no finalizer, no annotation, no progress. Children are removed by their
+owner references, and all decisions are stored in the status, so plain event handlers are sufficient.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import kopf
 
 from topkube.job.training_job import GROUP, VERSION
-from topkube_operator import webhook
-from topkube_operator.operator import Operator
-from topkube_operator.progress import Progress
+from topkube_operator.control.launcher_poller import LauncherPoller
+from topkube_operator.control.operator import Operator
+from topkube_operator.http import webhook
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class WebhookOptions:
-    """How the validating webhook is served. `names` empty: it is not."""
+    """How the validating webhook is served. It is not served if `names` is empty."""
 
     names: tuple[str, ...] = ()
     port: int = webhook.PORT
@@ -34,8 +34,8 @@ class WebhookOptions:
 
 
 def run(operator: Operator, hook: WebhookOptions) -> None:
-    """Runs until SIGTERM or SIGINT, then hands over."""
-    identity: Any = operator.identity  # kopf would look up the user's name, which an arbitrary UID lacks
+    """Run the operator until SIGTERM or SIGINT, then release the Lease."""
+    identity: Any = operator.identity  # kopf would look up the user's name, which an arbitrary UID does not have
     kopf.run(
         identity=identity,
         registry=registry(operator, hook),
@@ -46,7 +46,7 @@ def run(operator: Operator, hook: WebhookOptions) -> None:
 
 
 def registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorRegistry:
-    """All handlers."""
+    """Return all handlers."""
     handlers = kopf.OperatorRegistry()
     stack = contextlib.AsyncExitStack()
 
@@ -68,16 +68,16 @@ def registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorRegistry:
     @kopf.on.startup(registry=handlers)
     async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
         settings.posting.enabled = False
-        # With named namespaces there is no right to list namespaces, and nothing to learn from it: kopf would try for a
-        # minute before it starts.
+        # With named namespaces the operator has no right to list namespaces and does not need it. kopf would retry for
+        # a minute before it starts.
         settings.scanning.disabled = bool(operator.options.namespaces)
         settings.queueing.idle_timeout = 1.0
         settings.watching.server_timeout = 240
         settings.process.ultimate_exiting_timeout = 20
         await asyncio.to_thread(operator.start)
         assert operator.controller is not None
-        polling = Progress(operator.store, operator.controller, operator.policy, operator.acting)
-        task = asyncio.create_task(polling.run(), name="progress")
+        poller = LauncherPoller(operator.cache, operator.controller, operator.policy, operator.acting)
+        task = asyncio.create_task(poller.run(), name="progress")
         stack.callback(task.cancel)
         if hook.names:
 
@@ -91,7 +91,6 @@ def registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorRegistry:
                     publish,
                     port=hook.port,
                     certificate=hook.certificate,
-                    claim=operator.cluster.claim,
                 )
             )
             _log.info("the webhook serves on port %d as %s", port, ", ".join(hook.names))
@@ -103,6 +102,6 @@ def registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorRegistry:
 
     @kopf.on.event(GROUP, VERSION, "trainingjobs", registry=handlers)
     def seen(event: Any, **_: Any) -> None:
-        operator.jobs_seen(str(event["type"]), dict(event["object"]))
+        operator.receive_job(str(event["type"]), dict(event["object"]))
 
     return handlers

@@ -21,11 +21,19 @@ _HOME = {
     "node": "topkube.world",
     "nodes": "topkube.world",
     "allreduce_": "topkube.collectives",
+    "allgather": "topkube.collectives.coordination",
+    "barrier": "topkube.collectives.coordination",
+    "broadcast_object": "topkube.collectives.coordination",
+    "gather_object": "topkube.collectives.coordination",
+    "new_world": "topkube.collectives.coordination",
+    "reduce": "topkube.collectives.coordination",
     "broadcast_parameters": "topkube.training",
+    "broadcast_buffers": "topkube.training",
     "broadcast_optimizer_state": "topkube.training",
     "DistributedOptimizer": "topkube.training",
     "checkpointing": "topkube.training",
     "device": "topkube.training",
+    "ddp_hook": "topkube.integrations.ddp",
 }
 _MODULES = ("kernels", "data", "errors", "job", "collectives", "training", "telemetry", "settings", "world")
 

@@ -74,3 +74,8 @@ def gather_files(files: Array, offsets: Array, lengths: Array, out: Array) -> tu
 def write_rows(file: int, length: int, rows: Array, source: Array) -> tuple[int, int]:
     """Records of `length` bytes each, from `source`, to a file at row * length, by pwrite. rows: int64. Returns the
     records written and, where one failed, its errno."""
+
+def sign_pack(values: Array, scales: Array, bits: Array) -> bool: ...
+def sign_unpack_add(
+    values: Array, scales: Sequence[Array], bits: Sequence[Array], weights: Sequence[float]
+) -> None: ...

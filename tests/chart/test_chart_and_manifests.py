@@ -15,7 +15,7 @@ from topkube_operator.node_cache.__main__ import parser as agent_parser
 
 
 def manifests(name: str) -> list[dict[str, Any]]:
-    return [found for found in yaml.safe_load_all((ROOT / f"manifests/{name}.yaml").read_text()) if found]
+    return [item for item in yaml.safe_load_all((ROOT / f"manifests/{name}.yaml").read_text()) if item]
 
 
 def rules(role: dict[str, Any]) -> set[str]:
@@ -30,9 +30,9 @@ def test_roles_give_the_same_rights() -> None:
         charts.pop("topkube-admin", None)
         assert {role["metadata"]["name"]: rules(role) for role in of(kind, plain)} == charts
     for kind in ("ClusterRoleBinding", "RoleBinding"):
-        charts = {found["metadata"]["name"]: (found["roleRef"], found["subjects"]) for found in of(kind, chart)}
+        charts = {item["metadata"]["name"]: (item["roleRef"], item["subjects"]) for item in of(kind, chart)}
         charts.pop("topkube-test", None)
-        assert {found["metadata"]["name"]: (found["roleRef"], found["subjects"]) for found in of(kind, plain)} == charts
+        assert {item["metadata"]["name"]: (item["roleRef"], item["subjects"]) for item in of(kind, plain)} == charts
 
 
 def test_the_operators_pods_are_the_same_but_for_labels_and_arguments_that_are_defaults() -> None:
@@ -51,14 +51,35 @@ def test_the_operators_pods_are_the_same_but_for_labels_and_arguments_that_are_d
 def test_service_and_webhook_are_the_same() -> None:
     plain, chart = one("Service", manifests("operator")), one("Service", render())
     assert plain["spec"]["ports"] == chart["spec"]["ports"]
-    plain, chart = (one("ValidatingWebhookConfiguration", found) for found in (manifests("webhook"), render()))
+    plain, chart = (one("ValidatingWebhookConfiguration", item) for item in (manifests("webhook"), render()))
     assert plain["metadata"]["name"] == chart["metadata"]["name"]
     assert plain["webhooks"] == chart["webhooks"]
 
 
-def _bare(found: dict[str, Any]) -> dict[str, Any]:
+def test_both_keep_everybody_else_out_of_the_operators_pods() -> None:
+    plain, chart = (one("NetworkPolicy", item)["spec"] for item in (manifests("operator"), render()))
+    assert plain["policyTypes"] == chart["policyTypes"] == ["Ingress"]
+    pod = one("Deployment", manifests("operator"))["spec"]["template"]
+    assert plain["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    test = {"app.kubernetes.io/instance": "topkube", "app.kubernetes.io/component": "test"}  # helm test's own pod
+    (metrics,) = (rule for rule in chart["ingress"] if rule["ports"][0]["port"] == "metrics")
+    metrics["from"].remove({"podSelector": {"matchLabels": test}})
+    assert plain["ingress"] == chart["ingress"]
+    prometheus = {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}
+    assert metrics["from"] == [{"namespaceSelector": {}, "podSelector": prometheus}]
+
+
+def test_the_webhooks_callers_can_be_named() -> None:
+    peers = [{"ipBlock": {"cidr": "172.18.0.2/32"}}]
+    for given, wanted in (({}, None), ({"webhookFrom": peers}, peers)):
+        rules = one("NetworkPolicy", render({"networkPolicy": given}))["spec"]["ingress"]
+        assert {rule["ports"][0]["port"]: rule.get("from") for rule in rules}["webhook"] == wanted
+    assert of("NetworkPolicy", render({"networkPolicy": {"enabled": False}})) == []
+
+
+def _bare(item: dict[str, Any]) -> dict[str, Any]:
     """Without labels, which Helm has more of."""
-    rest = json.loads(json.dumps(found))
+    rest = json.loads(json.dumps(item))
     rest["metadata"] = {key: rest["metadata"].get(key) for key in ("name", "namespace")}
     return rest
 
@@ -75,7 +96,7 @@ def test_the_node_cache_is_off_until_it_is_turned_on_and_then_the_same() -> None
     assert pods[0] == pods[1]
     assert one("DaemonSet", chart)["metadata"]["namespace"] == one("DaemonSet", plain)["metadata"]["namespace"]
     for kind in ("ClusterRole", "ClusterRoleBinding"):
-        role = next(found for found in of(kind, chart) if found["metadata"]["name"] == "topkube-node-cache")
+        role = next(item for item in of(kind, chart) if item["metadata"]["name"] == "topkube-node-cache")
         assert _bare(role) == _bare(one(kind, plain))
     for kind in ("PersistentVolume", "PersistentVolumeClaim"):
         assert _bare(one(kind, chart)) == _bare(one(kind, plain))
@@ -91,7 +112,7 @@ def test_the_node_cache_is_off_until_it_is_turned_on_and_then_the_same() -> None
 def test_the_chart_knows_every_option_that_it_sets() -> None:
     given = {
         "namespaces": ["a"],
-        "operator": {"stallSeconds": 5, "gangScheduler": "g"},
+        "operator": {"stallSeconds": 5, "gangScheduler": "g", "checkAddress": False},
         "webhook": {"certManager": {"enabled": True}},
     }
     (container,) = one("Deployment", render(given))["spec"]["template"]["spec"]["containers"]
@@ -99,4 +120,5 @@ def test_the_chart_knows_every_option_that_it_sets() -> None:
     assert options["namespace"] == ["a"]
     assert options["stall_seconds"] == 5
     assert options["gang_scheduler"] == "g"
+    assert options["check_address"] is False
     assert str(options["webhook_certificate"]) == "/etc/topkube/webhook"

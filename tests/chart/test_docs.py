@@ -1,7 +1,9 @@
-"""The docs: they build, links hold, and what stands in them is true: commands exist, files are valid."""
+"""The docs build, their links work, and their content is true: commands exist, files are valid."""
 
 from __future__ import annotations
 
+import fnmatch
+import inspect
 import re
 import shlex
 import subprocess
@@ -14,48 +16,83 @@ import pytest
 import typer
 import yaml
 
+import topkube
+import topkube.data
+import topkube.kernels
 from monitoring.alerts import ALERTS
 from monitoring.generated import ROOT
-from topkube.cli import reference
+from topkube.algorithms import reference as algorithms_page
+from topkube.cli import reference, run_summary
 from topkube.cli.app import app
 from topkube.job import TrainingJob
 
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
+OUTSIDE_THE_SITE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "ARCHITECTURE.md")]
+PAGES = sorted([*DOCS.rglob("*.md"), *OUTSIDE_THE_SITE])
 COMMANDS = typer.main.get_command(app)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    """Fenced blocks in one of these languages."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)
-    return [text for language, text in found if language in languages]
+    """Return the fenced blocks in one of these languages."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)
+    return [text for language, text in fenced if language in languages]
 
 
 def lines_of(page: Path) -> list[str]:
-    """Commands that a page tells to type."""
+    """Return the commands that a page shows."""
     lines = [line for block in blocks(page, "sh", "console", "") for line in block.splitlines()]
     return [line.strip().removeprefix("$ ") for line in lines]
 
 
-def test_the_site_builds_and_every_link_holds(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site; a broken link or a name without a docstring is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    build = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert (tmp_path / "site/quickstart/index.html").exists()
+    assert build.returncode == 0, build.stdout + build.stderr
+    return folder
+
+
+def test_the_site_builds_and_every_link_works(site: Path) -> None:
+    assert (site / "quickstart/index.html").exists()
+
+
+@pytest.mark.parametrize("module", [topkube, topkube.kernels, topkube.data], ids=lambda module: module.__name__)
+def test_the_reference_shows_every_public_name(site: Path, module: Any) -> None:
+    """Also the names that a module loads on first use."""
+    name = module.__name__
+    page = (site / "api" / name.removeprefix("topkube.") / "index.html").read_text()
+    for public in module.__all__:
+        value = getattr(module, public)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert f'id="{name}.{public}"' in page, public
+            assert inspect.getdoc(value), public
+
+
+def test_paths_in_the_architecture_exist() -> None:
+    """Paths may begin at any folder: `training/run.py` is in runtime/topkube."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    paths = set(re.findall(r"`([\w./-]+/[\w.*-]*|[\w/-]+\.(?:py|cpp|hpp|cu|yaml))`", text)) - {"kernels.encode/decode"}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    present = {f"/{folder}/" for file in tracked for folder in [Path(file), *Path(file).parents]}
+    assert len(paths) > 80
+    for path in paths:
+        assert fnmatch.filter(present, f"*/{path.rstrip('/')}/"), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_picture_is_there(page: Path) -> None:
-    """Of the README also the files that it links to: the site's builder does not see it."""
+def test_every_picture_exists(page: Path) -> None:
+    """For pages outside the site, also check the files that they link to."""
     text = page.read_text()
     pictures = re.findall(r"!\[[^][]*\]\(([^)\s]+)\)", text)
     assert len(pictures) == text.count("!["), "a picture without a file"
-    linked = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text) if page.name == "README.md" else pictures
+    linked = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text) if page in OUTSIDE_THE_SITE else pictures
     for path in linked:
         assert "://" in path or (page.parent / path).exists(), path
 
@@ -69,9 +106,9 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         command: Any = COMMANDS
         while words and hasattr(command, "get_command") and not words[0].startswith("-"):
             name = words.pop(0)
-            found = command.get_command(None, name)
-            assert found is not None, line
-            command = found
+            subcommand = command.get_command(None, name)
+            assert subcommand is not None, line
+            command = subcommand
         options = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
         for word in words[: words.index("--")] if "--" in words else words:
             if word.startswith("-"):
@@ -79,7 +116,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_jobs_in_the_docs_are_valid_and_files_that_commands_name_are_there(page: Path) -> None:
+def test_jobs_in_the_docs_are_valid_and_files_in_commands_exist(page: Path) -> None:
     for text in blocks(page, "yaml"):
         if "kind: TrainingJob" in text and "…" not in text:
             TrainingJob.from_yaml(text)
@@ -94,13 +131,19 @@ def test_python_in_the_docs_compiles(page: Path) -> None:
         compile(text, str(page), "exec")
 
 
+def test_the_page_of_the_summary_is_fresh() -> None:
+    assert (DOCS / "run-summary.md").read_text() == run_summary.markdown(), (
+        "python -m topkube.cli.run_summary > docs/run-summary.md"
+    )
+
+
 def test_the_reference_of_commands_is_fresh() -> None:
     page = (DOCS / "cli-reference.md").read_text()
     assert page == reference.markdown() + "\n", "python -m topkube.cli.reference > docs/cli-reference.md"
 
 
-def test_every_command_is_told_of() -> None:
-    """In the guide too, not just in the reference."""
+def test_the_guide_describes_every_command() -> None:
+    """The reference is not enough."""
     guide = (DOCS / "cli.md").read_text()
     for name in re.findall(r"^## topkube (\w+)", reference.markdown(), re.M):
         assert re.search(rf"^## topkube {name}\b", guide, re.M), name
@@ -108,11 +151,11 @@ def test_every_command_is_told_of() -> None:
 
 def test_values_that_the_docs_set_are_valid() -> None:
     text = "".join(page.read_text() for page in PAGES)
-    sets = [one.replace("'", "") for one in re.findall(r"--set ([\w.]+=[^\s`]+)", text)]
-    assert len(sets) >= 4
+    settings = [setting.replace("'", "") for setting in re.findall(r"--set ([\w.]+=[^\s`]+)", text)]
+    assert len(settings) >= 4
     with helm.Chart.load(ROOT / "charts/topkube") as chart:
-        for one in sets:
-            chart.validate_schema(helm.parse_set_string(one))
+        for setting in settings:
+            chart.validate_schema(helm.parse_set_string(setting))
         for name in re.findall(r"`((?:metrics|webhook|crds|rbac|image|networkPolicy)\.[\w.]+)(?:=\w+)?`", text):
             value: Any = chart.values
             for part in name.split("."):
@@ -120,22 +163,22 @@ def test_values_that_the_docs_set_are_valid() -> None:
                 value = value[part]
 
 
-def test_errors_in_the_troubleshooting_page_are_said_somewhere() -> None:
-    said = "".join(
+def test_errors_in_the_troubleshooting_page_exist_in_the_code() -> None:
+    code = "".join(
         path.read_text()
         for root in ("runtime", "operator", "charts")
         for path in (ROOT / root).rglob("*.*")
         if path.suffix in (".py", ".tpl")
     )
-    said = re.sub(r"\"\s*\n\s*f?\"", "", said)  # strings over several lines
-    said = re.sub(r"\{[^{}]*\}", "", said)
+    code = re.sub(r"\"\s*\n\s*f?\"", "", code)  # strings over several lines
+    code = re.sub(r"\{[^{}]*\}", "", code)
     page = (DOCS / "troubleshooting.md").read_text()
-    here = page[page.index("## On your machine") : page.index("## On a cluster")]
-    first_cells = [line.split("|")[1] for line in here.splitlines() if line.startswith("| `")]
+    section = page[page.index("## On your machine") : page.index("## On a cluster")]
+    first_cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     texts = [text for cell in first_cells for text in re.findall(r"`([^`]+)`", cell)]
     assert len(texts) >= 10
     for text in texts:
-        assert text in said, text
+        assert text in code, text
 
 
 def test_the_alerts_page_lists_every_alert_with_its_severity() -> None:
@@ -145,30 +188,52 @@ def test_the_alerts_page_lists_every_alert_with_its_severity() -> None:
 
 
 def test_the_quickstart_runs() -> None:
-    """What takes no minutes of it; the training itself is `make demo`, and tests/unit/test_run.py."""
+    """Run the commands that take seconds. `make demo` and tests/unit/cli/test_run.py run the training itself."""
     quick = [shlex.split(line, comments=True) for line in lines_of(DOCS / "quickstart.md") if line == "topkube doctor"]
     assert quick
     for command in quick:
-        ended = subprocess.run(
-            [sys.executable, "-m", "topkube.cli", *command[1:]], capture_output=True, text=True, timeout=120
+        run = subprocess.run(
+            [sys.executable, "-m", "topkube.cli", *command[1:]], capture_output=True, text=True, timeout=280
         )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_what_the_docs_show_of_a_plan_is_what_it_prints() -> None:
-    shown = [block for block in blocks(DOCS / "cli.md", "console") if block.startswith("$ topkube plan ")]
-    assert shown
-    for block in shown:
-        command, _, said = block.removeprefix("$ ").partition("\n")
-        ended = subprocess.run(
-            [sys.executable, "-m", "topkube.cli", *shlex.split(command)[1:]], capture_output=True, text=True, timeout=60
+def test_the_plan_in_the_docs_is_the_output_of_the_command() -> None:
+    plans = [block for block in blocks(DOCS / "cli.md", "console") if block.startswith("$ topkube plan ")]
+    assert plans
+    for block in plans:
+        command, _, output = block.removeprefix("$ ").partition("\n")
+        run = subprocess.run(
+            [sys.executable, "-m", "topkube.cli", *shlex.split(command)[1:]],
+            capture_output=True,
+            text=True,
+            timeout=280,
         )
-        assert [line.rstrip() for line in ended.stdout.splitlines()] == said.splitlines()
+        assert [line.rstrip() for line in run.stdout.splitlines()] == output.splitlines()
 
 
-def test_the_scrape_configuration_is_one(tmp_path: Path) -> None:
+def test_the_scrape_configuration_is_valid(tmp_path: Path) -> None:
     (text,) = blocks(DOCS / "monitoring.md", "yaml")
     assert [job["job_name"] for job in yaml.safe_load(text)["scrape_configs"]] == [
         "topkube-operator",
         "topkube-workers",
     ]
+
+
+def test_every_row_of_the_conformance_table_has_a_test_or_a_reason() -> None:
+    rows = re.findall(r"^\| (.*?) \| (.*?) \| ([●◐○]) \| (.*?) \|$", (DOCS / "conformance.md").read_text(), re.M)
+    assert len(rows) > 40
+    for behaviour, _, mark, proof in rows:
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", proof)
+        scripts = re.findall(r"`(benchmarks/[\w/]+\.py)`", proof)
+        for file, name in tests:
+            assert re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.M), f"{behaviour}: {name}"
+        assert all((ROOT / script).exists() for script in scripts)
+        words = re.sub(r"`[^`]*`", "", proof).split()
+        assert tests or scripts or mark == "○", f"{behaviour}: no test"
+        assert mark == "●" or len(words) > 4, f"{behaviour}: no reason"
+
+
+def test_the_reference_of_algorithms_is_fresh() -> None:
+    page = (DOCS / "algorithms.md").read_text()
+    assert page == algorithms_page.markdown(), "python -m topkube.algorithms.reference > docs/algorithms.md"

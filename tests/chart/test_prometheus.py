@@ -21,8 +21,8 @@ from monitoring.grafana import Dashboard, Panel
 from monitoring.pictures import draw
 from monitoring.prometheus import Prometheus, QueryError, chosen
 from monitoring.server import BINARY, INTERVAL, prometheus, target, wait_until
-from topkube_operator.metrics import OperatorMetrics
-from topkube_operator.probes import Probes
+from topkube_operator.control.metrics import OperatorMetrics
+from topkube_operator.http.probes import Probes
 
 pytestmark = [
     pytest.mark.skipif(BINARY is None, reason="needs prometheus: apt-get install prometheus"),
@@ -32,14 +32,20 @@ JOB = "cached"
 STORED: list[dict[str, Any]] = [
     {
         "metadata": {"name": JOB, "namespace": "ml", "creationTimestamp": "2026-01-01T00:00:00Z"},
+        "spec": {"checkpoint": {"claimName": "checkpoints"}},
         "status": {
             "phase": "Running",
+            "startTime": "2026-01-01T00:00:00Z",
             "restarts": 1,
             "progress": {"step": 1, "totalSteps": 2},
             "firstFailure": {"pod": f"{JOB}-worker-1-1", "rank": 1, "reason": "OOMKilled"},
         },
     },
     {"metadata": {"name": "next", "namespace": "ml", "creationTimestamp": "2026-01-01T00:00:00Z"}},
+    {
+        "metadata": {"name": "over", "namespace": "ml", "creationTimestamp": "2026-01-01T00:00:00Z"},
+        "status": {"phase": "Failed", "completionTime": "2026-01-01T00:00:00Z"},
+    },
 ]
 
 
@@ -47,14 +53,14 @@ def operator() -> OperatorMetrics:
     """The operator's own metrics; something happens to it whenever it is asked."""
 
     def jobs() -> list[dict[str, Any]]:
-        metrics.entered("Running")
-        metrics.started(2.0)
-        metrics.restarted("OOMKilled")
-        metrics.reconciled(0.01, "changed")
+        metrics.count_transition("Running")
+        metrics.observe_start(2.0)
+        metrics.count_restart("OOMKilled")
+        metrics.observe_reconcile(0.01, "changed")
         return STORED
 
     metrics = OperatorMetrics(jobs)
-    metrics.leads(True)
+    metrics.set_leader(True)
     return metrics
 
 
@@ -89,9 +95,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     probes.start()
     try:
         assert training.stdout is not None
-        said = training.stdout.readline()
-        address = re.search(r"127\.0\.0\.1:\d+", said)
-        assert address is not None, said
+        first_line = training.stdout.readline()
+        address = re.search(r"127\.0\.0\.1:\d+", first_line)
+        assert address is not None, first_line
         reading = threading.Thread(target=training.stdout.read)  # so that the run never waits for us
         reading.start()
         pod = {"namespace": "ml", "pod": f"{JOB}-worker-0-1"}
@@ -102,10 +108,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
                 "operator", operator_address, honor_labels=True, pod="topkube-operator-0", namespace="topkube-system"
             ),
         ]
-        with prometheus(directory, targets) as found:
+        with prometheus(directory, targets) as client:
             # Norms and the cache are the last to come; a rate needs two scrapes.
-            wait_until(lambda: found.query("topkube_residual_norm"), "training", 90)
-            yield found
+            wait_until(lambda: client.query("topkube_residual_norm"), "training", 90)
+            yield client
     finally:
         training.terminate()
         training.wait(30)
@@ -114,15 +120,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 def ask(server: Prometheus, expression: str) -> list[float]:
     """The values now; without NaN, which is a ratio of nothing in the window (a tier that nobody asked)."""
-    found = server.query(chosen(expression, INTERVAL, namespace="ml", training_job=f"{JOB}|next"))
-    values = [point[1] for series in found for point in series.points]
+    answer = server.query(chosen(expression, INTERVAL, namespace="ml", training_job=f"{JOB}|next"))
+    values = [point[1] for series in answer for point in series.points]
     return [value for value in values if not math.isnan(value)]
 
 
 PANELS = [(dashboard, panel) for dashboard in DASHBOARDS for panel in dashboard.panels]
 
 
-@pytest.mark.parametrize(("dashboard", "panel"), PANELS, ids=[f"{one.uid}: {panel.title}" for one, panel in PANELS])
+@pytest.mark.parametrize(("dashboard", "panel"), PANELS, ids=[f"{board.uid}: {panel.title}" for board, panel in PANELS])
 def test_every_query_of_every_panel_has_an_answer(server: Prometheus, dashboard: Dashboard, panel: Panel) -> None:
     for query in panel.queries:
         # A rate needs two scrapes of a series, and a busy machine may miss one: some seconds are no failure.
@@ -150,8 +156,8 @@ def test_every_alert_is_evaluated_without_an_error(server: Prometheus) -> None:
 
 def test_every_metric_and_label_of_dashboards_and_alerts_is_in_the_scrape(server: Prometheus) -> None:
     labels: dict[str, set[str]] = {}
-    for one in server.ask("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
-        labels.setdefault(one["__name__"], set()).update(one)
+    for series in server.ask("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
+        labels.setdefault(series["__name__"], set()).update(series)
     expressions = [query.expression for _, panel in PANELS for query in panel.queries]
     for expression in [*expressions, *(alert.expression for alert in ALERTS)]:
         for name, selector in re.findall(r"\b((?:topkube|process)_\w+)(\{[^}]*\})?", expression):

@@ -1,4 +1,5 @@
-"""One cluster for all tests, the operator installed on it as a person would, a namespace of its own for each test.
+"""One cluster for all tests, with the operator installed as a user would install it, and a separate namespace for each
+test.
 
 `make test-cluster` uses the cluster that `make cluster` started; where there is none it starts one and stops it at the
 end. TOPKUBE_TEST_KUBECONFIG names another cluster instead, which must have the images; tests that break nodes are
@@ -17,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import kubernetes
+import needs
 import pytest
 import yaml
 from filelock import FileLock
@@ -25,7 +27,7 @@ from localkube import images
 from localkube.cluster import Cluster
 from localkube.layout import Layout
 from play import apply
-from target import OPERATOR, OPERATOR_NAMESPACE, Namespace, Target, wait_for
+from target import OPERATOR, OPERATOR_NAMESPACE, PATIENCE, Namespace, Target, wait_for
 
 from topkube.cli.cluster.api import Api, Where, connect, path_of
 from topkube.errors import ClusterError
@@ -39,7 +41,7 @@ Once = Callable[[str], AbstractContextManager[bool]]
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """`with once(NAME) as first`: true in the first of the processes that share this run, the others wait for it."""
+    """Yield True in the first of the processes that share this run. The other processes wait for it."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -87,15 +89,17 @@ def kubeconfig(target: Target) -> Path:
 
 @pytest.fixture(scope="session")
 def kubectl(target: Target) -> Path:
-    found = target.local.kubectl_program if target.local else shutil.which("kubectl")
-    if found is None:
+    program = target.local.kubectl_program if target.local else shutil.which("kubectl")
+    if program is None:
         pytest.skip("no kubectl on PATH")
-    return Path(found)
+    return Path(program)
 
 
 @pytest.fixture(scope="session")
 def installed(target: Target, once: Once) -> Target:
-    """The same, with the operator of manifests/ running."""
+    """The cluster, with the operator of manifests/ running."""
+    for wanted in (images.OPERATOR, images.RUNTIME):
+        needs.image(target, wanted.name)
     with once("operator") as first:
         if first:
             _install(target)
@@ -103,7 +107,7 @@ def installed(target: Target, once: Once) -> Target:
 
 
 def apply_manifests(target: Target) -> None:
-    """Installs the operator as a person would."""
+    """Install the operator as a user would."""
     for file in ("namespace", "crd", "crd-cached-datasets", "rbac", "operator", "webhook"):
         target.apply(manifest(file))
 
@@ -136,7 +140,7 @@ def manifest(name: str) -> str:
 
 @pytest.fixture
 def namespace(installed: Target, request: pytest.FixtureRequest) -> Iterator[Namespace]:
-    """A fresh namespace. When the test fails all there is to know about it is printed."""
+    """A new namespace. If the test fails, everything known about the namespace is printed."""
     yield from _namespace(installed, request)
 
 
@@ -159,7 +163,7 @@ def _namespace(target: Target, request: pytest.FixtureRequest) -> Iterator[Names
 
 
 def _has_account(target: Target, name: str) -> bool:
-    """Whether pods may be created. Before Kubernetes 1.24 an account is of use once it has a token."""
+    """Return True if pods may be created. Before Kubernetes 1.24, an account can be used only after it has a token."""
     try:
         account = target.core.read_namespaced_service_account("default", name)
     except ApiException:
@@ -199,20 +203,20 @@ def admin(kubeconfig: Path) -> Api:
 
 @pytest.fixture(scope="session")
 def roles(admin: Api) -> None:
-    """The cluster roles for people."""
-    for thing in yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text()):
-        if thing["kind"] == "ClusterRole" and thing["metadata"]["name"] != "topkube-operator":
-            apply(admin, "/apis/rbac.authorization.k8s.io/v1/clusterroles", thing)
+    """The cluster roles for users."""
+    for document in yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text()):
+        if document["kind"] == "ClusterRole" and document["metadata"]["name"] != "topkube-operator":
+            apply(admin, "/apis/rbac.authorization.k8s.io/v1/clusterroles", document)
 
 
 @pytest.fixture
 def api(admin: Api, kubeconfig: Path) -> Iterator[Api]:
-    """The API server, in a namespace of the test's own."""
+    """The API server, with a separate namespace for the test."""
     name = f"api-{secrets.token_hex(4)}"
     admin.request("POST", path_of(None, "namespaces"), body={"metadata": {"name": name, "labels": {"test": name}}})
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 30 * PATIENCE
     accounts = path_of(name, "serviceaccounts")
-    while not any(one["metadata"]["name"] == "default" for one in admin.get(accounts).get("items") or ()):
+    while not any(account["metadata"]["name"] == "default" for account in admin.get(accounts).get("items") or ()):
         assert time.monotonic() < deadline, "the namespace has no service account: pods would be refused"
         time.sleep(0.05)
     yield connect(Where(kubeconfig=kubeconfig, namespace=name))

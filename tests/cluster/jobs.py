@@ -40,7 +40,7 @@ topkube.allreduce_(np.ones(64, np.float32), algorithm="flat")
 
 
 def job(name: str, command: list[str], *, workers: int = 2, slots: int = 1, **spec: Any) -> dict[str, Any]:
-    """A TrainingJob that runs `command`; `spec`: more fields of its spec."""
+    """Return a TrainingJob that runs `command`. `spec` holds more fields of its spec."""
     container = {"name": "worker", "image": RUNTIME.name, "command": command, "imagePullPolicy": "IfNotPresent"}
     return {
         "apiVersion": "topkube.dev/v1alpha1",
@@ -64,7 +64,7 @@ def endless() -> list[str]:
 
 
 def ends_in_attempt(attempt: int, count: int, pause: float) -> list[str]:
-    """Endless before `attempt`, and then so many steps."""
+    """Train without end before `attempt`, and then for a number of steps."""
     script = f'[ "$TOPKUBE_ATTEMPT" -lt {attempt} ] && set -- 100000; exec python -c "$0" "$1" {pause}'
     return ["sh", "-c", script, STEPS, str(count)]
 

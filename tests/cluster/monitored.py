@@ -19,35 +19,40 @@ from monitoring.server import files
 
 @functools.cache
 def _monitor(kind: str) -> dict[str, Any]:
-    """The spec of the chart's monitor of that kind."""
+    """Return the spec of the chart's monitor of a kind."""
     wanted = {"metrics": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}
     with helm.Chart.load(REPOSITORY / "charts/topkube") as chart:
         text = chart.render(wanted)["topkube/templates/monitoring.yaml"]
-    (spec,) = (one["spec"] for one in yaml.safe_load_all(text) if one and one["kind"] == kind)
+    (spec,) = (document["spec"] for document in yaml.safe_load_all(text) if document and document["kind"] == kind)
     assert isinstance(spec, dict)
     return spec
 
 
 def _targets(on: Target, labels: dict[str, str], port: str, namespaces: Collection[str]) -> list[dict[str, Any]]:
     selector = ",".join(f"{name}={value}" for name, value in labels.items())
-    found = []
+    targets = []
     for pod in on.core.list_pod_for_all_namespaces(label_selector=selector).items:
-        ports = [one for container in pod.spec.containers for one in container.ports or () if one.name == port]
+        ports = [
+            container_port
+            for container in pod.spec.containers
+            for container_port in container.ports or ()
+            if container_port.name == port
+        ]
         if pod.status.pod_ip and ports and (not namespaces or pod.metadata.namespace in namespaces):
             where = {"namespace": pod.metadata.namespace, "pod": pod.metadata.name}
-            found.append({"targets": [f"{pod.status.pod_ip}:{ports[0].container_port}"], "labels": where})
-    return found
+            targets.append({"targets": [f"{pod.status.pod_ip}:{ports[0].container_port}"], "labels": where})
+    return targets
 
 
 def workers(on: Target, namespaces: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Of all jobs in these namespaces, or in all."""
+    """Return the scrape targets of all jobs in these namespaces, or in all namespaces."""
     spec = _monitor("PodMonitor")
     (endpoint,) = spec["podMetricsEndpoints"]
     return _targets(on, spec["selector"]["matchLabels"], endpoint["port"], namespaces)
 
 
 def operators(on: Target) -> list[dict[str, Any]]:
-    """Of all releases, and of manifests/."""
+    """Return the scrape targets of all releases, and of manifests/."""
     labels = {
         name: value
         for name, value in _monitor("ServiceMonitor")["selector"]["matchLabels"].items()
@@ -66,7 +71,7 @@ class Found:
         self.look()
 
     def look(self) -> None:
-        found = {"workers": workers(self._on, self._namespaces), "operator": operators(self._on)}
+        targets = {"workers": workers(self._on, self._namespaces), "operator": operators(self._on)}
         for name, path in self._files.items():
-            path.with_suffix(".part").write_text(json.dumps(found[name]))
+            path.with_suffix(".part").write_text(json.dumps(targets[name]))
             path.with_suffix(".part").rename(path)

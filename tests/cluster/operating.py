@@ -1,4 +1,4 @@
-"""An operator in a process of its own, restricted to one namespace, and what a user sees of jobs there."""
+"""An operator in a separate process, restricted to one namespace, and the state of its jobs as a user sees it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from typing import Any
 import aiohttp
 import yaml
 from aiohttp import web
+from target import PATIENCE
 
 from topkube.job import KIND
-from topkube_operator.cluster import ApiError, Cluster
+from topkube_operator.watch.api_client import ApiError, Cluster
 
 IMAGE = os.environ.get("TOPKUBE_TEST_RUNTIME") or "topkube/runtime:0.1.0"
 TERMINAL = ("Succeeded", "Failed")
 
 
 def until(true: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-    """What `true` gives, as soon as it gives anything."""
+    """Return the first true result of `true`."""
+    seconds *= PATIENCE
     end = time.monotonic() + seconds
-    while not (found := true()):
+    while not (result := true()):
         if time.monotonic() > end:
             raise AssertionError(f"waited {seconds:g} s in vain for {what}")
         time.sleep(0.1)
-    return found
+    return result
 
 
 def job(name: str, script: str = "echo hello", *, slots: int = 1, **spec: Any) -> dict[str, Any]:
@@ -55,9 +57,9 @@ class Jobs:
     def __init__(self, cluster: Cluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
 
-    def create(self, made: dict[str, Any]) -> dict[str, Any]:
-        metadata = {**made["metadata"], "namespace": self.namespace}
-        return self.cluster.create({**made, "metadata": metadata})
+    def create(self, job: dict[str, Any]) -> dict[str, Any]:
+        metadata = {**job["metadata"], "namespace": self.namespace}
+        return self.cluster.create({**job, "metadata": metadata})
 
     def get(self, name: str) -> dict[str, Any]:
         return self.cluster.get(KIND, self.namespace, name)
@@ -66,14 +68,15 @@ class Jobs:
         return self.get(name).get("status") or {}
 
     def children(self, kind: str) -> dict[str, dict[str, Any]]:
-        found, _ = self.cluster.list(kind, self.namespace, "topkube.dev/job-name")
-        return {one["metadata"]["name"]: one for one in found}
+        children, _ = self.cluster.list(kind, self.namespace, "topkube.dev/job-name")
+        return {child["metadata"]["name"]: child for child in children}
 
     def pods(self) -> dict[str, dict[str, Any]]:
         return self.children("Pod")
 
     def wait_phase(self, name: str, *phases: str, seconds: float = 60.0) -> dict[str, Any]:
-        """The status, once the job is in one of the phases. A job that ends otherwise fails the test at once."""
+        """Return the status when the job is in one of the phases. If the job ends in another phase, the test fails at
+        once."""
 
         def reached() -> dict[str, Any] | None:
             status = self.status(name)
@@ -83,21 +86,21 @@ class Jobs:
             return None
 
         try:
-            found: dict[str, Any] = until(reached, f"{name} to be {' or '.join(phases)}", seconds)
+            job: dict[str, Any] = until(reached, f"{name} to be {' or '.join(phases)}", seconds)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.status(name)}") from None
-        return found
+        return job
 
     def wait_failure(self, name: str, seconds: float = 120.0) -> dict[str, Any]:
-        """Why the job failed."""
+        """Return why the job failed."""
 
         def failed() -> dict[str, Any] | None:
             status = self.status(name)
             assert status.get("phase") != "Succeeded", status
             return status.get("firstFailure") if status.get("phase") == "Failed" else None
 
-        found: dict[str, Any] = until(failed, f"{name} to fail", seconds)
-        return found
+        failure: dict[str, Any] = until(failed, f"{name} to fail", seconds)
+        return failure
 
 
 class Operator:
@@ -117,7 +120,7 @@ class Operator:
         return self.process is not None and self.process.poll() is None
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         if self.process is not None and self.alive():
             self.process.kill()
             self.process.wait(10)
@@ -217,12 +220,12 @@ class Guillotine:
             return response
 
     def _turn(self, request: web.Request, body: bytes) -> int:
-        """Which try of a write this is; 0 for what may always pass."""
+        """Return the number of the try of this write; 0 for requests that always pass."""
         if request.method == "GET" or "/leases" in request.path or "/events" in request.path:
             return 0
-        thing = yaml.safe_load(body) if body else {}
-        name = (thing.get("metadata") or {}).get("name", "") if request.method == "POST" else ""
-        status = thing.get("status") or {}
+        patch = yaml.safe_load(body) if body else {}
+        name = (patch.get("metadata") or {}).get("name", "") if request.method == "POST" else ""
+        status = patch.get("status") or {}
         key = f"{request.method} {request.path.rpartition('/namespaces/')[2]} {name} {sorted(status)}"
         if "progress" in status and len(status) <= 3:
             return 0

@@ -12,7 +12,7 @@ IMAGE = "topkube/runtime:0.1.0"
 
 
 def minimal(name: str, **spec: Any) -> dict[str, Any]:
-    """A job that the operator leaves alone, unless `spec` says otherwise."""
+    """Return a job that the operator does not manage, unless `spec` sets another manager."""
     container = {"name": "worker", "image": IMAGE, "command": ["python", "train.py"]}
     return {
         "apiVersion": "topkube.dev/v1alpha1",
@@ -75,8 +75,8 @@ def run_pod(api: Api, job: dict[str, Any], index: int, attempt: int, script: str
     return name
 
 
-def apply(api: Api, path: str, thing: dict[str, Any]) -> None:
+def apply(api: Api, path: str, manifest: dict[str, Any]) -> None:
     """Server-side apply of an object of the collection at `path`."""
-    metadata = thing["metadata"]
+    metadata = manifest["metadata"]
     query = {"fieldManager": "test", "force": True}
-    api.request("PATCH", f"{path}/{metadata['name']}", query, thing, "application/apply-patch+yaml")
+    api.request("PATCH", f"{path}/{metadata['name']}", query, manifest, "application/apply-patch+yaml")

@@ -1,4 +1,4 @@
-"""The commands of the docs, run as they stand there: `helm …` by Helm's own SDK, kubectl and topkube by themselves."""
+"""The commands of the docs, run as they are written: `helm …` by Helm's own SDK, kubectl and topkube as programs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def documented(page: str, begin: str, end: str = "\n## ") -> list[str]:
     text = (REPOSITORY / "docs" / page).read_text()
     start = text.index(begin)
     stop = text.find(end, start + len(begin))
-    found = re.findall(r"^```sh\n(.*?)^```", text[start : stop if stop >= 0 else None], re.M | re.S)
-    lines = [line for block in found for line in block.splitlines()]
+    blocks = re.findall(r"^```sh\n(.*?)^```", text[start : stop if stop >= 0 else None], re.M | re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
     assert lines, f"docs/{page} has no commands after {begin!r}"
     return lines
 
@@ -50,27 +50,28 @@ class Commands:
         parser.add_argument("-n", "--namespace", default="default")
         parser.add_argument("--create-namespace", action="store_true")
         parser.add_argument("--set", action="append", default=[])
-        asked = parser.parse_args(words)
-        where = str(chart or REPOSITORY / str(asked.chart))
-        given = merged(self.values, values, *(helm.parse_set_string(one) for one in asked.set))
-        with self.helm(asked.namespace) as config:
-            match asked.action:
+        arguments = parser.parse_args(words)
+        where = str(chart or REPOSITORY / str(arguments.chart))
+        given = merged(self.values, values, *(helm.parse_set_string(text) for text in arguments.set))
+        with self.helm(arguments.namespace) as config:
+            match arguments.action:
                 case "install":
                     return config.install(
-                        where, asked.name, given, namespace=asked.namespace, create_namespace=asked.create_namespace,
+                        where, arguments.name, given, namespace=arguments.namespace,
+                        create_namespace=arguments.create_namespace,
                         wait="watcher", timeout=120,
                     )  # fmt: skip
                 case "upgrade":
                     return config.upgrade(
-                        where, asked.name, given, namespace=asked.namespace, wait="watcher", timeout=120
+                        where, arguments.name, given, namespace=arguments.namespace, wait="watcher", timeout=120
                     )
                 case "rollback":
-                    config.rollback(asked.name, wait="watcher", timeout=120)
-                    return config.status(asked.name)
+                    config.rollback(arguments.name, wait="watcher", timeout=120)
+                    return config.status(arguments.name)
                 case "test":
-                    return config.test(asked.name, timeout=120, logs=True)
-        with self.helm(asked.namespace) as config:
-            return config.uninstall(asked.name, wait="watcher", timeout=60)
+                    return config.test(arguments.name, timeout=120, logs=True)
+        with self.helm(arguments.namespace) as config:
+            return config.uninstall(arguments.name, wait="watcher", timeout=60)
 
     @contextmanager
     def helm(self, namespace: str) -> Iterator[helm.Config]:
@@ -95,10 +96,10 @@ class Commands:
 
 
 def merged(*values: dict[str, Any]) -> dict[str, Any]:
-    """Values laid over each other, as Helm does: later ones win, maps are merged."""
-    found: dict[str, Any] = {}
-    for one in values:
-        for name, value in one.items():
-            both = isinstance(value, dict) and isinstance(found.get(name), dict)
-            found[name] = merged(found[name], value) if both else copy.deepcopy(value)
-    return found
+    """Return merged values, as Helm merges them: later values win, and maps are merged."""
+    result: dict[str, Any] = {}
+    for source in values:
+        for name, value in source.items():
+            both = isinstance(value, dict) and isinstance(result.get(name), dict)
+            result[name] = merged(result[name], value) if both else copy.deepcopy(value)
+    return result

@@ -1,4 +1,4 @@
-"""The cluster that tests run on: our own or any other, through its API. What tests ask of it, in their words."""
+"""The cluster that tests run on: our own or any other, through its API."""
 
 from __future__ import annotations
 
@@ -25,20 +25,26 @@ GROUP, VERSION, PLURAL = "topkube.dev", "v1alpha1", "trainingjobs"
 OPERATOR_NAMESPACE, OPERATOR = "topkube-system", "topkube-operator"
 KUBELET_SECONDS = 180.0
 """Until ended pods are gone with nobody but their kubelet at work: one of 1.20 may take a minute and more."""
+PATIENCE = 3
+"""How many times slower than ours a machine may be on which the tests pass. Waits end as soon as they can, so this
+costs nothing if all is well."""
 
 
 def wait_for(look: Callable[[], T], what: str, seconds: float = 60.0, interval: float = 0.15) -> T:
-    """The first true answer of `look`. Raises AssertionError naming `what` after `seconds`."""
-    deadline, found = time.monotonic() + seconds, None
+    """Return the first true result of `look`. Raises AssertionError that names `what` after `seconds` of a fast
+    machine."""
+    seconds *= PATIENCE
+    deadline, result = time.monotonic() + seconds, None
     while time.monotonic() < deadline:
-        if found := look():
-            return found
+        if result := look():
+            return result
         time.sleep(interval)
-    raise AssertionError(f"waited {seconds:.0f} s in vain for {what}; last seen: {found!r}")
+    raise AssertionError(f"waited {seconds:.0f} s in vain for {what}; last seen: {result!r}")
 
 
 class Target:
-    """A cluster behind `kubeconfig`. `local`: the machine's own, whose nodes can be broken; None: somebody else's."""
+    """The cluster of `kubeconfig`. `local` is the cluster of this machine, whose nodes can be broken; None for other
+    clusters."""
 
     def __init__(self, kubeconfig: Path, local: Cluster | None) -> None:
         self.kubeconfig, self.local = kubeconfig, local
@@ -50,12 +56,12 @@ class Target:
         self.leases = kubernetes.client.CoordinationV1Api(self.client)
         self.admission = kubernetes.client.AdmissionregistrationV1Api(self.client)
         self.dynamic = kubernetes.dynamic.DynamicClient(self.client)
-        told = kubernetes.client.VersionApi(self.client).get_code()
-        self.release: str = told.git_version
-        self.version = (int(told.major), int(re.match(r"\d+", told.minor)[0]))
+        version = kubernetes.client.VersionApi(self.client).get_code()
+        self.release: str = version.git_version
+        self.version = (int(version.major), int(re.match(r"\d+", version.minor)[0]))
 
     def apply(self, manifests: str) -> None:
-        """Creates YAML documents, or changes what is there to them."""
+        """Create or update the objects of YAML documents."""
         for manifest in yaml.safe_load_all(manifests):
             kind = self.dynamic.resources.get(api_version=manifest["apiVersion"], kind=manifest["kind"])
             where = {"namespace": manifest["metadata"]["namespace"]} if kind.namespaced else {}
@@ -65,19 +71,21 @@ class Target:
                 kind.patch(body=manifest, content_type="application/merge-patch+json", **where)
 
     def nodes(self) -> list[str]:
-        """Names of the nodes that are Ready."""
+        """Return the names of the nodes that are Ready."""
         return sorted(
             node.metadata.name
             for node in self.core.list_node().items
-            if any(one.type == "Ready" and one.status == "True" for one in node.status.conditions or ())
+            if any(
+                condition.type == "Ready" and condition.status == "True" for condition in node.status.conditions or ()
+            )
         )
 
     def label_node(self, node: str, label: str, value: str | None) -> None:
-        """Sets a label of a node; None takes it off."""
+        """Set a label of a node; None removes it."""
         self.core.patch_node(node, {"metadata": {"labels": {label: value}}})
 
     def scale_operator(self, replicas: int) -> None:
-        """Returns when as many operators run, and no more."""
+        """Wait until exactly this number of operators run."""
         self.apps.patch_namespaced_deployment_scale(OPERATOR, OPERATOR_NAMESPACE, {"spec": {"replicas": replicas}})
 
         def settled() -> bool:
@@ -93,18 +101,18 @@ class Target:
         ).items
 
     def kill_container(self, pod: Any, container: str) -> None:
-        """SIGKILL to the processes of a container, from outside: as the kernel does when memory runs out."""
+        """Send SIGKILL to the processes of a container from outside, as the kernel does if memory runs out."""
         self.container(pod, container).kill()
 
     def container(self, pod: Any, container: str) -> Group:
-        """The cgroup of a running container."""
+        """Return the cgroup of a running container."""
         assert self.local is not None
-        identity = next(one.container_id for one in pod.status.container_statuses if one.name == container)
+        identity = next(status.container_id for status in pod.status.container_statuses if status.name == container)
         return self.local.nodes[pod.spec.node_name].container(identity.rpartition("/")[2])
 
 
 class Namespace:
-    """A namespace of one test's own: its jobs, and what became of them."""
+    """The namespace of one test: its jobs and their results."""
 
     def __init__(self, target: Target, name: str) -> None:
         self.target, self.name = target, name
@@ -112,13 +120,13 @@ class Namespace:
     # -- jobs
 
     def create(self, job: dict[str, Any]) -> str:
-        """Creates a TrainingJob; gives its name."""
+        """Create a TrainingJob. Return its name."""
         self.target.custom.create_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, job)
         return str(job["metadata"]["name"])
 
     def job(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.target.custom.get_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, name)
-        return found
+        job: dict[str, Any] = self.target.custom.get_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, name)
+        return job
 
     def status(self, name: str) -> dict[str, Any]:
         return self.job(name).get("status") or {}
@@ -127,14 +135,14 @@ class Namespace:
         return str(self.status(name).get("phase") or "")
 
     def patch(self, name: str, change: dict[str, Any]) -> None:
-        """A merge patch of the job."""
+        """Apply a merge patch to the job."""
         self.target.custom.patch_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, name, change)
 
     def delete(self, name: str) -> None:
         self.target.custom.delete_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, name)
 
     def wait_phase(self, name: str, *phases: str, seconds: float = 90.0) -> dict[str, Any]:
-        """The status in the first of `phases` that is reached. Fails at once where the job ends otherwise."""
+        """Return the status in the first of `phases` that is reached. Fail at once if the job ends in another phase."""
 
         def reached() -> dict[str, Any] | None:
             status = self.status(name)
@@ -148,7 +156,7 @@ class Namespace:
         return wait_for(reached, f"{name} to be {' or '.join(phases)}", seconds)
 
     def phases(self, name: str) -> list[str]:
-        """The phases that the job is in, one after the other, as a watcher sees them; the list grows until its end."""
+        """Return the phases of the job in order, as a watcher sees them. The list grows until the job's end."""
         seen: list[str] = []
 
         def follow() -> None:
@@ -166,13 +174,13 @@ class Namespace:
         return seen
 
     def condition(self, name: str, kind: str) -> dict[str, Any]:
-        found = (one for one in self.status(name).get("conditions") or () if one["type"] == kind)
-        return next(found, {})
+        matches = (condition for condition in self.status(name).get("conditions") or () if condition["type"] == kind)
+        return next(matches, {})
 
     # -- what belongs to them
 
     def pods(self, role: str = "", job: str = "") -> list[Any]:
-        """Pods of TrainingJobs that are not on their way out, by name."""
+        """Return the pods of TrainingJobs that are not being deleted, by name."""
         parts = [f"topkube.dev/role={role}" if role else "topkube.dev/role"]
         if job:
             parts.append(f"topkube.dev/job-name={job}")
@@ -183,17 +191,17 @@ class Namespace:
         return {pod.metadata.name: pod.metadata.uid for pod in self.pods(role)}
 
     def children(self) -> set[str]:
-        """Everything that a job may have left, as kind/name."""
+        """Return everything that a job may leave behind, as kind/name."""
         core = self.target.core
-        found: set[str] = set()
+        names: set[str] = set()
         for kind, items in (
             ("pod", core.list_namespaced_pod(self.name).items),
             ("service", core.list_namespaced_service(self.name).items),
             ("secret", core.list_namespaced_secret(self.name).items),
             ("networkpolicy", self.target.policies.list_namespaced_network_policy(self.name).items),
         ):
-            found |= {f"{kind}/{item.metadata.name}" for item in items if "token" not in item.metadata.name}
-        return found
+            names |= {f"{kind}/{item.metadata.name}" for item in items if "token" not in item.metadata.name}
+        return names
 
     def logs(self, pod: str, container: str | None = None) -> str:
         with suppress(ApiException):
@@ -201,11 +209,11 @@ class Namespace:
         return ""
 
     def execute(self, pod: str, *command: str) -> str:
-        """Runs a command in the pod's first container; gives what it said."""
+        """Run a command in the pod's first container. Return its output."""
         return execute(self.target, self.name, pod, *command)
 
     def wait_log(self, text: str, role: str = "worker", seconds: float = 60.0) -> None:
-        """Waits until a pod of that role has printed `text`."""
+        """Wait until a pod of this role has printed `text`."""
         wait_for(
             lambda: any(text in self.logs(pod.metadata.name) for pod in self.pods(role)),
             f"a {role} to print {text!r}",
@@ -213,23 +221,24 @@ class Namespace:
         )
 
     def events(self) -> list[str]:
-        """Of TrainingJobs, as 'Reason: message'."""
+        """Return the Events of TrainingJobs, as 'Reason: message'."""
         items = self.target.core.list_namespaced_event(
             self.name, field_selector="involvedObject.kind=TrainingJob"
         ).items
         return [
-            f"{item.reason}: {item.message}" for item in sorted(items, key=lambda one: one.metadata.creation_timestamp)
+            f"{item.reason}: {item.message}"
+            for item in sorted(items, key=lambda event: event.metadata.creation_timestamp)
         ]
 
     # -- what went wrong
 
     def describe(self) -> Iterator[str]:
-        """All there is to know, for a test that failed."""
+        """Return everything known about the namespace, for a failed test."""
         jobs = self.target.custom.list_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL)["items"]
         for job in jobs:
             yield f"--- job {job['metadata']['name']}\n{yaml.safe_dump(job.get('status') or {}, sort_keys=False)}"
         for pod in self.target.core.list_namespaced_pod(self.name).items:
-            states = [one.state.to_dict() for one in pod.status.container_statuses or ()]
+            states = [status.state.to_dict() for status in pod.status.container_statuses or ()]
             yield f"--- pod {pod.metadata.name} on {pod.spec.node_name}: {pod.status.phase} {states}"
             for container in pod.spec.containers:
                 yield "\n".join(self.logs(pod.metadata.name, container.name).splitlines()[-25:])
@@ -246,7 +255,7 @@ class Namespace:
 
 
 def execute(target: Target, namespace: str, pod: str, *command: str) -> str:
-    """Runs a command in a pod; gives what it said. Raises ApiException where it cannot be run."""
+    """Run a command in a pod. Return its output. Raises ApiException if the command cannot be run."""
     call = target.core.connect_get_namespaced_pod_exec
     return str(stream(call, pod, namespace, command=command, stdout=True, stderr=True, stdin=False, tty=False))
 

@@ -1,4 +1,4 @@
-"""What a real API server makes of jobs: defaults, refusals with path and reason, columns, the webhook."""
+"""Jobs on a real API server: defaults, refusals with path and reason, columns, the webhook."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from topkube.cli.cluster.api import Api, path_of
 from topkube.cli.cluster.jobs import job_path
 from topkube.errors import ClusterError, JobError
 from topkube.job import TrainingJob
-from topkube_operator.webhook import PATH, serve
+from topkube_operator.http.webhook import PATH, serve
 
 HOOKS = path_of(None, "validatingwebhookconfigurations", group="admissionregistration.k8s.io/v1")
 
@@ -89,7 +89,7 @@ def test_columns(api: Api, kubectl: Path, kubeconfig: Path) -> None:
         command = [str(kubectl), "--kubeconfig", str(kubeconfig), "-n", api.namespace, "get", *kinds]
         shown = wait_for(lambda command=command: lines(command), "kubectl to know the kind", 30)
         head, row = shown[:2]
-        assert head.split() == ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS", "RATE", "RESTARTS", "AGE"]
+        assert head.split() == ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS%", "SAMPLES/S", "RESTARTS", "AGE"]
         assert row.split()[0].endswith("shown")
         assert row.split()[1:7] == ["Running", "2/2", "5", "50", "12.5", "1"]
 
@@ -160,11 +160,11 @@ def hooked(api: Api) -> Iterator[Api]:
 
 
 def _wait_until_called(api: Api) -> None:
-    """An API server learns of a new configuration after a moment."""
-    bad = minimal("probe", launcher={"colocate": True, "template": {}})
+    """The API server uses a new configuration after a short time."""
+    invalid = minimal("probe", launcher={"colocate": True, "template": {}})
     for _ in range(100):
         try:
-            api.request("POST", job_path(api), {"dryRun": "All"}, bad)
+            api.request("POST", job_path(api), {"dryRun": "All"}, invalid)
         except (ClusterError, JobError) as error:
             if "admission webhook" in str(error):
                 return
@@ -173,10 +173,10 @@ def _wait_until_called(api: Api) -> None:
 
 
 def test_the_webhook_names_all_mistakes(hooked: Api) -> None:
-    bad = minimal("bad", launcher={"colocate": True, "template": {}}, checkpoint={"claimName": "c", "path": "../x"})
-    bad["spec"]["template"]["spec"]["containers"][0] |= {"image": None, "command": "python train.py"}
+    invalid = minimal("bad", launcher={"colocate": True, "template": {}}, checkpoint={"claimName": "c", "path": "../x"})
+    invalid["spec"]["template"]["spec"]["containers"][0] |= {"image": None, "command": "python train.py"}
     with pytest.raises(JobError) as refused:
-        create(hooked, bad)
+        create(hooked, invalid)
     for words in (
         "the job has 4 mistakes",
         "spec.launcher.template: has no effect when colocate is true",
@@ -208,6 +208,7 @@ def test_the_webhooks_warnings_reach_people(hooked: Api) -> None:
     job["spec"]["template"]["spec"]["containers"][0]["image"] = "trainer:latest"
     answer = hooked.request("POST", job_path(hooked), body=job)
     expected = (
-        "spec.template.spec.containers[0].image: trainer:latest may be another image after a restart: name a version"
+        "spec.template.spec.containers[0].image: trainer:latest may name another image after a restart: "
+        "use a fixed version"
     )
     assert set(answer.warnings) == {expected}, "an installed webhook may say it too"

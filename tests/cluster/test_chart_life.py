@@ -25,7 +25,7 @@ from kubernetes.client.exceptions import ApiException
 from localkube import images
 from monitored import Found
 from releases import REPOSITORY, Commands, documented, merged
-from target import GROUP, OPERATOR, OPERATOR_NAMESPACE, PLURAL, VERSION, Namespace, Target, wait_for
+from target import GROUP, OPERATOR, OPERATOR_NAMESPACE, PLURAL, VERSION, Namespace, Target, shared_claim, wait_for
 
 from conftest import MANIFESTS, apply_manifests
 from monitoring.alerts import ALERTS
@@ -33,10 +33,10 @@ from monitoring.dashboards import DASHBOARDS
 from monitoring.prometheus import Prometheus, chosen
 from monitoring.server import BINARY, INTERVAL, prometheus
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 CHART = REPOSITORY / "charts/topkube"
 CRD = f"{PLURAL}.{GROUP}"
-NEW_COLUMN = "Rate"
+NEW_COLUMN = "Samples/s"
 """A column of `kubectl get tj` that the release before does not have yet."""
 TRAIN = (REPOSITORY / "tests/chart/train_cached.py").read_text()
 MONITORS = {"ServiceMonitor": "servicemonitors", "PodMonitor": "podmonitors", "PrometheusRule": "prometheusrules"}
@@ -83,9 +83,9 @@ class Life:
             return int(config.status("topkube")["revision"])
 
     def columns(self) -> list[str]:
-        """Of `kubectl get tj`, as the stored definition has them."""
-        found = self.crds().get(name=CRD).to_dict()
-        return [one["name"] for one in found["spec"]["versions"][0]["additionalPrinterColumns"]]
+        """Return the columns of `kubectl get tj` in the stored definition."""
+        crd = self.crds().get(name=CRD).to_dict()
+        return [column["name"] for column in crd["spec"]["versions"][0]["additionalPrinterColumns"]]
 
     def crds(self) -> Any:
         return self.target.dynamic.resources.get(api_version="apiextensions.k8s.io/v1", kind="CustomResourceDefinition")
@@ -101,7 +101,7 @@ def release_before(directory: Path) -> Path:
         definition = yaml.safe_load(path.read_text())
         version = definition["spec"]["versions"][0]
         columns = version["additionalPrinterColumns"]
-        version["additionalPrinterColumns"] = [one for one in columns if one["name"] != NEW_COLUMN]
+        version["additionalPrinterColumns"] = [column for column in columns if column["name"] != NEW_COLUMN]
         assert len(version["additionalPrinterColumns"]) == len(columns) - 1
         path.write_text(yaml.safe_dump(definition))
     return older
@@ -111,22 +111,22 @@ def release_before(directory: Path) -> Path:
 def life(target: Target, kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
     """The release before this one, installed in place of the operator of manifests/."""
     directory = tmp_path_factory.mktemp("chart")
-    found = Life(target, kubectl, directory)
-    with found.commands.helm(OPERATOR_NAMESPACE) as config:  # what an interrupted session left
+    life = Life(target, kubectl, directory)
+    with life.commands.helm(OPERATOR_NAMESPACE) as config:  # what an interrupted session left
         config.uninstall("topkube", ignore_not_found=True)
     was_installed = _deployed(target)
     apply_manifests(target)
     try:
-        found.move(release_before(directory))
-        yield found
+        life.move(release_before(directory))
+        yield life
     except BaseException:
-        for pod in found.operators():
+        for pod in life.operators():
             print(pod.metadata.name, pod.status.phase, pod.status.container_statuses)
         raise
     finally:
-        with found.commands.helm(OPERATOR_NAMESPACE) as config:
+        with life.commands.helm(OPERATOR_NAMESPACE) as config:
             config.uninstall("topkube", ignore_not_found=True)
-        for name in found.namespaces:
+        for name in life.namespaces:
             target.core.delete_namespace(name)
         if was_installed:
             apply_manifests(target)
@@ -143,46 +143,52 @@ def _deployed(target: Target) -> bool:
 
 
 @pytest.fixture(scope="module")
-def training(life: Life) -> str:
-    """A job that trains until it is deleted. Beside it the sample, one that has failed, one that finds no node."""
-    aggregation = {"algorithm": "hitopk", "density": 0.01}
+def training(life: Life) -> Iterator[str]:
+    """A job that trains until it is deleted (on this machine's cluster with a claim for checkpoints), the sample, a
+    failed job, and a job without a node."""
+    options: dict[str, Any] = {"aggregation": {"algorithm": "hitopk", "density": 0.01}}
+    if life.target.local is not None:
+        shared_claim(life.jobs, life.target.local.layout.state / "volumes" / life.jobs.name, "checkpoints")
+        options["checkpoint"] = {"claimName": "checkpoints", "everySteps": 100_000}
     command = ["python", "-c", TRAIN, "/tmp/data", "/tmp/cache"]
-    name = life.jobs.create(job("trains", command, aggregation=aggregation))
+    name = life.jobs.create(job("trains", command, **options))
     sample = (MANIFESTS / "samples/digits-cnn.yaml").read_text().replace("topkube/runtime:0.1.0", images.RUNTIME.name)
     life.jobs.create(yaml.safe_load(sample))
     life.jobs.create(job("fails", fails(), runPolicy={"backoffLimit": 0}))
     stuck = job("stuck", ["true"])
     stuck["spec"]["template"]["spec"]["nodeSelector"] = {"no": "where"}
     life.jobs.create(stuck)
-    return name
+    yield name
+    if life.target.local is not None:
+        life.target.core.delete_persistent_volume(life.jobs.name)
 
 
 def test_it_is_ready_in_20_seconds_without_a_prometheus_operator(life: Life, training: str) -> None:
     assert life.seconds < 20
     assert len(life.operators()) == 2
     assert all(status.ready for pod in life.operators() for status in pod.status.container_statuses)
-    kinds = {one["kind"] for one in yaml.safe_load_all(life.installed["manifest"]) if one}
+    kinds = {document["kind"] for document in yaml.safe_load_all(life.installed["manifest"]) if document}
     assert "PodDisruptionBudget" in kinds
     assert not kinds & set(MONITORS)
 
 
 def test_helm_test_passes_and_leaves_nothing(life: Life) -> None:
     (line,) = [line for line in documented("install.md", "## With Helm") if line.startswith("helm test")]
-    said = life.commands.run(line)["logs"]
-    assert "a replica leads" in said
-    assert "spec.template.spec.containers[0].command: is required" in said, "the webhook has refused nothing"
+    logs = life.commands.run(line)["logs"]
+    assert "a replica leads" in logs
+    assert "spec.template.spec.containers[0].command: is required" in logs, "the webhook has refused nothing"
     pods = life.target.core.list_namespaced_pod(OPERATOR_NAMESPACE).items
     assert [pod.metadata.name for pod in pods if "operator" not in pod.metadata.name] == []
 
 
 def test_its_webhook_refuses_a_bad_job_with_path_and_reason(life: Life) -> None:
-    bad = job("bad", ["true"])
-    del bad["spec"]["template"]["spec"]["containers"][0]["command"]
+    invalid = job("bad", ["true"])
+    del invalid["spec"]["template"]["spec"]["containers"][0]["command"]
 
     def refused() -> str:
         try:
             life.target.custom.create_namespaced_custom_object(
-                GROUP, VERSION, life.jobs.name, PLURAL, bad, dry_run="All"
+                GROUP, VERSION, life.jobs.name, PLURAL, invalid, dry_run="All"
             )
         except ApiException as error:
             return str(json.loads(error.body)["message"])
@@ -220,10 +226,10 @@ def server(life: Life, training: str) -> Iterator[Prometheus]:
         pytest.skip("needs prometheus: apt-get install prometheus")
     if life.target.local is None:
         pytest.skip("needs a cluster of this machine's own: pods must be reached from here")
-    found = Found(life.target, life.directory, [life.jobs.name])
-    with prometheus(life.directory, found.jobs) as server:
+    targets = Found(life.target, life.directory, [life.jobs.name])
+    with prometheus(life.directory, targets.jobs) as server:
         life.jobs.wait_phase(training, "Running", seconds=120)
-        found.look()
+        targets.look()
         yield server
 
 
@@ -234,7 +240,7 @@ def test_every_panel_is_answered_from_the_running_job(life: Life, server: Promet
     where, silent = {"namespace": life.jobs.name}, [query for panel in PANELS for query in panel.queries]
 
     def answered(expression: str) -> bool:
-        values = [point[1] for one in server.query(chosen(expression, INTERVAL, **where)) for point in one.points]
+        values = [point[1] for series in server.query(chosen(expression, INTERVAL, **where)) for point in series.points]
         return any(not math.isnan(value) for value in values)
 
     def none_left() -> bool:
@@ -254,8 +260,8 @@ def test_every_alert_is_evaluated_and_every_metric_and_label_named_is_scraped(se
 
     wait_for(healthy, "all alerts to be evaluated", 30)
     labels: dict[str, set[str]] = {}
-    for one in server.ask("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
-        labels.setdefault(one["__name__"], set()).update(one)
+    for series in server.ask("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
+        labels.setdefault(series["__name__"], set()).update(series)
     expressions = [query.expression for panel in PANELS for query in panel.queries]
     for expression in [*expressions, *(alert.expression for alert in ALERTS)]:
         for name, selector in re.findall(r"\b((?:topkube|process)_\w+)(\{[^}]*\})?", expression):
@@ -265,18 +271,18 @@ def test_every_alert_is_evaluated_and_every_metric_and_label_named_is_scraped(se
 
 def test_a_scrape_is_small(life: Life, server: Prometheus, training: str) -> None:
     for pod in life.jobs.pods("worker", training):
-        (found,) = server.query(f'scrape_samples_scraped{{pod="{pod.metadata.name}"}}')
-        assert 0 < found.points[-1][1] < 500
+        (series,) = server.query(f'scrape_samples_scraped{{pod="{pod.metadata.name}"}}')
+        assert 0 < series.points[-1][1] < 500
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_sample_runs_to_its_end(life: Life, training: str) -> None:
     status = life.jobs.wait_phase("digits-cnn", "Succeeded", seconds=300)
     assert status["progress"]["step"] == status["progress"]["totalSteps"] == 300
     assert life.jobs.wait_phase("fails", "Failed", seconds=60)["firstFailure"]["exitCode"] == 7
-    for line in documented("quickstart.md", "Meanwhile:"):
-        said = life.commands.run(f"{line.replace('char-gpt', 'digits-cnn')} -n {life.jobs.name}")["said"]
-        assert said.strip(), line
+    for line in documented("quickstart.md", "To see more of the job:"):
+        output = life.commands.run(f"{line.replace('char-gpt', 'digits-cnn')} -n {life.jobs.name}")["said"]
+        assert output.strip(), line
 
 
 @pytest.fixture(scope="module")
@@ -303,10 +309,10 @@ def prometheus_operator(life: Life) -> Iterator[None]:
 def monitors(life: Life, plural: str) -> list[str] | None:
     """Names of the release's; None while the kind is not served."""
     try:
-        found = life.target.custom.list_namespaced_custom_object(MONITORING, "v1", OPERATOR_NAMESPACE, plural)
+        answer = life.target.custom.list_namespaced_custom_object(MONITORING, "v1", OPERATOR_NAMESPACE, plural)
     except ApiException:
         return None
-    return [one["metadata"]["name"] for one in found["items"]]
+    return [item["metadata"]["name"] for item in answer["items"]]
 
 
 def step(life: Life, name: str) -> int:
@@ -315,8 +321,8 @@ def step(life: Life, name: str) -> int:
 
 def line_of(action: str) -> str:
     lines = documented("install.md", "## Upgrade, roll back, uninstall")
-    (found,) = [line for line in lines if line.startswith(f"helm {action} ")]
-    return found
+    (matching_line,) = [line for line in lines if line.startswith(f"helm {action} ")]
+    return matching_line
 
 
 def test_an_upgrade_keeps_jobs_running_and_upgrades_the_definition(
@@ -356,7 +362,7 @@ def test_uninstalling_keeps_the_definition_the_jobs_and_their_pods(life: Life, t
     assert life.operators() == []
     assert "Phase" in life.columns()
     stored = life.target.custom.list_namespaced_custom_object(GROUP, VERSION, life.jobs.name, PLURAL)["items"]
-    assert {one["metadata"]["name"] for one in stored} == jobs
+    assert {item["metadata"]["name"] for item in stored} == jobs
     assert pods.items() <= life.jobs.uids("worker").items()
     labels = "app.kubernetes.io/instance=topkube,app.kubernetes.io/managed-by=Helm"
     roles = kubernetes.client.RbacAuthorizationV1Api(life.target.client)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from play import create, minimal, run_pod, set_status
+from target import PATIENCE
 
 from topkube.cli.app import run_app
 from topkube.cli.cluster.api import Api, path_of
@@ -26,7 +27,7 @@ from topkube.errors import ClusterError
 
 @dataclass
 class Ended:
-    """How a command ended."""
+    """The result of a command."""
 
     returncode: int
     stdout: str
@@ -99,7 +100,7 @@ def test_names_that_do_not_exist(api: Api, topkube: Topkube, tmp_path: Path) -> 
     for command in ("status", "logs", "delete"):
         ended = topkube(command, "chargpt")
         assert ended.returncode == 1
-        assert f"there is no TrainingJob chargpt in namespace {api.namespace}; there is char-gpt" in ended.stderr
+        assert f"there is no TrainingJob chargpt in namespace {api.namespace}; jobs are char-gpt" in ended.stderr
     ended = topkube("delete", "char-gpt", "char-gtp")
     assert ended.returncode == 1
     assert jobs(api) == ["char-gpt"], "a typing mistake in one name deletes none"
@@ -107,7 +108,7 @@ def test_names_that_do_not_exist(api: Api, topkube: Topkube, tmp_path: Path) -> 
     other["metadata"]["namespace"] = "elsewhere"
     ended = topkube("submit", written(tmp_path / "job.yaml", other))
     assert ended.returncode == 2
-    assert f"is for namespace elsewhere, and --namespace says {api.namespace}" in ended.stderr
+    assert f"is for namespace elsewhere, but --namespace is {api.namespace}" in ended.stderr
 
 
 def test_status_shows_all_there_is(api: Api, topkube: Topkube) -> None:
@@ -157,8 +158,8 @@ def test_status_shows_all_there_is(api: Api, topkube: Topkube) -> None:
     ):
         assert text in shown, shown
     table = topkube("status").stdout.splitlines()
-    assert table[0].split() == ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS", "RATE", "RESTARTS", "AGE"]
-    assert table[1].split()[:7] == ["seen", "Running", "2/2", "30/120", "25%", "5,120", "1"]
+    assert table[0].split() == ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS", "SAMPLES/S", "LEFT", "RESTARTS", "AGE"]
+    assert table[1].split()[:9] == ["seen", "Running", "2/2", "30/120", "25%", "5,120", "41", "s", "1"]
     data = json.loads(topkube("status", "seen", "-o", "json").stdout)
     assert data["job"]["status"]["progress"] == progress
     assert [pod["metadata"]["name"] for pod in data["pods"]] == ["seen-worker-0-2"]
@@ -190,7 +191,7 @@ def test_logs_follow_all_workers_across_a_restart_to_the_end(api: Api, kubectl: 
         assert second == {"[worker0.rank0] step 2\n", "[worker1.rank1] step 2\n", "[worker1] done\n"}
         failure = {"pod": zero, "exitCode": 9, "message": "rank 0 ended with 9"}
         set_status(api, "talk", phase="Failed", firstFailure=failure)
-        out, err = following.communicate(timeout=60)
+        out, err = following.communicate(timeout=60 * PATIENCE)
     finally:
         following.kill()
         following.communicate()
@@ -205,7 +206,7 @@ def test_logs_without_following_and_of_one_worker(api: Api, topkube: Topkube) ->
     for index in (0, 1):
         run_pod(api, job, index, 1, f'for n in 1 2 3; do echo "[rank {index}] step $n"; done')
     set_status(api, "ended", phase="Succeeded")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 60 * PATIENCE
     while len(topkube("logs", "ended").stdout.splitlines()) < 6:
         assert time.monotonic() < deadline
     ended = topkube("logs", "ended", "--worker", "1", "--tail", "1", "-o", "json")
@@ -230,7 +231,7 @@ def test_submit_waits_for_the_end(api: Api, topkube: Topkube, tmp_path: Path) ->
     file = written(tmp_path / "job.yaml", minimal("waited"))
     late = topkube("submit", file, "--wait", "--timeout", "2")
     assert late.returncode == 124
-    assert "waited is still Pending after 2 s; it goes on" in late.stderr
+    assert "waited is still Pending after 2 s and continues" in late.stderr
     set_status(api, "waited", phase="Failed", firstFailure={"exitCode": 7, "message": "rank 1 ended with 7"})
     ended = topkube("submit", file, "--wait")
     assert ended.returncode == 7
@@ -247,7 +248,7 @@ def test_status_watches_to_the_end(api: Api, topkube: Topkube, kubeconfig: Path)
         set_status(api, "watched", phase="Running", progress={"step": 3, "totalSteps": 9})
         assert watching.stdout.readline() == "watched  Running  step 3/9\n"
         set_status(api, "watched", phase="Succeeded")
-        assert watching.communicate(timeout=30)[0] == "watched  Succeeded  step 3/9\n"
+        assert watching.communicate(timeout=30 * PATIENCE)[0] == "watched  Succeeded  step 3/9\n"
     finally:
         watching.kill()
         watching.communicate()
@@ -274,9 +275,13 @@ def account(api: Api, kubeconfig: Path, target: Path, role: str | None) -> Path:
             "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": api.namespace}],
         }
         api.request("POST", path_of(api.namespace, "rolebindings", group="rbac.authorization.k8s.io/v1"), body=binding)
-    asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 600}}
+    token_request = {
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenRequest",
+        "spec": {"expirationSeconds": 600},
+    }
     path = path_of(api.namespace, "serviceaccounts", name) + "/token"
-    token = api.request("POST", path, body=asked).data["status"]["token"]
+    token = api.request("POST", path, body=token_request).data["status"]["token"]
     config = yaml.safe_load(kubeconfig.read_text())
     config["users"] = [{"name": "user", "user": {"token": token}}]
     config["contexts"][0]["context"]["user"] = "user"
@@ -320,13 +325,13 @@ def test_kubectl_finds_the_plugin(api: Api, kubectl: Path, kubeconfig: Path) -> 
         env={"PATH": f"{here}:/usr/bin:/bin", "KUBECONFIG": str(kubeconfig)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * PATIENCE,
     )
     assert "plugged  Pending" in shown.stdout, shown.stderr
 
 
 def test_a_job_of_the_same_name_made_again_is_another_job(api: Api) -> None:
-    """The uid guards a deletion: what was made in between stays."""
+    """The UID protects an object that was created in the meantime from the deletion."""
     before = create(api, minimal("twice"))
     api.request("DELETE", job_path(api, "twice"))
     create(api, minimal("twice"))

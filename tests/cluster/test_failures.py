@@ -1,9 +1,10 @@
-"""Why a job failed, in its status: what the kernel, the kubelet, the scheduler and a hung rank have to do with it."""
+"""The cause of a failure in the status: the kernel, the kubelet, the scheduler, or a rank that hangs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import needs
 import pytest
 from jobs import endless, job
 from localkube.cluster import Cluster
@@ -31,7 +32,7 @@ topkube.allreduce_(np.ones(64, np.float32), algorithm="flat")
 
 
 def test_a_rank_that_is_killed_for_memory(namespace: Namespace) -> None:
-    """The rank is killed, its pod lives on: only the cgroup's counter knows why."""
+    """The rank is killed, but its pod continues: only the cgroup's counter shows the cause."""
     greedy = job("greedy", ["python", "-c", GREEDY], workers=1, slots=2, runPolicy={"backoffLimit": 0})
     greedy["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {"memory": "768Mi"}}
     failure = namespace.wait_phase(namespace.create(greedy), "Failed", seconds=120)["firstFailure"]
@@ -43,7 +44,7 @@ def test_a_rank_that_is_killed_for_memory(namespace: Namespace) -> None:
 
 
 def test_a_pod_that_its_kubelet_evicts(namespace: Namespace) -> None:
-    """For what it used itself: a failure, not a disruption."""
+    """The pod is evicted because of its own use: a failure, not a disruption."""
     fill = "head -c 40000000 /dev/zero >/scratch/full; exec sleep 100000"
     filled = job("full", ["sh", "-c", fill], workers=1, runPolicy={"backoffLimit": 0})
     spec = filled["spec"]["template"]["spec"]
@@ -72,7 +73,9 @@ def urgent(namespace: Namespace) -> Iterator[str]:
 
 
 def test_preemption_is_no_failure(namespace: Namespace, urgent: str, breakable: Cluster) -> None:
-    """A more important pod takes a worker's GPUs: the job goes on elsewhere, or when they are free again."""
+    """A pod with a higher priority takes a worker's GPUs: the job continues on another node, or when the GPUs are
+    free."""
+    needs.gpus(namespace.target, 2)
     modest = job("modest", endless(), runPolicy={"backoffLimit": 0})
     container = modest["spec"]["template"]["spec"]["containers"][0]
     container["resources"] = {"limits": {"nvidia.com/gpu": 1}}

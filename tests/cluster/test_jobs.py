@@ -1,9 +1,10 @@
-"""A TrainingJob from apply to its end: it succeeds, fails, waits, is refused, and says so."""
+"""A TrainingJob from apply to its end: it succeeds, fails, waits, or is refused, and reports it."""
 
 from __future__ import annotations
 
 import json
 
+import needs
 import pytest
 from jobs import endless, fails, job, steps
 from target import Namespace, wait_for
@@ -65,15 +66,15 @@ def test_a_command_that_does_not_exist(namespace: Namespace) -> None:
 
 
 def test_an_image_that_cannot_be_pulled(namespace: Namespace) -> None:
-    bad = job("pull", steps(), workers=1)
-    bad["spec"]["template"]["spec"]["containers"][0]["image"] = "localhost:1/none/such:1"
-    name = namespace.create(bad)
+    invalid = job("pull", steps(), workers=1)
+    invalid["spec"]["template"]["spec"]["containers"][0]["image"] = "localhost:1/none/such:1"
+    name = namespace.create(invalid)
 
-    def said() -> bool:
+    def has_event() -> bool:
         running = namespace.condition(name, "Running")
         return running.get("reason") in ("ErrImagePull", "ImagePullBackOff") and "none/such" in running["message"]
 
-    wait_for(said, "the image's trouble in the job's status", 60)
+    wait_for(has_event, "the image's trouble in the job's status", 60)
     assert namespace.phase(name) == "Pending"
     namespace.patch(name, {"spec": {"runPolicy": {"activeDeadlineSeconds": 1}}})
     status = namespace.wait_phase(name, "Failed")
@@ -86,7 +87,11 @@ def test_nothing_fits(namespace: Namespace) -> None:
     greedy["spec"]["template"]["spec"]["containers"][0]["resources"] = {"requests": {"memory": "1000Ti"}}
     name = namespace.create(greedy)
     scheduled = wait_for(
-        lambda: (found := namespace.condition(name, "Scheduled")) and found["reason"] == "Unschedulable" and found,
+        lambda: (
+            (condition := namespace.condition(name, "Scheduled"))
+            and condition["reason"] == "Unschedulable"
+            and condition
+        ),
         "the scheduler's words",
         30,
     )
@@ -97,6 +102,7 @@ def test_nothing_fits(namespace: Namespace) -> None:
 
 def test_one_worker_a_node(namespace: Namespace) -> None:
     """spread: Node, the default: two workers never share a node, and GPUs are counted."""
+    needs.gpus(namespace.target, 2)
     spread = job("spread", steps(3), workers=2)
     spread["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 1}}
     name = namespace.create(spread)
@@ -131,13 +137,15 @@ def test_managed_by_somebody_else(namespace: Namespace) -> None:
 
 
 def test_an_object_of_somebody_else_with_our_name(namespace: Namespace) -> None:
-    """It is not touched, and the job says what is in its way."""
+    """The foreign object does not change, and the job reports the conflict."""
     core = namespace.target.core
     foreign = {"metadata": {"name": "taken", "labels": {"mine": "yes"}}, "spec": {"ports": [{"port": 80}]}}
     before = core.create_namespaced_service(namespace.name, foreign)
     name = namespace.create(job("taken", steps(1), workers=1))
     created = wait_for(
-        lambda: (found := namespace.condition(name, "Created")) and found["reason"] == "ForeignObject" and found,
+        lambda: (
+            (condition := namespace.condition(name, "Created")) and condition["reason"] == "ForeignObject" and condition
+        ),
         "the job to name what is in its way",
         30,
     )
@@ -161,7 +169,7 @@ def test_bad_values_are_refused_with_path_and_reason(namespace: Namespace) -> No
 
 
 def test_pods_pass_the_restricted_level_and_any_user(namespace: Namespace) -> None:
-    """Arbitrary UID, read-only root file system, no capability, no privilege, and still they train."""
+    """The ranks train with an arbitrary UID, a read-only root file system, no capability and no privilege."""
     strict = job("strict", steps(2), workers=2)
     strict["spec"]["template"]["spec"]["containers"][0]["securityContext"] = {
         "runAsUser": 1234567,

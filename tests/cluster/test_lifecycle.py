@@ -1,4 +1,4 @@
-"""Suspending, resuming, deleting: at every phase of a job's life."""
+"""Suspend, resume and delete a job in every phase."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kubernetes.client.exceptions import ApiException
 from target import KUBELET_SECONDS, Namespace, wait_for
 
 GONE_SECONDS = 15.0
-"""From deleting a job to nothing being left of it, on nodes that can be reached."""
+"""Maximum time from the deletion of a job to the removal of all its objects, on reachable nodes."""
 
 
 def test_suspended_from_the_start_then_resumed(namespace: Namespace) -> None:
@@ -23,7 +23,7 @@ def test_suspended_from_the_start_then_resumed(namespace: Namespace) -> None:
     namespace.patch(name, {"spec": {"runPolicy": {"suspend": False}}})
     namespace.wait_phase(name, "Succeeded")
     for pod in namespace.pods("worker"):  # scheduling directives are kept
-        assert any(one.key == "gpu" for one in pod.spec.tolerations)
+        assert any(toleration.key == "gpu" for toleration in pod.spec.tolerations)
 
 
 def test_suspending_frees_everything_and_resuming_goes_on(namespace: Namespace) -> None:
@@ -43,7 +43,7 @@ def test_suspending_frees_everything_and_resuming_goes_on(namespace: Namespace) 
 @pytest.mark.alone
 @pytest.mark.parametrize("phase", ["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"])
 def test_deleted_at_any_phase(namespace: Namespace, phase: str) -> None:
-    """On nodes that can be reached everything is gone within 15 s: PID 1 passes SIGTERM on."""
+    """On reachable nodes everything is removed within 15 s, because PID 1 forwards SIGTERM."""
     command = {"Succeeded": steps(1), "Failed": fails()}.get(phase, endless())
     policy = {"suspend": phase == "Suspended", "backoffLimit": 0 if phase == "Failed" else 1, "cleanPodPolicy": "None"}
     name = namespace.create(job("doomed", command, runPolicy=policy))
@@ -74,18 +74,39 @@ def test_created_while_no_operator_ran(namespace: Namespace) -> None:
 
 @pytest.mark.alone
 def test_deleted_while_no_operator_ran(namespace: Namespace) -> None:
+    """The launcher's pod ends as the other pods do, and is removed when an operator runs."""
     name = namespace.create(job("orphan", endless(), workers=1))
     namespace.wait_phase(name, "Running")
+    launcher = {f"pod/{pod.metadata.name}" for pod in namespace.pods("launcher")}
     namespace.target.scale_operator(0)
     try:
         namespace.delete(name)
-        wait_for(lambda: namespace.children() == set(), "the garbage collector to take the children", KUBELET_SECONDS)
+        taken = "the garbage collector to take the children"
+        wait_for(lambda: namespace.children() == launcher, taken, KUBELET_SECONDS)
     finally:
         namespace.target.scale_operator(2)
+    wait_for(lambda: namespace.children() == set(), "the operator to let the launcher's pod go", KUBELET_SECONDS)
+
+
+@pytest.mark.alone
+def test_completed_while_no_operator_ran_and_the_pods_are_gone(namespace: Namespace) -> None:
+    """The job does not run again."""
+    name = namespace.create(job("unseen", steps(200, 0.1), workers=1))
+    namespace.wait_phase(name, "Running")
+    namespace.target.scale_operator(0)
+    try:
+        ended = "the run to end"
+        wait_for(lambda: namespace.pods("launcher")[0].status.phase == "Succeeded", ended, 120)
+        namespace.target.core.delete_collection_namespaced_pod(namespace.name, grace_period_seconds=1)
+        wait_for(lambda: namespace.pods("worker") == [], "the worker's pod to go", KUBELET_SECONDS)
+    finally:
+        namespace.target.scale_operator(2)
+    assert namespace.wait_phase(name, "Succeeded")["attempt"] == 1
+    wait_for(lambda: namespace.pods("launcher") == [], "the operator to let the launcher's pod go", KUBELET_SECONDS)
 
 
 def test_changes_of_the_spec(namespace: Namespace) -> None:
-    """What is immutable is refused; what is not takes effect: policies at once, placement after a suspension."""
+    """Changes of immutable fields are refused. Policies take effect at once, and placement after a suspension."""
     name = namespace.create(job("change", endless(), workers=1))
     namespace.wait_phase(name, "Running")
     with pytest.raises(ApiException, match=r"spec\.workers: cannot be changed"):
@@ -99,7 +120,7 @@ def test_changes_of_the_spec(namespace: Namespace) -> None:
     namespace.patch(name, {"spec": {"template": template, "runPolicy": {"suspend": False}}})
     status = namespace.wait_phase(name, "Running")
     assert status["observedGeneration"] == namespace.job(name)["metadata"]["generation"]
-    assert any(one.key == "spot" for one in namespace.pods("worker")[0].spec.tolerations)
+    assert any(toleration.key == "spot" for toleration in namespace.pods("worker")[0].spec.tolerations)
     namespace.patch(name, {"spec": {"runPolicy": {"activeDeadlineSeconds": 1}}})
     namespace.wait_phase(name, "Failed")
     assert namespace.condition(name, "Failed")["reason"] == "DeadlineExceeded"

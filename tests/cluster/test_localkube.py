@@ -1,4 +1,4 @@
-"""The machine's own cluster: what tests of survival lean on is what it says it is."""
+"""The machine's own cluster works as the recovery tests expect."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def test_what_an_interrupted_run_left_is_removed_and_nothing_else(tmp_path: Path
     """A daemon with children that ignore SIGTERM, a bridge and a state folder go; a stranger of the same name stays."""
     down(SCRATCH)
     script = "trap '' TERM; sleep 1000 & sleep 1000"
-    ours = Daemon("left", Group(SCRATCH.name) / "node1/system/left", SCRATCH.state / "left.log", ["sh", "-c", script])
+    daemon = Daemon("left", Group(SCRATCH.name) / "node1/system/left", SCRATCH.state / "left.log", ["sh", "-c", script])
     stranger = subprocess.Popen(["sh", "-c", script])
     try:
-        ours.start()
-        wait_until(lambda: len(ours.group.processes()) == 3, "the daemon and its children", 10)
+        daemon.start()
+        wait_until(lambda: len(daemon.group.processes()) == 3, "the daemon and its children", 10)
         run("ip", "link", "add", SCRATCH.name, "type", "bridge")
         down(SCRATCH)
-        assert ours.group.processes() == set()
-        assert not ours.group.directory.exists()
+        assert daemon.group.processes() == set()
+        assert not daemon.group.directory.exists()
         assert not SCRATCH.state.exists()
         assert SCRATCH.name not in run("ip", "link")
         assert stranger.poll() is None
@@ -46,7 +46,7 @@ def test_what_an_interrupted_run_left_is_removed_and_nothing_else(tmp_path: Path
 
 @needs_root
 def test_killing_a_group_leaves_no_child_behind() -> None:
-    """Processes that multiply are killed all the same: they are frozen first."""
+    """Processes that fork without end are killed too, because they are frozen first."""
     multiply = "while :; do sleep 1000 & sleep 0.01; done"
     layout = Layout(7)  # not SCRATCH: both tests may run at once
     daemon = Daemon("many", Group(layout.name) / "many", layout.state / "many.log", ["sh", "-c", multiply])
@@ -71,8 +71,8 @@ def test_debians_sources_are_found_in_either_format(tmp_path: Path) -> None:
     (tmp_path / "sources.list").write_text(
         "deb [arch=amd64 signed-by=/s] http://d/security trixie-security main  # x\n"
     )
-    found = debian_sources("deb-src", tmp_path, "trixie")
-    assert found.split("\n\n") == [
+    sources = debian_sources("deb-src", tmp_path, "trixie")
+    assert sources.split("\n\n") == [
         "Types: deb-src\nURIs: http://a/debian\nSuites: trixie trixie-updates\nComponents: main\nSigned-By: /k",
         "Types: deb-src\nURIs: http://d/security\nSuites: trixie-security\nComponents: main\nSigned-By: /s\n",
     ]
@@ -92,7 +92,7 @@ def two_pods(namespace: Namespace) -> list[str]:
         pods = core.list_namespaced_pod(namespace.name).items
         ready = [
             pod.status.pod_ip
-            for pod in sorted(pods, key=lambda one: one.metadata.name)
+            for pod in sorted(pods, key=lambda item: item.metadata.name)
             if pod.status.phase == "Running"
         ]
         return ready if len(ready) == 2 else []
@@ -101,7 +101,7 @@ def two_pods(namespace: Namespace) -> list[str]:
 
 
 def fetch(namespace: Namespace, address: str, seconds: float) -> bool:
-    """Whether the pod on node1 gets an answer from `address`."""
+    """Return True if the pod on node1 gets an answer from `address`."""
     target = namespace.target
     assert target.local is not None
     code = f"import urllib.request as u; u.urlopen('http://{address}:8000', timeout={seconds}).read()"
@@ -125,16 +125,16 @@ def test_links_can_be_cut_and_mended(namespace: Namespace, breakable: Cluster) -
 @pytest.mark.alone
 def test_shaped_links_are_as_slow_as_told(namespace: Namespace, breakable: Cluster) -> None:
     """2.5 MB over 20 Mbit/s take a second."""
-    one, other = two_pods(namespace)
-    del one
+    first, second = two_pods(namespace)
+    del first
     target = namespace.target
     serve = "head -c 2500000 /dev/zero >/tmp/zeros"
     line = [str(breakable.kubectl_program), f"--kubeconfig={target.kubeconfig}", "-n", namespace.name, "exec"]
     subprocess.run([*line, "node2", "--", "sh", "-c", serve], check=True)
-    wait_for(lambda: fetch(namespace, f"{other}", 5), "the pods to reach each other", 30)
+    wait_for(lambda: fetch(namespace, f"{second}", 5), "the pods to reach each other", 30)
     code = (
         "import time,urllib.request as u; began=time.monotonic();"
-        f"u.urlopen('http://{other}:8000/zeros', timeout=30).read(); print(time.monotonic()-began)"
+        f"u.urlopen('http://{second}:8000/zeros', timeout=30).read(); print(time.monotonic()-began)"
     )
     breakable.shape("20mbit")
     try:

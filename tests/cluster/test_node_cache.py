@@ -1,4 +1,4 @@
-"""Datasets on a cluster: a volume of the pod's own, and the cache that nodes keep from one job to the next."""
+"""Datasets on a cluster: a pod's own volume, and the node cache that jobs share one after the other."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import needs
 import pytest
 from jobs import job
 from kubernetes.client.exceptions import ApiException
@@ -22,7 +23,7 @@ from topkube.job.cached_dataset import object_name
 
 SHARDS, SHARD = 8, 1 << 20
 AGENTS = "topkube-node-cache"
-# The remote: a folder of tar shards with ranges and etags; it counts the bytes of shards that it has sent.
+# The remote: a folder of tar shards with ranges; it counts the bytes of shards that it has sent.
 REMOTE = f"""
 import http.server, io, os, tarfile, threading
 os.makedirs("/tmp/data"); os.chdir("/tmp/data"); sent = 0
@@ -36,18 +37,23 @@ class Handler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_): pass
     def do_GET(self):
         global sent
-        name = self.path.split("?")[0]
+        name, headers = self.path.split("?")[0], {{}}
         if name == "/sent":
             data, status = str(sent).encode(), 200
         elif name.endswith(".tar") and os.path.exists("." + name):
             data, status = open("." + name, "rb").read(), 200
+            headers["Last-Modified"] = self.date_time_string(os.stat("." + name).st_mtime)
             if wanted := self.headers.get("Range"):
                 first, _, last = wanted.removeprefix("bytes=").partition("-")
-                data, status = data[int(first):int(last) + 1 if last else None], 206
+                first, size = int(first), len(data)
+                data, status = data[first:int(last) + 1 if last else None], 206
+                headers["Content-Range"] = f"bytes {{first}}-{{first + len(data) - 1}}/{{size}}"
             sent += len(data)
         else:
             return super().do_GET()
-        self.send_response(status); self.send_header("ETag", '"' + name + '"')
+        self.send_response(status)
+        for header, value in headers.items():
+            self.send_header(header, value)
         self.send_header("Content-Length", str(len(data))); self.end_headers(); self.wfile.write(data)
 http.server.ThreadingHTTPServer(("", 8000), Handler).serve_forever()
 """
@@ -135,7 +141,7 @@ def nodes_of(namespace: Namespace, name: str) -> set[str]:
 
 
 def test_a_volume_of_the_pods_own_shows_the_files_to_a_plain_script(namespace: Namespace, remote: Remote) -> None:
-    """And the store's credentials are in the workers' environment, from the Secret alone."""
+    """The store's credentials are in the workers' environment, and come only from the Secret."""
     namespace.target.core.create_namespaced_secret(
         namespace.name, {"metadata": {"name": "keys"}, "stringData": {"AWS_SECRET_ACCESS_KEY": "hunter2"}}
     )
@@ -149,7 +155,7 @@ def test_a_volume_of_the_pods_own_shows_the_files_to_a_plain_script(namespace: N
     assert node == {"name": nodes_of(namespace, name).pop(), "cachedBytes": remote.sent}
     launcher = namespace.target.core.list_namespaced_pod(namespace.name, label_selector="topkube.dev/role=launcher")
     assert "hunter2" not in str(launcher.items) + str(namespace.job(name))
-    assert "keys" not in str([one.env_from for pod in launcher.items for one in pod.spec.containers])
+    assert "keys" not in str([container.env_from for pod in launcher.items for container in pod.spec.containers])
 
 
 def test_a_namespace_without_a_node_cache_is_refused_with_words(namespace: Namespace) -> None:
@@ -165,6 +171,7 @@ def test_a_namespace_without_a_node_cache_is_refused_with_words(namespace: Names
 @pytest.fixture(scope="session")
 def agents(installed: Target, once: Once) -> Target:
     """The node agent of manifests/node-cache on every node."""
+    needs.folder_on_each_node(installed)
     with once("node-cache") as first:
         if first:
             installed.apply(manifest("node-cache/agent"))
@@ -187,15 +194,15 @@ def allowed(agents: Target, namespace: Namespace) -> Iterator[Namespace]:
     agents.apply(text)
     yield namespace
     custom = agents.custom
-    for found in cached(namespace):
-        custom.delete_namespaced_custom_object(GROUP, VERSION, namespace.name, "cacheddatasets", found)
+    for dataset in cached(namespace):
+        custom.delete_namespaced_custom_object(GROUP, VERSION, namespace.name, "cacheddatasets", dataset)
     agents.core.delete_persistent_volume(f"topkube-node-cache-{namespace.name}")
 
 
 def cached(namespace: Namespace) -> dict[str, dict[str, Any]]:
     """The namespace's CachedDatasets by name."""
     listed = namespace.target.custom.list_namespaced_custom_object(GROUP, VERSION, namespace.name, "cacheddatasets")
-    return {one["metadata"]["name"]: one for one in listed["items"]}
+    return {item["metadata"]["name"]: item for item in listed["items"]}
 
 
 def kubectl_says(kubectl: Path, namespace: Namespace) -> list[dict[str, str]]:
@@ -220,13 +227,13 @@ def test_a_second_job_lands_on_the_warm_node_and_reads_nothing_from_the_remote(
     allowed.wait_phase(first, "Succeeded")
     (warm,) = nodes_of(allowed, first)
     total, sent = SHARDS * SHARD, remote.sent
-    assert [one["bytes"] for one in printed(allowed, first)] == [total]
+    assert [report["bytes"] for report in printed(allowed, first)] == [total]
 
-    def told() -> dict[str, str] | None:
+    def cache_entry() -> dict[str, str] | None:
         rows = [row for row in kubectl_says(kubectl, allowed) if row["CACHED%"] == "100"]
         return rows[0] if rows else None
 
-    row = wait_for(told, "kubectl get cacheddatasets to say so", 30)
+    row = wait_for(cache_entry, "kubectl get cacheddatasets to say so", 30)
     assert (row["NAME"], row["DATASET"], row["NODES"], row["PINNED"]) == (remote.id, remote.uri, warm, "false")
     second = allowed.create(job("second", command, workers=1, dataset=given))
     status = allowed.wait_phase(second, "Succeeded")
@@ -256,7 +263,7 @@ def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Name
         ).items
         target.kill_container(agent, "agent")
     entry = wait_for(
-        lambda: next((one for one in cached(allowed).values() if _percent(one) == 100), None),
+        lambda: next((item for item in cached(allowed).values() if _percent(item) == 100), None),
         "the agent to tell of the dataset",
         60,
     )
@@ -265,7 +272,7 @@ def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Name
     delete(GROUP, VERSION, allowed.name, "cacheddatasets", remote.id)
     allowed.execute(allowed.pods("worker", name)[0].metadata.name, "touch", "/tmp/go")
     allowed.wait_phase(name, "Succeeded")
-    assert [one["bytes"] for one in printed(allowed, name)] == [SHARDS * SHARD], "what is read stays"
+    assert [item["bytes"] for item in printed(allowed, name)] == [SHARDS * SHARD], "what is read stays"
 
     # Nobody reads it any more: it goes. The next job, of another user, fetches it anew into the same folder.
     sent = remote.sent
@@ -282,9 +289,9 @@ def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Name
 
 
 def _percent(dataset: dict[str, Any]) -> int | None:
-    """What its agent has told; None while it has told nothing."""
-    found: int | None = (dataset.get("status") or {}).get("cachedPercent")
-    return found
+    """Return the agent's report; None until there is one."""
+    percent: int | None = (dataset.get("status") or {}).get("cachedPercent")
+    return percent
 
 
 def on_disk(target: Target, node: str, namespace: str) -> list[str]:

@@ -12,7 +12,7 @@ from localkube.cluster import Cluster as LocalCluster
 from operating import Guillotine, Jobs, Operator, gone, job, until
 from target import Namespace, Target
 
-from topkube_operator.cluster import ApiError, Cluster
+from topkube_operator.watch.api_client import ApiError, Cluster
 
 pytestmark = pytest.mark.alone
 
@@ -27,9 +27,9 @@ def resting(installed: Target) -> Iterator[Target]:
 
 @pytest.fixture
 def jobs(resting: Target, request: pytest.FixtureRequest) -> Iterator[Jobs]:
-    """A fresh namespace that no operator looks after."""
+    """A new namespace without an operator."""
     cluster, name = Cluster(str(resting.kubeconfig)), f"process-{secrets.token_hex(3)}"
-    cluster.learn("ServiceAccount", "v1", "serviceaccounts")
+    cluster.register_kind("ServiceAccount", "v1", "serviceaccounts")
     cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
     until(lambda: not gone(cluster, "ServiceAccount", name, "default"), "the service account")
     yield Jobs(cluster, name)
@@ -46,12 +46,12 @@ def test_killed_at_each_of_its_writes_the_operator_brings_the_job_to_its_end(
     with Guillotine(jobs.cluster, tmp_path) as guillotine:
         operator = Operator(str(guillotine.kubeconfig), jobs.namespace, "--no-leader-election")
         guillotine.victim = operator
-        made = job("hydra", '[ "$TOPKUBE_ATTEMPT" = 2 ]', workers=1, runPolicy={"backoffLimit": 1})
-        jobs.create(made)
+        created = job("hydra", '[ "$TOPKUBE_ATTEMPT" = 2 ]', workers=1, runPolicy={"backoffLimit": 1})
+        jobs.create(created)
         seen: set[tuple[str, str]] = set()
         with operator.running():
 
-            def over() -> bool:
+            def is_over() -> bool:
                 if not operator.alive():
                     operator.start()
                 seen.update((name, pod["metadata"]["uid"]) for name, pod in jobs.pods().items())
@@ -59,7 +59,7 @@ def test_killed_at_each_of_its_writes_the_operator_brings_the_job_to_its_end(
                 assert phase != "Failed", (jobs.status("hydra"), guillotine.kills)
                 return phase == "Succeeded" and not jobs.children("Secret")
 
-            until(over, "the job to end", 280)
+            until(is_over, "the job to end", 280)
         assert len(guillotine.kills) > 26, guillotine.kills
     status = jobs.status("hydra")
     assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 1, 0), guillotine.kills
@@ -79,18 +79,18 @@ def test_a_rendezvous_that_takes_too_long_names_who_is_missing(
     jobs: Jobs, kubeconfig: Path, breakable: LocalCluster
 ) -> None:
     """Worker and launcher run on two nodes with no link between them."""
-    ours, other = list(breakable.nodes)[:2]
-    breakable.cut(ours, other)
+    first, second = list(breakable.nodes)[:2]
+    breakable.cut(first, second)
     try:
         with Operator(str(kubeconfig), jobs.namespace, "--rendezvous-seconds", "3").running():
             apart = job("apart", "true", workers=1)
-            apart["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": other}
-            where = {"nodeSelector": {"kubernetes.io/hostname": ours}}
+            apart["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": second}
+            where = {"nodeSelector": {"kubernetes.io/hostname": first}}
             apart["spec"]["launcher"] = {"template": {"spec": where}}
             jobs.create(apart)
             failure = jobs.wait_failure("apart")
     finally:
-        breakable.mend(ours, other)
+        breakable.mend(first, second)
     assert failure["reason"] == "RendezvousTimeout"
     assert failure["pod"] == "apart-worker-0-1"
     assert "apart-worker-0-1" in failure["message"]
@@ -114,7 +114,7 @@ def test_a_gang_waits_for_its_scheduler(jobs: Jobs, kubeconfig: Path) -> None:
     cluster.call("POST", path, {**crd, "spec": group})
     try:
         until(lambda: _served(cluster), "PodGroups")
-        cluster.learn("PodGroup", "scheduling.x-k8s.io/v1alpha1", "podgroups")
+        cluster.register_kind("PodGroup", "scheduling.x-k8s.io/v1alpha1", "podgroups")
         with Operator(str(kubeconfig), jobs.namespace, "--gang-scheduler", "nobody").running():
             jobs.create(job("gang", runPolicy={"schedulingPolicy": {"minAvailable": 3}}))
             jobs.wait_phase("gang", "Pending")
@@ -131,7 +131,7 @@ def test_a_gang_waits_for_its_scheduler(jobs: Jobs, kubeconfig: Path) -> None:
 
 def _served(cluster: Cluster) -> bool:
     try:
-        return cluster.knows("scheduling.x-k8s.io", "v1alpha1", "podgroups")
+        return cluster.serves("scheduling.x-k8s.io", "v1alpha1", "podgroups")
     except ApiError:
         return False
 

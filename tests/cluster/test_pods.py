@@ -1,9 +1,10 @@
-"""The pods of a job: where they go, what they are made from, which are kept when it ends."""
+"""The pods of a job: their placement, their templates, and which pods are kept when the job ends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import needs
 import pytest
 from jobs import fails, fails_once, job, steps
 from localkube.cluster import Cluster
@@ -35,14 +36,12 @@ def labelled(namespace: Namespace) -> Iterator[str]:
 
 
 def two_nodes(namespace: Namespace) -> list[str]:
-    nodes = namespace.target.nodes()
-    if len(nodes) < 2:
-        pytest.skip("needs two nodes. Next: make cluster NODES=2")
-    return nodes[:2]
+    needs.nodes(namespace.target, 2, "one for each worker")
+    return namespace.target.nodes()[:2]
 
 
 def test_the_launcher_waits_for_every_worker(namespace: Namespace, labelled: str) -> None:
-    """One worker finds a node, the other none: the job says so and waits; when there is room it runs."""
+    """One worker has a node, the other has none: the job reports it and waits. It runs when there is room."""
     first, second = two_nodes(namespace)
     waits = job("waits", steps(2))
     waits["spec"]["template"]["spec"]["nodeSelector"] = {labelled: "yes"}
@@ -77,7 +76,7 @@ def test_a_launcher_inside_worker_0(namespace: Namespace) -> None:
     pods = {pod.metadata.name: pod for pod in namespace.pods()}
     assert sorted(pods) == ["inside-worker-0-2", "inside-worker-1-1"]
     assert pods["inside-worker-1-1"].metadata.uid == other
-    containers = [one.name for one in pods["inside-worker-0-2"].spec.containers]
+    containers = [container.name for container in pods["inside-worker-0-2"].spec.containers]
     assert containers == ["worker", "launcher"]
 
 
@@ -125,9 +124,9 @@ def test_templates_are_passed_through_whole(namespace: Namespace, breakable: Clu
     finally:
         target.dynamic.resources.get(api_version="node.k8s.io/v1", kind="RuntimeClass").delete(name=namespace.name)
     for pod in workers:
-        assert [one.name for one in pod.spec.containers] == ["worker", "sidecar"]
+        assert [item.name for item in pod.spec.containers] == ["worker", "sidecar"]
         assert pod.spec.runtime_class_name == namespace.name
-        assert any(one.key == "spot" for one in pod.spec.tolerations)
+        assert any(item.key == "spot" for item in pod.spec.tolerations)
         assert pod.spec.affinity.node_affinity is not None
         assert pod.spec.affinity.pod_anti_affinity is not None  # spread: Node is added to it
     assert launcher.metadata.labels["team"] == "vision"

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from aiohttp import web
 from play import apply, create, minimal
-from target import KUBELET_SECONDS
+from target import KUBELET_SECONDS, PATIENCE
 
 from topkube.cli.cluster.api import Api, missing_is_fine, path_of
 from topkube.cli.cluster.jobs import job_path, phase, pods_of
@@ -36,12 +36,16 @@ RARE: set[Call] = {
     ("topkube.dev", "trainingjobs", "get"),  # after a conflict with another writer
     ("", "events", "patch"),  # the same event again
     ("", "pods/log", "get"),  # where neither the dead nor the launcher has said why
-    ("", "persistentvolumeclaims", "get"),  # the webhook, for a job with a checkpoint
+    ("", "persistentvolumeclaims", "get"),  # for a job with a checkpoint, once
     *(
         (group, "podgroups", verb)  # where a gang scheduler is installed
         for group in ("scheduling.volcano.sh", "scheduling.x-k8s.io")
         for verb in ("get", "list", "watch", "create", "patch", "delete")
     ),
+    *(("kueue.x-k8s.io", "workloads", verb) for verb in ("get", "list", "watch", "create", "patch", "delete")),
+    ("kueue.x-k8s.io", "workloads/status", "patch"),  # where Kueue is installed
+    *(("kueue.x-k8s.io", plural, "get") for plural in ("resourceflavors", "workloadpriorityclasses")),
+    ("scheduling.k8s.io", "priorityclasses", "get"),  # the priority of a Workload
     *(("apiextensions.k8s.io", "customresourcedefinitions", verb) for verb in ("list", "watch")),  # in all namespaces
     *(("admissionregistration.k8s.io", "validatingwebhookconfigurations", verb) for verb in ("get", "update")),
 }
@@ -53,7 +57,7 @@ _PATH = re.compile(
 
 @dataclass
 class Recorder:
-    """What went through the proxy."""
+    """The calls that went through the proxy."""
 
     calls: set[Call] = field(default_factory=set)
     refused: list[str] = field(default_factory=list)
@@ -72,7 +76,7 @@ class Recorder:
 
 @contextmanager
 def proxy(api: Api, recorder: Recorder) -> Iterator[str]:
-    """An HTTP server that passes everything on, with the caller's own token."""
+    """An HTTP server that forwards everything, with the caller's own token."""
     ready, stop, address = threading.Event(), threading.Event(), list[str]()
     trust = api._pool.connection_pool_kw["ca_certs"]
 
@@ -129,7 +133,7 @@ def proxy(api: Api, recorder: Recorder) -> Iterator[str]:
 
 @pytest.fixture
 def nobody_else(admin: Api) -> Iterator[None]:
-    """Where an operator is installed for all namespaces, it rests meanwhile."""
+    """Stop an operator that is installed for all namespaces during the test."""
     scale = path_of("topkube-system", "deployments", "topkube-operator", "apps/v1") + "/scale"
     pods = path_of("topkube-system", "pods")
     kind = "application/merge-patch+json"
@@ -153,30 +157,34 @@ def account(api: Api, admin: Api) -> Iterator[tuple[str, set[Call]]]:
     allowed: set[Call] = set()
     api.request("POST", path_of(api.namespace, "serviceaccounts"), body={"metadata": {"name": "topkube-operator"}})
     subjects = [{"kind": "ServiceAccount", "name": "topkube-operator", "namespace": api.namespace}]
-    for thing in yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text()):
-        if thing["metadata"]["name"] != "topkube-operator":
+    for document in yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text()):
+        if document["metadata"]["name"] != "topkube-operator":
             continue
-        for rule in thing.get("rules", ()):
+        for rule in document.get("rules", ()):
             allowed |= {
                 (group, resource, verb)
                 for group in rule["apiGroups"]
                 for resource in rule["resources"]
                 for verb in rule["verbs"]
             }
-        if thing["kind"].startswith("Cluster"):
-            thing["metadata"]["name"] = name
+        if document["kind"].startswith("Cluster"):
+            document["metadata"]["name"] = name
         else:
-            thing["metadata"]["namespace"] = api.namespace
-        if "roleRef" in thing:
-            thing["subjects"] = subjects
-            if thing["roleRef"]["kind"] == "ClusterRole":
-                thing["roleRef"]["name"] = name
-        place = f"/namespaces/{api.namespace}" if "namespace" in thing["metadata"] else ""
-        apply(admin, f"{RBAC}{place}/{thing['kind'].lower()}s", thing)
-    asked = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}
+            document["metadata"]["namespace"] = api.namespace
+        if "roleRef" in document:
+            document["subjects"] = subjects
+            if document["roleRef"]["kind"] == "ClusterRole":
+                document["roleRef"]["name"] = name
+        place = f"/namespaces/{api.namespace}" if "namespace" in document["metadata"] else ""
+        apply(admin, f"{RBAC}{place}/{document['kind'].lower()}s", document)
+    token_request = {
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenRequest",
+        "spec": {"expirationSeconds": 3600},
+    }
     path = path_of(api.namespace, "serviceaccounts", "topkube-operator") + "/token"
     try:
-        yield api.request("POST", path, body=asked).data["status"]["token"], allowed
+        yield api.request("POST", path, body=token_request).data["status"]["token"], allowed
     finally:
         for kind in ("clusterrolebindings", "clusterroles"):
             with missing_is_fine():
@@ -184,13 +192,13 @@ def account(api: Api, admin: Api) -> Iterator[tuple[str, set[Call]]]:
 
 
 def until(what: str, met: Callable[[], Any], seconds: float = 60) -> Any:
-    """Waits for a condition; says which one was never met."""
-    deadline = time.monotonic() + seconds
+    """Wait for a condition. The error names the condition that was not met."""
+    deadline = time.monotonic() + seconds * PATIENCE
     while True:
         with missing_is_fine():
-            found = met()
-            if found:
-                return found
+            result = met()
+            if result:
+                return result
         assert time.monotonic() < deadline, f"never: {what}"
         time.sleep(0.2)
 
@@ -236,7 +244,7 @@ def test_every_call_is_allowed_and_nothing_more(
 
 
 def _a_life(api: Api) -> None:
-    """Makes the operator do all that it can do."""
+    """Make the operator use all its calls."""
     policies = path_of(api.namespace, "networkpolicies", group="networking.k8s.io/v1")
     job = {"workers": 2, "spread": "None", "runPolicy": {}}
     create(api, minimal("life", **job))
@@ -281,14 +289,14 @@ def _a_life(api: Api) -> None:
     create(api, minimal("brief", runPolicy={"activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 2}))
     until("it has failed", lambda: phase(api.get(job_path(api, "brief"))) == "Failed")
 
-    def gone() -> bool:
+    def is_gone() -> bool:
         try:
             api.get(job_path(api, "brief"))
         except ClusterError as error:
             return error.status == 404
         return False
 
-    until("its time is over", gone)
+    until("its time is over", is_gone)
 
 
 def _runs(pod: dict[str, Any]) -> bool:

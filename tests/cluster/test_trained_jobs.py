@@ -1,14 +1,16 @@
-"""The samples, as a person applies them: char_gpt to a checkpoint that holds trained weights, on both MPIs."""
+"""The samples as a user applies them: char_gpt up to a checkpoint with trained weights, on both MPIs."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import torch
 import yaml
@@ -39,17 +41,18 @@ def sample(arguments: list[str], **spec: Any) -> dict[str, Any]:
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     shared = torch.load(checkpoint / "shared.pt", map_location="cpu", weights_only=False)
-    found: dict[str, torch.Tensor] = shared["model"]
-    return found
+    tensors: dict[str, torch.Tensor] = shared["model"]
+    return tensors
 
 
 def published(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first."""
-    return sorted(path.parent for path in folder.rglob("checkpoint.json"))
+    """Return the published checkpoints in a folder, oldest first. Those with a leading dot are unfinished."""
+    folders = (Path(parent) for parent, _, files in os.walk(folder) if "checkpoint.json" in files)
+    return sorted(path for path in folders if path.name.startswith("step-"))
 
 
 def test_the_sample_trains_and_its_checkpoint_holds_the_weights(namespace: Namespace, checkpoints: Path) -> None:
-    """Phase after phase, progress that moves, a worker killed on the way: the run goes on from its checkpoint."""
+    """The job passes all phases and reports progress. A worker is killed, and the run continues from its checkpoint."""
     small = ["--steps", "200", "--layers", "2", "--width", "64", "--batch-size", "4"]
     checkpoint = {"claimName": "checkpoints", "path": "gpt", "everySteps": 10, "keep": 2}
     name = namespace.create(sample(small, checkpoint=checkpoint))
@@ -89,6 +92,7 @@ def test_the_sample_trains_and_its_checkpoint_holds_the_weights(namespace: Names
 
 
 def test_open_mpi(namespace: Namespace) -> None:
+    needs.image(namespace.target, RUNTIME_OPENMPI.name)
     name_of = job("open", steps(3), workers=2, slots=2, mpiImplementation="OpenMPI")
     name_of["spec"]["template"]["spec"]["containers"][0]["image"] = RUNTIME_OPENMPI.name
     name = namespace.create(name_of)
@@ -98,7 +102,7 @@ def test_open_mpi(namespace: Namespace) -> None:
 
 
 def test_a_checkpoint_is_taken_on_sigterm(namespace: Namespace, checkpoints: Path) -> None:
-    """Suspending a job sends SIGTERM: a checkpoint of the last step is there, and resuming goes on from it."""
+    """Suspending a job sends SIGTERM: the last step is saved in a checkpoint, and the resumed job continues from it."""
     small = ["--steps", "100000", "--layers", "1", "--width", "32", "--heads", "2", "--batch-size", "2"]
     checkpoint = {"claimName": "checkpoints", "path": "gpt", "everySteps": 50_000}
     patient = sample(small, workers=1, checkpoint=checkpoint)

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
 import pytest
 import worlds
 
-_found: dict[tuple[str, tuple[int, ...], str], dict[str, str]] = {}
+_outcomes: dict[tuple[str, tuple[int, ...], str], dict[str, str]] = {}
 
 
 @pytest.fixture(scope="session")
-def outcome(tmp_path_factory: pytest.TempPathFactory):
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """The socket of a process that forks ranks of an MPI. One process per MPI serves all tests, from its first use."""
+    with ExitStack() as servers:
+
+        @functools.cache
+        def of(mpi: str) -> Path:
+            if reason := worlds.missing(mpi):
+                pytest.fail(reason)
+            return servers.enter_context(worlds.forking(mpi, tmp_path_factory.mktemp("forks")))
+
+        yield of
+
+
+@pytest.fixture(scope="session")
+def outcome(tmp_path_factory: pytest.TempPathFactory, forks: Callable[[str], Path]):
     """What went wrong in a case, "" where nothing did. The world runs when its first case is asked for."""
 
     def of(modules: str, mpi: str, layout: tuple[int, ...], case: str) -> str:
-        reason = worlds.missing(mpi)
-        if reason:
-            pytest.fail(reason)
         key = (mpi, layout, modules)
-        if key not in _found:
-            _found[key] = worlds.run_cases(mpi, layout, modules, tmp_path_factory.mktemp("world"))
-        found = _found[key]
-        return found.get(case, found.get("the world ends well", "the case did not run"))
+        if key not in _outcomes:
+            directory = tmp_path_factory.mktemp("world")
+            _outcomes[key] = worlds.run_cases(mpi, layout, modules, directory, forks=forks(mpi))
+        outcomes = _outcomes[key]
+        return outcomes.get(case, outcomes.get("the world ends well", "the case did not run"))
 
     return of

@@ -45,16 +45,16 @@ def main() -> None:
     while step < steps:
         if (world.rank, step) in deeds and settings.attempt == 1:
             do(deeds[world.rank, step])
-        told = np.zeros(1)
-        world.Allreduce(stop, told)
+        flag = np.zeros(1)
+        world.Allreduce(stop, flag)
         step += 1
         time.sleep(seconds)
         if world.rank == 0:
-            if step % 5 == 0 or told[0]:
+            if step % 5 == 0 or flag[0]:
                 saved.write_text(str(step))
             assert writer is not None
             writer.write(StepRecord(step=step, total_steps=steps, loss=1 / step, time=time.time()))
-        if told[0]:
+        if flag[0]:
             raise SystemExit(143)
     print(f"done at step {step}", flush=True)
 

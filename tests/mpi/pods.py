@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from topkube.launch.connection.credentials import pinned
 from topkube.launch.contract import (
     CERTIFICATE_NAME,
     STATUS_PATH,
@@ -33,7 +34,6 @@ from topkube.launch.contract import (
     WorkerPlan,
     worker_token,
 )
-from topkube.launch.credentials import pinned
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = {"MPICH": ROOT / ".venv/bin/python", "OpenMPI": ROOT / ".venv-openmpi/bin/python"}
@@ -43,7 +43,7 @@ _DROPPED = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
 _networks = itertools.count(1)
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "") -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = 90.0, what: str = "") -> Any:
     """The first true value of `condition`; fails after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -58,7 +58,7 @@ def certificate(directory: Path) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CERTIFICATE_NAME)])
     now = datetime.datetime.now(datetime.UTC)
-    made = (
+    command = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -70,7 +70,7 @@ def certificate(directory: Path) -> None:
         .sign(key, hashes.SHA256())
     )
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tls.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    (directory / "tls.crt").write_bytes(command.public_bytes(serialization.Encoding.PEM))
     (directory / "tls.key").write_bytes(
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
@@ -79,7 +79,16 @@ def certificate(directory: Path) -> None:
 class Pod:
     """A process that stands for a pod's container, with its output and its last words."""
 
-    def __init__(self, name: str, arguments: list[str], environment: dict[str, str], directory: Path, mpi: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        environment: dict[str, str],
+        directory: Path,
+        mpi: str,
+        descriptor: int | None = None,
+    ) -> None:
+        """`descriptor`: where it prints, in place of a file."""
         self.name = name
         self.output_file, self.last_words = directory / f"{name}.log", directory / f"{name}.termination"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)}
@@ -97,7 +106,7 @@ class Pod:
                 env=inherited,
                 cwd=directory,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=output if descriptor is None else descriptor,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -106,7 +115,7 @@ class Pod:
     def output(self) -> str:
         return self.output_file.read_text(errors="replace")
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 90.0) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -118,15 +127,15 @@ class Pod:
 
     def tree(self) -> list[int]:
         """Its process and all below it."""
-        found = [self.process.pid]
-        for pid in found:
+        processes = [self.process.pid]
+        for pid in processes:
             with contextlib.suppress(OSError):
                 for task in Path(f"/proc/{pid}/task").iterdir():
-                    found += [int(child) for child in (task / "children").read_text().split()]
-        return found
+                    processes += [int(child) for child in (task / "children").read_text().split()]
+        return processes
 
     def kill(self) -> None:
-        """As when a pod vanishes: everything in it at once."""
+        """Kill everything in the pod at once, as if the pod vanished."""
         for pid in self.tree():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)  # nobody reacts to another's death
@@ -144,7 +153,7 @@ class PlayedJob:
     ) -> None:
         self.directory, self.command, self.slots, self.mpi, self.more = directory, command, slots, mpi, plan
         self.environment: dict[str, str] = {}
-        self.made = [1] * workers
+        self.attempts_made = [1] * workers
         self.attempt = 0
         self.launcher: Pod | None = None
         self.workers: dict[int, Pod] = {}
@@ -166,10 +175,10 @@ class PlayedJob:
             if pod.process.poll() is None:
                 pod.kill()
         # A real pod ends as a whole. Here ranks outlive a worker that was killed: their environment tells them.
-        ours = f"{self.directory}/".encode()
+        own_prefix = f"{self.directory}/".encode()
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and ours in (entry / "environ").read_bytes():
+                if entry.name.isdigit() and own_prefix in (entry / "environ").read_bytes():
                     os.kill(int(entry.name), signal.SIGKILL)
 
     def address(self, index: int) -> str:
@@ -177,8 +186,8 @@ class PlayedJob:
 
     def plan(self, **more: Any) -> LaunchPlan:
         workers = tuple(
-            ExpectedWorker(index=index, attempt=made, pod=f"j-worker-{index}-{made}")
-            for index, made in enumerate(self.made)
+            ExpectedWorker(index=index, attempt=made_attempt, pod=f"j-worker-{index}-{made_attempt}")
+            for index, made_attempt in enumerate(self.attempts_made)
         )
         return LaunchPlan(
             name="j", namespace="n", uid=UID, attempt=self.attempt, workers=workers, slots=self.slots,
@@ -190,24 +199,26 @@ class PlayedJob:
         """The next attempt's launcher; `replaced` are the workers that get new pods."""
         self.attempt += 1
         for index in replaced:
-            self.made[index] = self.attempt
+            self.attempts_made[index] = self.attempt
         environment = {"TOPKUBE_LAUNCH": self.plan(**more).text(), "TOPKUBE_CREDENTIALS": str(self.secret)}
         self.launcher = Pod(f"launcher-{self.attempt}", ["launch"], environment, self.directory, self.mpi)
         self._pods.append(self.launcher)
         return self.launcher
 
-    def start_worker(self, index: int, command: list[str] | None = None, **changes: str) -> Pod:
+    def start_worker(
+        self, index: int, command: list[str] | None = None, descriptor: int | None = None, **changes: str
+    ) -> Pod:
         """A worker's pod."""
-        name = f"worker-{index}-{self.made[index]}"
+        name = f"worker-{index}-{self.attempts_made[index]}"
         secret = self.directory / f"{name}-secret"
         secret.mkdir(exist_ok=True)
         (secret / "tls.crt").write_bytes((self.secret / "tls.crt").read_bytes())
-        (secret / "token").write_text(worker_token(KEY, UID, index, self.made[index]))
+        (secret / "token").write_text(worker_token(KEY, UID, index, self.attempts_made[index]))
         temporary = self.directory / f"{name}-tmp"
         temporary.mkdir(exist_ok=True)
         plan = WorkerPlan(
-            name="j", namespace="n", uid=UID, index=index, attempt=self.made[index], pod=f"j-{name}",
-            slots=self.slots, workers=len(self.made), launcher=f"127.0.0.1:{self.port}", grace_seconds=10.0,
+            name="j", namespace="n", uid=UID, index=index, attempt=self.attempts_made[index], pod=f"j-{name}",
+            slots=self.slots, workers=len(self.attempts_made), launcher=f"127.0.0.1:{self.port}", grace_seconds=60.0,
         )  # fmt: skip
         environment = {
             **self.environment,
@@ -217,22 +228,21 @@ class PlayedJob:
             "TMPDIR": str(temporary),
             **changes,
         }
-        pod = Pod(name, ["worker", "--", *(command or self.command)], environment, self.directory, self.mpi)
+        pod = Pod(name, ["worker", "--", *(command or self.command)], environment, self.directory, self.mpi, descriptor)
         self.workers[index] = pod
         self._pods.append(pod)
         return pod
 
     def start(self, **more: Any) -> Pod:
         launcher = self.start_launcher(**more)
-        for index in range(len(self.made)):
+        for index in range(len(self.attempts_made)):
             self.start_worker(index)
         return launcher
 
-    def status(self, token: str = "the operator's token") -> LauncherStatus | None:
+    def status(self, token: str = "the operator's token", **headers: str) -> LauncherStatus | None:
         """What the launcher tells the operator; None while it does not answer."""
-        request = urllib.request.Request(
-            f"https://127.0.0.1:{self.port}{STATUS_PATH}", headers={"Authorization": f"Bearer {token}"}
-        )
+        headers = {"Authorization": f"Bearer {token}", **headers}
+        request = urllib.request.Request(f"https://127.0.0.1:{self.port}{STATUS_PATH}", headers=headers)
         with contextlib.suppress(OSError), urllib.request.urlopen(request, context=self.tls, timeout=5) as answer:
             return LauncherStatus.read(answer.read())
         return None
@@ -243,15 +253,15 @@ class PlayedJob:
 
     def ranks_of(self, index: int) -> list[int]:
         """Process ids of the ranks of worker `index`: what runs below the shims."""
-        found = []
+        ranks = []
         for pid in self.workers[index].tree():
             with contextlib.suppress(OSError):
                 text = Path(f"/proc/{pid}/cmdline").read_bytes()
                 parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
                 above = Path(f"/proc/{parent}/cmdline").read_bytes()
                 if b"topkube.launch.rank" in above and b"topkube.launch.rank" not in text:
-                    found.append(pid)
-        return found
+                    ranks.append(pid)
+        return ranks
 
     def everything(self) -> str:
         """All output, for messages of failed tests."""
@@ -261,8 +271,8 @@ class PlayedJob:
 def records(text: str) -> Iterator[dict[str, Any]]:
     """JSON lines that ranks printed, by their prefix."""
     for line in text.splitlines():
-        _, found, rest = line.partition("] {")
-        if found:
+        _, rest_of_line, rest = line.partition("] {")
+        if rest_of_line:
             yield json.loads("{" + rest)
 
 

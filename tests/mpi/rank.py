@@ -30,7 +30,7 @@ def functions(modules: str, chosen: list[str]) -> Iterator[tuple[str, Callable[.
             function = getattr(module, name)
             yield name, lambda world, f=function, a=arguments: f(world, *a)
         else:
-            yield from ((name, value) for name, value in vars(module).items() if name.startswith("case_"))
+            yield from ((name, value) for name, value in list(vars(module).items()) if name.startswith("case_"))
 
 
 def main(modules: str, results: Path, chosen: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,33 @@ import pytest
 import worlds
 
 DEADLINE = 3.0
+"""For ranks that wait for an absent rank."""
+LONG_DEADLINE = 60.0
+"""For ranks that find out at once: on a busy machine, ranks may be seconds apart."""
 FAILING = str(Path(__file__).with_name("failing.py"))
 MPIS = ["mpich", "openmpi"]
 
 
-def fail(mpi: str, layout: str, case: str, directory: Path) -> dict[int, dict[str, Any]]:
-    """What each rank met."""
-    settings = {"TOPKUBE_RANKS_PER_NODE": layout, "TOPKUBE_DEADLINE_SECONDS": str(DEADLINE)}
-    ranks = sum(map(int, layout.split(",")))
-    ended = worlds.run(mpi, ranks, [FAILING, case, str(directory)], settings, seconds=60)
-    met = {int(path.stem): json.loads(path.read_text()) for path in directory.glob("*.json")}
-    assert len(met) == ranks, f"{sorted(met)} of {ranks} ranks ended, mpiexec with {ended.code}\n{ended.output}"
-    return met
+Met = dict[int, dict[str, Any]]
+
+
+@pytest.fixture
+def fail(forks: Callable[[str], Path], tmp_path: Path) -> Callable[..., Met]:
+    """Runs a case of failing.py on the ranks of a layout; returns what each rank met."""
+
+    def of(mpi: str, layout: str, case: str, absent: tuple[int, ...] = (), deadline: float = DEADLINE) -> Met:
+        settings = {"TOPKUBE_RANKS_PER_NODE": layout, "TOPKUBE_DEADLINE_SECONDS": str(deadline)}
+        ranks = sum(map(int, layout.split(",")))
+        ended = worlds.run(mpi, ranks, [FAILING, case, str(tmp_path)], settings, seconds=100, forks=forks(mpi))
+        met = {int(path.stem): json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+        wanted = set(range(ranks)) - set(absent)
+        assert set(met) == wanted, f"{sorted(met)} of {ranks} ranks ended, mpiexec with {ended.code}\n{ended.output}"
+        return met
+
+    return of
+
+
+Fail = Callable[..., Met]
 
 
 @pytest.mark.parametrize(
@@ -31,11 +47,14 @@ def fail(mpi: str, layout: str, case: str, directory: Path) -> dict[int, dict[st
         ("mpich", "2,2", "absent-on-another-node", 3),
         ("mpich", "1,1,1", "absent-from-a-ring", 2),
         ("mpich", "3", "absent-from-an-agreement", 1),
+        ("mpich", "3", "absent-from-a-barrier", 1),
+        ("mpich", "2,1", "absent-from-the-making-of-a-sub-world", 1),
+        ("openmpi", "3", "absent-from-a-barrier", 1),
         ("openmpi", "2,2", "absent-on-another-node", 3),
     ],
 )
-def test_an_absent_rank_is_named(mpi: str, layout: str, case: str, absentee: int, tmp_path: Path) -> None:
-    for rank, met in fail(mpi, layout, case, tmp_path).items():
+def test_an_absent_rank_is_named(mpi: str, layout: str, case: str, absentee: int, fail: Fail) -> None:
+    for rank, met in fail(mpi, layout, case).items():
         if rank != absentee:
             assert met["error"] == "CollectiveTimeout", f"rank {rank}: {met}"
             assert met["missing"] == [absentee], f"rank {rank}: {met}"
@@ -43,24 +62,57 @@ def test_an_absent_rank_is_named(mpi: str, layout: str, case: str, absentee: int
             assert met["seconds"] < DEADLINE + 10
 
 
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_rank_that_never_calls_init_is_named(mpi: str, fail: Fail) -> None:
+    for met in fail(mpi, "3", "absent-from-init", absent=(1,)).values():
+        assert met["error"] == "CollectiveTimeout", met
+        assert met["missing"] == [1], met
+        assert "rank 1 did not call it" in met["message"]
+
+
+def test_a_rank_that_waits_elsewhere_is_named_with_its_place(fail: Fail) -> None:
+    met = fail("mpich", "2,1", "elsewhere")
+    for rank in (0, 2):
+        assert met[rank]["missing"] == [1], met
+        assert "barrier() (call 1) did not complete within 3 s: rank 1 never arrived" in met[rank]["message"]
+        assert "rank 1 waited for all-reduce 'hitopk' (collective 1)" in met[rank]["message"]
+    assert met[1]["missing"] == [0, 2], met
+
+
+def test_ranks_of_a_sub_world_are_named_as_in_the_world(fail: Fail) -> None:
+    met = fail("mpich", "2,2", "absent-from-a-sub-world")
+    assert [met[rank]["error"] for rank in range(4)] == ["", "CollectiveTimeout", "", "CollectiveTimeout"]
+    assert met[1]["missing"] == met[3]["missing"] == [2]
+    assert "rank 2 never arrived" in met[3]["message"]
+
+
 @pytest.mark.parametrize(
     ("mpi", "layout", "case", "words"),
     [
+        ("mpich", "2,2", "calls-differ", ["rank 2: barrier()", "ranks 0, 1, 3: allgather()", "dtype=int64"]),
+        (
+            "mpich",
+            "2,2",
+            "types-of-a-call-differ",
+            ["rank 2: reduce(op=sum) float", "ranks 0, 1, 3: reduce(op=sum) int"],
+        ),
+        ("openmpi", "3", "calls-differ", ["rank 2: barrier()", "ranks 0, 1: allgather()"]),
+        ("mpich", "3", "sub-worlds-differ", ["rank 2: new_world() ranks=[0, 1]", "ranks 0, 1: new_world() ranks=[0]"]),
         ("mpich", "2,2", "lengths-differ-between-nodes", ["ranks 0, 1:", "length=1000", "ranks 2, 3:", "length=1001"]),
         ("mpich", "2,2", "lengths-differ-inside-a-node", ["length=1000", "length=1001"]),
-        ("mpich", "2", "lengths-differ-inside-a-node", ["ranks 0:", "ranks 1:"]),
-        ("mpich", "2,2", "types-differ", ["ranks 1:", "float16"]),
-        ("mpich", "2,2", "algorithms-differ", ["ranks 0: flat", "hitopk"]),
-        ("mpich", "2,1", "densities-differ", ["ranks 2:", "density=0.01"]),
+        ("mpich", "2", "lengths-differ-inside-a-node", ["rank 0:", "rank 1:"]),
+        ("mpich", "2,2", "types-differ", ["rank 1:", "float16"]),
+        ("mpich", "2,2", "algorithms-differ", ["rank 0: flat", "hitopk"]),
+        ("mpich", "2,1", "densities-differ", ["rank 2:", "density=0.01"]),
         ("openmpi", "2,2", "lengths-differ-inside-a-node", ["length=1000", "length=1001"]),
     ],
 )
-def test_a_mismatch_is_shown_to_all(mpi: str, layout: str, case: str, words: list[str], tmp_path: Path) -> None:
-    for rank, met in fail(mpi, layout, case, tmp_path).items():
+def test_a_mismatch_is_shown_to_all(mpi: str, layout: str, case: str, words: list[str], fail: Fail) -> None:
+    for rank, met in fail(mpi, layout, case, deadline=LONG_DEADLINE).items():
         assert met["error"] == "MismatchError", f"rank {rank}: {met}"
         for word in words:
             assert word in met["message"]
-        assert met["seconds"] < DEADLINE
+        assert met["seconds"] < LONG_DEADLINE
 
 
 @pytest.mark.parametrize("mpi", MPIS)
@@ -68,7 +120,7 @@ def test_a_mismatch_is_shown_to_all(mpi: str, layout: str, case: str, words: lis
     ("case", "message"), [("raises", "rank one had enough"), ("raises-in-a-thread", "the thread had enough")]
 )
 def test_one_failing_rank_ends_all(mpi: str, case: str, message: str, tmp_path: Path) -> None:
-    ended = worlds.run(mpi, 3, [FAILING, case, str(tmp_path)], {}, seconds=40)
+    ended = worlds.run(mpi, 3, [FAILING, case, str(tmp_path)], {}, seconds=100)
     assert ended.code not in (0, None), ended.output
     assert f"ValueError: {message}" in ended.output
 
@@ -76,13 +128,45 @@ def test_one_failing_rank_ends_all(mpi: str, case: str, message: str, tmp_path: 
 @pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.parametrize("case", ["exits", "exits-by-raising", "exits-with-mpi4py-first"])
 def test_a_rank_that_exits_with_a_status_ends_all(mpi: str, case: str, tmp_path: Path) -> None:
-    ended = worlds.run(mpi, 3, [FAILING, case, str(tmp_path)], {}, seconds=40)
+    ended = worlds.run(mpi, 3, [FAILING, case, str(tmp_path)], {}, seconds=100)
     assert ended.code == 9, ended.output
 
 
 def test_an_exit_that_was_caught_does_not(tmp_path: Path) -> None:
-    ended = worlds.run("mpich", 2, [FAILING, "exits-but-is-caught", str(tmp_path)], {}, seconds=40)
+    ended = worlds.run("mpich", 2, [FAILING, "exits-but-is-caught", str(tmp_path)], {}, seconds=100)
     assert ended.code == 0, ended.output
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_a_forked_child_that_raises_ends_alone(mpi: str, tmp_path: Path) -> None:
+    ended = worlds.run(mpi, 2, [FAILING, "ends-though-a-child-raises", str(tmp_path)], {}, seconds=100)
+    assert ended.code == 0, ended.output
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.parametrize("layout", ["2", "1,1"])
+def test_a_program_may_end_during_a_collective_of_its_communication_thread(
+    mpi: str, layout: str, tmp_path: Path
+) -> None:
+    settings = {"TOPKUBE_RANKS_PER_NODE": layout, "TOPKUBE_DEADLINE_SECONDS": "30"}
+    ended = worlds.run(mpi, 2, [FAILING, "ends-during-an-all-reduce", str(tmp_path)], settings)
+    assert ended.code == 0, ended.output
+    assert "SIGABRT" not in ended.output
+
+
+def test_a_program_that_ends_during_a_collective_that_others_skip_says_so(tmp_path: Path) -> None:
+    settings = {"TOPKUBE_DEADLINE_SECONDS": str(DEADLINE)}
+    ended = worlds.run("mpich", 2, [FAILING, "ends-during-an-all-reduce-alone", str(tmp_path)], settings)
+    assert ended.code == 0, ended.output
+    assert "rank 1 never arrived" in ended.output
+
+
+@pytest.mark.parametrize("mpi", MPIS)
+def test_an_exit_with_a_status_leaves_the_collective_of_the_communication_thread(mpi: str, tmp_path: Path) -> None:
+    settings = {"TOPKUBE_DEADLINE_SECONDS": "300"}
+    ended = worlds.run(mpi, 2, [FAILING, "exits-during-an-all-reduce", str(tmp_path)], settings)
+    assert ended.code == 9, ended.output
+    assert "Aborted" not in ended.output
 
 
 INIT = ["-c", "import topkube; topkube.init()"]
@@ -94,7 +178,7 @@ def test_two_different_mpis_are_told_apart(tmp_path: Path) -> None:
     program = (
         "import os, sys; os.environ.setdefault('OMPI_ALLOW_RUN_AS_ROOT', '1'); os.execv(sys.argv[1], sys.argv[1:])"
     )
-    ended = worlds.run("mpich", 2, ["-c", program, *script], {}, seconds=40)
+    ended = worlds.run("mpich", 2, ["-c", program, *script], {}, seconds=100)
     assert "WorldError: 2 ranks were started, but MPI sees 1" in ended.output, ended.output
     assert "MPICH's mpiexec" in ended.output
     assert "Open MPI v" in ended.output
@@ -102,10 +186,10 @@ def test_two_different_mpis_are_told_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("declared", "message"),
-    [("2,2", "declares 4 ranks, there are 2"), ("two", "not a list of whole numbers"), ("2,0", "not a list")],
+    [("2,2", "declares 4 ranks, but there are 2"), ("two", "not a list of whole numbers"), ("2,0", "not a list")],
 )
 def test_wrong_nodes_are_refused(declared: str, message: str) -> None:
-    ended = worlds.run("mpich", 2, INIT, {"TOPKUBE_RANKS_PER_NODE": declared}, seconds=40)
+    ended = worlds.run("mpich", 2, INIT, {"TOPKUBE_RANKS_PER_NODE": declared}, seconds=100)
     assert f"WorldError: TOPKUBE_RANKS_PER_NODE={declared}" in ended.output.replace("'", "")
     assert message in ended.output
     assert ended.code != 0

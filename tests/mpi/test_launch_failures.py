@@ -22,8 +22,8 @@ def marching(mpi: str, steps: int, seconds: float, *deeds: str) -> list[str]:
     return [str(PYTHONS[mpi]), MARCHING, str(steps), str(seconds), *deeds]
 
 
-def failed(job: PlayedJob, seconds: float = 30) -> FirstFailure:
-    """Waits for the launcher to end the attempt; its first failure."""
+def failed(job: PlayedJob, seconds: float = 90) -> FirstFailure:
+    """Wait until the launcher ends the attempt. Return its first failure."""
     assert job.launcher is not None
     assert job.launcher.wait(seconds) != 0, job.everything()
     failure = job.launcher.ending.first_failure
@@ -33,7 +33,7 @@ def failed(job: PlayedJob, seconds: float = 30) -> FirstFailure:
 
 
 def reached(job: PlayedJob, least: int) -> int:
-    """Waits until the job's progress is at step `least` or past it; the step it is at."""
+    """Wait until the job has reached step `least`. Return the current step."""
 
     def step() -> int:
         status = job.status()
@@ -47,7 +47,7 @@ def reached(job: PlayedJob, least: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mpi", "deed", "reason", "code", "said"),
+    ("mpi", "deed", "reason", "code", "message"),
     [
         ("MPICH", "3:3:raise=a bad batch", "Error", 1, "ValueError: a bad batch"),
         ("MPICH", "2:3:exit=7", "Error", 7, "about to leave"),
@@ -57,7 +57,7 @@ def reached(job: PlayedJob, least: int) -> int:
     ],
 )
 def test_the_first_failing_rank_is_named(
-    tmp_path: Path, mpi: str, deed: str, reason: str, code: int, said: str
+    tmp_path: Path, mpi: str, deed: str, reason: str, code: int, message: str
 ) -> None:
     with PlayedJob(tmp_path, marching(mpi, 1000, 0.01, deed), mpi=mpi) as job:
         job.start()
@@ -67,12 +67,12 @@ def test_the_first_failing_rank_is_named(
             job.everything()
         )
         assert failure.exit_code == code
-        assert said in (failure.log_tail or "")
+        assert message in (failure.log_tail or "")
         # Asked to end, a worker ends with the worst exit code of its own ranks.
         worker = job.workers[rank // 2]
         wait_until(lambda: "cannot be reached" in worker.output, what="the worker calls again")
         worker.process.terminate()
-        assert worker.wait(10) >= code
+        assert worker.wait() >= code
         assert worker.ending.first_failure is not None
         assert worker.ending.first_failure.rank == rank
 
@@ -82,14 +82,14 @@ def test_a_command_that_is_not_there_says_so(tmp_path: Path) -> None:
         job.start()
         failure = failed(job)
         assert (failure.reason, failure.exit_code) == ("CommandNotFound", 127)
-        assert "the program 'no-such-program' is not there" in (failure.message or "")
+        assert "the program 'no-such-program' does not exist" in (failure.message or "")
 
 
 def test_missing_workers_are_named(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, ["true"], workers=3, rendezvous_seconds=3) as job:
+    with PlayedJob(tmp_path, ["true"], workers=3, rendezvous_seconds=8) as job:
         job.start_launcher()
         job.start_worker(1)
-        status = wait_until(lambda: (said := job.status()) and said.joined == 1 and said)
+        status = wait_until(lambda: (answer := job.status()) and answer.joined == 1 and answer)
         assert (status.state, status.missing) == ("Waiting", (0, 2))
         failure = failed(job)
         assert failure.reason == "RendezvousTimeout"
@@ -98,7 +98,7 @@ def test_missing_workers_are_named(tmp_path: Path) -> None:
 
 
 def test_a_stalled_step_ends_the_attempt(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, marching("MPICH", 100, 0.01, "2:7:hang"), stall_seconds=2.0) as job:
+    with PlayedJob(tmp_path, marching("MPICH", 100, 0.01, "2:7:hang"), stall_seconds=5.0) as job:
         job.start()
         failure = failed(job)
         assert failure.reason == "Stalled"
@@ -108,11 +108,13 @@ def test_a_stalled_step_ends_the_attempt(tmp_path: Path) -> None:
 
 def test_a_hung_collective_names_its_ranks(tmp_path: Path) -> None:
     script = (
-        "import os, signal, numpy, topkube; topkube.init(); "
+        "import os, signal, numpy, topkube; topkube.init(); world = topkube.world.current()\n"
+        "assert world.deadline_seconds == 60; world.agree(True)\n"
+        "world.deadline_seconds = 2\n"  # ranks may start more than two seconds apart
         "topkube.rank() == 1 and os.kill(os.getpid(), signal.SIGSTOP); topkube.allreduce_(numpy.ones(8, 'f'))"
     )
     with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], slots=1) as job:
-        job.environment = {"TOPKUBE_DEADLINE_SECONDS": "2"}
+        job.environment = {"TOPKUBE_DEADLINE_SECONDS": "60"}
         job.start()
         failure = failed(job)
         assert (failure.reason, failure.rank, failure.pod) == ("CollectiveTimeout", 1, "j-worker-1-1")
@@ -126,7 +128,7 @@ def test_a_hang_in_a_script_that_reports_no_steps_ends_the_attempt_and_names_the
         "    if step == 40 and topkube.rank() == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "    topkube.allreduce_(x)"
     )
-    with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], startup_seconds=8.0) as job:
+    with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], startup_seconds=12.0) as job:
         job.start()
         failure = failed(job)
         assert (failure.reason, failure.rank, failure.pod) == ("Stalled", 2, "j-worker-1-1")
@@ -138,11 +140,9 @@ def test_a_worker_asked_to_end_saves_first_and_is_named(tmp_path: Path) -> None:
         job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         job.start()
         reached(job, 3)
-        asked = time.monotonic()
         job.workers[1].process.terminate()
-        assert job.workers[1].wait(8) == 143, job.everything()
-        assert time.monotonic() - asked < 5
-        failure = failed(job, 10)
+        assert job.workers[1].wait(30) == 143, job.everything()  # the grace period is longer
+        failure = failed(job)
         assert (failure.reason, failure.pod) == ("Terminated", "j-worker-1-1")
         saved = int((tmp_path / "step").read_text())
         assert job.workers[0].process.poll() is None
@@ -155,7 +155,7 @@ def test_a_launcher_asked_to_end_lets_the_ranks_save(tmp_path: Path) -> None:
         launcher = job.start()
         reached(job, 3)
         launcher.process.terminate()
-        assert launcher.wait(10) == 143
+        assert launcher.wait(30) == 143
         assert launcher.ending.first_failure.reason == "Terminated"
         assert int((tmp_path / "step").read_text()) == launcher.ending.progress.step
 
@@ -169,7 +169,7 @@ def test_a_job_that_is_deleted_ends_at_once_with_its_state_saved(tmp_path: Path)
         pods = [launcher, *job.workers.values()]
         for pod in pods:
             pod.process.terminate()
-        assert [pod.wait(10) for pod in pods] == [143, 143, 143], job.everything()
+        assert [pod.wait(30) for pod in pods] == [143, 143, 143], job.everything()
         assert int((tmp_path / "step").read_text()) == launcher.ending.progress.step
 
 
@@ -200,21 +200,21 @@ class Network:
                     continue
                 self.connections += 1
                 self._open += [near, far]
-                for one, other in ((near, far), (far, near)):
-                    threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
+                for near_socket, far_socket in ((near, far), (far, near)):
+                    threading.Thread(target=self._pump, args=(near_socket, far_socket), daemon=True).start()
 
-    def _pump(self, one: socket.socket, other: socket.socket) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := one.recv(1 << 16):
+            while data := source.recv(1 << 16):
                 while self.silent.is_set():
                     time.sleep(0.01)
-                other.sendall(data)
-            other.shutdown(socket.SHUT_WR)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
 
     def reset(self) -> None:
-        for one in self._open:
+        for connection in self._open:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         self._open.clear()
 
     def close(self) -> None:
@@ -237,9 +237,9 @@ def test_a_short_cut_of_the_network_is_survived(tmp_path: Path) -> None:
         network.silent.set()  # and nothing passes for a while
         time.sleep(5)
         network.silent.clear()
-        assert launcher.wait(30) == 0, job.everything()
+        assert launcher.wait() == 0, job.everything()
         assert network.connections == 2
-        assert [worker.wait(5) for worker in job.workers.values()] == [0, 0]
+        assert [worker.wait() for worker in job.workers.values()] == [0, 0]
         network.close()
 
 
@@ -256,8 +256,8 @@ def test_a_worker_cut_off_for_good_is_named(tmp_path: Path) -> None:
         network.down = True
         failure = failed(job)
         assert (failure.reason, failure.pod) == ("WorkerLost", "j-worker-1-1")
-        assert "nothing was heard of it" in (failure.message or "")
-        wait_until(lambda: not job.ranks_of(1), 20, "the worker that is cut off ends its ranks by itself")
+        assert "it has been silent for" in (failure.message or "")
+        wait_until(lambda: not job.ranks_of(1), what="the worker that is cut off ends its ranks by itself")
         network.close()
 
 
@@ -275,7 +275,7 @@ def test_a_worker_without_its_mpi_is_unfit(tmp_path: Path) -> None:
 def test_a_launcher_without_the_mpi_of_the_plan_says_so(tmp_path: Path) -> None:
     with PlayedJob(tmp_path, ["true"]) as job:
         launcher = job.start_launcher(mpi="OpenMPI")
-        assert launcher.wait(10) == 127
+        assert launcher.wait() == 127
         failure = launcher.ending.first_failure
         assert failure is not None
         assert "the job asks for OpenMPI, and the launcher's image has MPICH" in (failure.message or "")
@@ -294,7 +294,7 @@ def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
         assert failed(job).reason == "SIGKILL"
         launcher = job.start_launcher()
         try:
-            assert launcher.wait(30) == 0, job.everything()
+            assert launcher.wait() == 0, job.everything()
             assert "removed" in job.workers[0].output
         finally:
             for left in Path("/dev/shm").glob(f"{name}*"):

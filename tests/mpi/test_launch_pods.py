@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from pods import PYTHONS, PlayedJob, records, wait_until
 
+from topkube.launch.contract import DOMAINS_HEADER
+
 SHOW = """
 import json, os, sys
 from mpi4py import MPI
@@ -16,7 +18,7 @@ world = MPI.COMM_WORLD
 node = world.Split_type(MPI.COMM_TYPE_SHARED)
 total = world.allreduce(world.rank)
 names = ("HOME", "TOPKUBE_ATTEMPT", "TOPKUBE_RANKS_PER_NODE", "TOPKUBE_EXPECTED_RANKS", "FROM_THE_POD",
-         "MPIR_CVAR_CH4_CMA_ENABLE")
+         "MPIR_CVAR_CH4_CMA_ENABLE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 print(json.dumps({"rank": world.rank, "size": world.size, "node": node.size, "total": total, "cwd": os.getcwd(),
                   **{name: os.environ.get(name) for name in names}}))
 """
@@ -33,17 +35,33 @@ def test_ranks_of_all_workers_form_one_world(tmp_path: Path, mpi: str) -> None:
             assert worker.wait() == 0, worker.output
             assert worker.ending.state == "Succeeded"
             shown = list(records(worker.output))
-            assert sorted(one["rank"] for one in shown) == [2 * index, 2 * index + 1]
-            for one in shown:
-                assert (one["size"], one["node"], one["total"]) == (6, 2, 15)
-                assert one["cwd"] == str(tmp_path)
-                assert one["TOPKUBE_ATTEMPT"] == "1"
-                assert one["TOPKUBE_RANKS_PER_NODE"] == "2,2,2"
-                assert one["TOPKUBE_EXPECTED_RANKS"] == "6"
-                assert one["FROM_THE_POD"] == "yes"
-                assert one["MPIR_CVAR_CH4_CMA_ENABLE"] == "0", "a container's seccomp profile ends MPI_Init"
-                assert Path(one["HOME"]).is_relative_to(tmp_path)
+            assert sorted(record["rank"] for record in shown) == [2 * index, 2 * index + 1]
+            for record in shown:
+                assert (record["size"], record["node"], record["total"]) == (6, 2, 15)
+                assert record["cwd"] == str(tmp_path)
+                assert record["TOPKUBE_ATTEMPT"] == "1"
+                assert record["TOPKUBE_RANKS_PER_NODE"] == "2,2,2"
+                assert record["TOPKUBE_EXPECTED_RANKS"] == "6"
+                torch = [record[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")]
+                assert torch == [str(record["rank"]), str(record["rank"] % 2), "6", "29500"]
+                assert record["MASTER_ADDR"] == job.address(0), "where rank 0 is"
+                assert record["FROM_THE_POD"] == "yes"
+                assert record["MPIR_CVAR_CH4_CMA_ENABLE"] == "0", "a container's seccomp profile ends MPI_Init"
+                assert Path(record["HOME"]).is_relative_to(tmp_path)
             assert f'[rank {2 * index}] {{"rank": {2 * index}' in worker.output
+
+
+@pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
+def test_ranks_follow_the_racks_of_the_workers(tmp_path: Path, mpi: str) -> None:
+    command = [str(PYTHONS[mpi]), "-c", SHOW]
+    with PlayedJob(tmp_path, command, workers=3, slots=1, mpi=mpi, domains_seconds=3600) as job:
+        launcher = job.start()
+        wait_until(lambda: (found := job.status()) is not None and found.joined == 3)
+        status = job.status(**{DOMAINS_HEADER: "1,0,1"})
+        assert status is not None
+        assert launcher.wait() == 0, job.everything()
+        ranks = [[record["rank"] for record in records(worker.output)] for _, worker in sorted(job.workers.items())]
+        assert ranks == [[1], [0], [2]]
 
 
 def train(mpi: str) -> list[str]:
@@ -76,45 +94,45 @@ def test_each_death_costs_one_attempt_and_the_living_go_on_in_place(tmp_path: Pa
         job.more["environment"] = checkpoints(tmp_path)
         (tmp_path / "checkpoints").mkdir()
         launcher = job.start()
-        wait_until(lambda: past(job, 15), 60, "15 steps")
+        wait_until(lambda: past(job, 15), what="15 steps")
 
         # A rank is killed: both workers live on.
         os.kill(job.ranks_of(1)[0], signal.SIGKILL)
-        assert launcher.wait(15) == 137, job.everything()
+        assert launcher.wait() == 137, job.everything()
         failure = launcher.ending.first_failure
         assert failure is not None
         assert (failure.pod, failure.rank, failure.reason, failure.exit_code) == ("j-worker-1-1", 1, "SIGKILL", 137)
         first = job.workers[1]
         reached = launcher.ending.progress.step
         launcher = job.start_launcher()
-        resumed = wait_until(lambda: past(job, 1), 60, "a step of attempt 2")
+        resumed = wait_until(lambda: past(job, 1), what="a step of attempt 2")
         assert resumed > (reached // 10 - 1) * 10, "training began anew"
         assert job.status().attempt == 2
 
         # A worker's pod vanishes.
-        wait_until(lambda: past(job, resumed + 5), 60, "5 more steps")
+        wait_until(lambda: past(job, resumed + 5), what="5 more steps")
         first.kill()
-        assert launcher.wait(15) == 1, job.everything()
+        assert launcher.wait() == 1, job.everything()
         failure = launcher.ending.first_failure
         assert (failure.pod, failure.reason, failure.exit_code) == ("j-worker-1-1", "WorkerLost", None), failure
         launcher = job.start_launcher(replaced=(1,))
         job.start_worker(1)
-        resumed = wait_until(lambda: past(job, 1), 60, "a step of attempt 3")
+        resumed = wait_until(lambda: past(job, 1), what="a step of attempt 3")
 
         # The launcher vanishes: the ranks save their state and end, and both workers join the next one.
-        wait_until(lambda: past(job, resumed + 5), 60, "5 more steps")
+        wait_until(lambda: past(job, resumed + 5), what="5 more steps")
         stopped_at = job.status().progress.step
         launcher.kill()
         launcher = job.start_launcher()
-        resumed = wait_until(lambda: past(job, 1), 60, "a step of attempt 4")
+        resumed = wait_until(lambda: past(job, 1), what="a step of attempt 4")
         assert resumed > stopped_at, "the ranks did not save their state when the launcher vanished"
         assert job.workers[0].output.count("joined attempt") == 4
         if mpi == "OpenMPI":
             launcher.process.terminate()
-            assert launcher.wait(20) == 143, job.everything()
+            assert launcher.wait() == 143, job.everything()
             assert int((tmp_path / "checkpoints/step").read_text()) >= resumed
             return
         assert launcher.wait(180) == 0, job.everything()
-        assert {index: worker.wait(10) for index, worker in job.workers.items()} == {0: 0, 1: 0}
+        assert {index: worker.wait() for index, worker in job.workers.items()} == {0: 0, 1: 0}
         assert "after 400 steps" in job.workers[0].output
         assert max(path.name for path in (tmp_path / "checkpoints").glob("step-*")).startswith("step-00000400")

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from pods import PYTHONS
 
-from topkube.launch.messages import ProxyParameters
-from topkube.launch.mpi import find
-from topkube.launch.mpiexec import Mpiexec
+from topkube.launch.connection.messages import ProxyParameters
+from topkube.launch.mpi.mpi_library import find
+from topkube.launch.mpi.mpiexec import Mpiexec
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
 @pytest.mark.parametrize("workers", [65, 129, 256])  # Open MPI's own ways change beyond 64 and beyond 128
 def test_mpiexec_asks_for_every_proxy_at_once(mpi: str, workers: int, tmp_path: Path) -> None:
-    async def asked() -> dict[int, ProxyParameters]:
+    async def collect_proxies() -> dict[int, ProxyParameters]:
         hosts = [f"127.60.{index // 250}.{index % 250 + 2}" for index in range(workers)]
         mpiexec = Mpiexec(find(PYTHONS[mpi].parent), hosts, 1, ["/bin/true"], tmp_path)
         try:
@@ -24,7 +24,9 @@ def test_mpiexec_asks_for_every_proxy_at_once(mpi: str, workers: int, tmp_path: 
         finally:
             await mpiexec.end()
 
-    found = asyncio.run(asked())
-    assert sorted(found) == list(range(workers))
+    proxies = asyncio.run(collect_proxies())
+    assert sorted(proxies) == list(range(workers))
     if mpi == "OpenMPI":
-        assert all(("routed_radix", str(workers + 1)) in one.options for one in found.values()), "no tree of daemons"
+        assert all(("routed_radix", str(workers + 1)) in proxy.options for proxy in proxies.values()), (
+            "no tree of daemons"
+        )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import worlds
 from worlds import parameters
 
-CASES = "training.gradients,training.parameters,training.batches"
+CASES = (
+    "training.gradients,training.parameters,training.batches,training.normalization,training.mixed_precision,"
+    "training.checkpoints,coordination"
+)
+SCRIPTS = "training.scripts,training.tensor_kinds,training.owed,training.refusals"
+SCRIPT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (1, 1), (4,), (2, 2)]}
 LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (2, 2), (2, 1)]}
 
 
@@ -17,23 +23,72 @@ def test_training(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None
     assert not (problem := outcome(CASES, mpi, layout, case)), problem
 
 
-def run(layout: tuple[int, ...], directory: Path, name: str, *arguments: Path) -> None:
-    found = worlds.run_cases("mpich", layout, "training.runs", directory, name, *map(str, arguments))
-    assert found == {name: ""}, "\n".join(found.values())
+@pytest.mark.parametrize(("mpi", "layout", "case"), parameters(SCRIPTS, SCRIPT_LAYOUTS))
+def test_scripts(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome(SCRIPTS, mpi, layout, case)), problem
 
 
-def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    run((2, 1), tmp_path, "runs_that_were_told_to_stop_go_on_bit_for_bit", tmp_path)
+@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.sharded", {"mpich": [(2, 2)]}))
+def test_sharded_models(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome("training.sharded", mpi, layout, case)), problem
 
 
-def test_a_run_that_was_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.simulated", {"mpich": [(1, 1), (1, 1, 1)]}))
+def test_simulated_nodes(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome("training.simulated", mpi, layout, case)), problem
+
+
+ONEBIT = "training.onebit,training.onebit_checkpoints"
+ONEBIT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {
+    "mpich": [(2,), (1, 1), (2, 2), (2, 1), (1, 1, 1)],
+    "openmpi": [(2, 2), (3, 1)],
+}
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), parameters(ONEBIT, ONEBIT_LAYOUTS))
+def test_onebit(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome(ONEBIT, mpi, layout, case)), problem
+
+
+@pytest.fixture
+def run(forks: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Runs one function of ranks/training/runs.py with its arguments on all ranks; returns what went wrong."""
+
+    def run_layout(layout: tuple[int, ...], name: str, *arguments: object) -> dict[str, str]:
+        texts = map(str, arguments)
+        return worlds.run_cases("mpich", layout, "training.runs", tmp_path, name, *texts, forks=forks("mpich"))
+
+    return run_layout
+
+
+Run = Callable[..., dict[str, str]]
+
+
+def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(run: Run, tmp_path: Path) -> None:
+    name = "runs_that_were_told_to_stop_go_on_bit_for_bit"
+    assert run((2, 1), name, tmp_path) == {name: ""}
+
+
+def test_a_run_that_was_killed_while_saving_goes_on_bit_for_bit(run: Run, tmp_path: Path) -> None:
     for moment in ("a rank's file", "the manifest", "the rename"):
-        found = worlds.run_cases("mpich", (1, 1), "training.runs", tmp_path, "be_killed", str(tmp_path), moment)
-        assert "mpiexec ended with" in found.get("the world ends well", ""), found
-    run((1, 1), tmp_path, "killed_runs_go_on_bit_for_bit", tmp_path)
+        outcomes = run((1, 1), "be_killed", tmp_path, moment)
+        assert "mpiexec ended with" in outcomes.get("the world ends well", ""), outcomes
+    name = "killed_runs_go_on_bit_for_bit"
+    assert run((1, 1), name, tmp_path) == {name: ""}
 
 
-def test_another_world_takes_up_what_residuals_owe(tmp_path: Path) -> None:
-    run((2, 2), tmp_path, "leave_residuals", tmp_path / "checkpoints")
+def test_another_world_takes_up_what_residuals_owe(run: Run, tmp_path: Path) -> None:
+    assert run((2, 2), "leave_residuals", tmp_path / "checkpoints") == {"leave_residuals": ""}
     for layout in ((2,), (1, 1, 1)):  # from two nodes to one, and to three; from shards of 2 to 2 and 1
-        run(layout, tmp_path, "take_up_residuals", tmp_path / "checkpoints")
+        assert run(layout, "take_up_residuals", tmp_path / "checkpoints") == {"take_up_residuals": ""}
+
+
+def test_another_world_takes_up_the_weights_of_all_nodes(tmp_path: Path, forks: Callable[[str], Path]) -> None:
+    def run(layout: tuple[int, ...], name: str, directory: Path) -> dict[str, str]:
+        module = "training.onebit_checkpoints"
+        return worlds.run_cases("mpich", layout, module, tmp_path, name, str(directory), forks=forks("mpich"))
+
+    for number, layout in enumerate([(1,), (2, 1), (1, 1, 1)]):
+        directory = tmp_path / f"checkpoints-{number}"
+        assert run((2, 2), "leave", directory) == {"leave": ""}
+        assert run(layout, "take_up", directory) == {"take_up": ""}

@@ -10,6 +10,9 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +44,39 @@ def missing(mpi: str) -> str | None:
     return None if launcher.exists() else f"{launcher} is missing; run {make}"
 
 
-def run(mpi: str, ranks: int, arguments: list[str], settings: dict[str, str], seconds: float = 100) -> Ended:
-    """Runs `python arguments...` on `ranks` ranks. A world that takes longer than `seconds` is killed, all of it."""
+PRELOADED = ("torch", "torch._dynamo", "pytest", "topkube.training", "topkube.collectives.coordination")
+"""What ranks that train import, but MPI."""
+
+
+@contextmanager
+def forking(mpi: str, directory: Path) -> Iterator[Path]:
+    """A process that has imported what training needs, and forks ranks (forking.py): its socket, in `directory`."""
+    path = directory / f"forks-{mpi}"
+    command = [str(ENVIRONMENTS[mpi] / "bin" / "python"), str(HERE / "forking.py"), "serve", str(path), *PRELOADED]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)} | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True) as server:
+        try:
+            while not path.exists() and server.poll() is None:
+                time.sleep(0.01)
+            yield path
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)  # and ranks that are left
+            path.unlink(missing_ok=True)
+
+
+def run(
+    mpi: str,
+    ranks: int,
+    arguments: list[str],
+    settings: dict[str, str],
+    seconds: float = 100,
+    forks: Path | None = None,
+) -> Ended:
+    """Runs `python arguments...` on `ranks` ranks, as forks of the process behind the socket `forks` where one is
+    given. A world that takes longer than `seconds` is killed, all of it."""
     binary = ENVIRONMENTS[mpi] / "bin"
+    if forks is not None:
+        arguments = ["-S", "-E", str(HERE / "forking.py"), "rank", str(forks), *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **settings}
     options: list[str] = []
@@ -71,20 +104,30 @@ def run(mpi: str, ranks: int, arguments: list[str], settings: dict[str, str], se
         return Ended(code, output.read())
 
 
-def run_cases(mpi: str, layout: tuple[int, ...], modules: str, directory: Path, *chosen: str) -> dict[str, str]:
+def run_cases(
+    mpi: str,
+    layout: tuple[int, ...],
+    modules: str,
+    directory: Path,
+    *chosen: str,
+    forks: Path | None = None,
+    seconds: float = 200,
+    environment: dict[str, str] | None = None,
+) -> dict[str, str]:
     """Runs all cases of `ranks/MODULE.py` (several modules: separated by commas), or the one function of it and its
     arguments that are `chosen`, on sum(layout) ranks, layout[i] of them on node i. Returns what went wrong in each
     case, "" where nothing did; a world that did not end well fails the cases it left out."""
-    results = directory / f"{modules}-{mpi}-{'+'.join(map(str, layout))}.json"
+    results = Path(tempfile.mkdtemp(dir=directory)) / "results.jsonl"
     settings = {"TOPKUBE_RANKS_PER_NODE": ",".join(map(str, layout)), "TOPKUBE_DEADLINE_SECONDS": "60"}
-    ended = run(mpi, sum(layout), [str(HERE / "rank.py"), modules, str(results), *chosen], settings, seconds=200)
-    found: dict[str, str] = {}
+    settings |= environment or {}
+    ended = run(mpi, sum(layout), [str(HERE / "rank.py"), modules, str(results), *chosen], settings, seconds, forks)
+    outcomes: dict[str, str] = {}
     if results.exists():
         for line in results.read_text().splitlines():
-            found |= json.loads(line)
+            outcomes |= json.loads(line)
     if ended.code != 0:
-        found["the world ends well"] = f"mpiexec ended with {ended.code}\n{ended.output[-20000:]}"
-    return found
+        outcomes["the world ends well"] = f"mpiexec ended with {ended.code}\n{ended.output[-20000:]}"
+    return outcomes
 
 
 def cases_of(modules: str) -> list[str]:

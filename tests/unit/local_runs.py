@@ -1,4 +1,4 @@
-"""Starts `topkube run` as a person does, on a script without torch."""
+"""Start `topkube run` as a user does, with a script that does not use torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def start(
     )
 
 
-def finish(running: subprocess.Popen[str], seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def finish(running: subprocess.Popen[str], seconds: float = 280) -> subprocess.CompletedProcess[str]:
     try:
         stdout, stderr = running.communicate(timeout=seconds)
     finally:
@@ -64,12 +64,12 @@ def run(
 
 def processes_of(directory: Path) -> list[str]:
     """Command lines of living processes that belong to runs in `directory`: it is where they all were started."""
-    found = []
+    processes = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():
             try:
                 if Path(os.readlink(process / "cwd")) == directory:
-                    found.append((process / "cmdline").read_text().replace("\0", " "))
+                    processes.append((process / "cmdline").read_text().replace("\0", " "))
             except OSError:
                 continue
-    return found
+    return processes

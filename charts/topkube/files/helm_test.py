@@ -19,7 +19,7 @@ JOB = {
 
 
 def until(look, what):
-    """The first answer of `look`, which is asked for a minute: right after an install things are still on their way."""
+    """Return the first true result of `look`. Try for a minute, because an installation takes some time."""
     end, last = time.monotonic() + 60, None
     while time.monotonic() < end:
         try:
@@ -32,14 +32,14 @@ def until(look, what):
 
 
 def leads():
-    """Whether the replica that answers leads: replicas answer in turn."""
+    """Return True if the replica that answers leads. Replicas answer in turn."""
     with urllib.request.urlopen(os.environ["METRICS"] + "/metrics", timeout=5) as answer:
         lines = answer.read().decode().splitlines()
     return any(float(line.split()[-1]) for line in lines if line.startswith("topkube_leader"))
 
 
 def refused(job):
-    """What the API server says against the job; empty where it would take it."""
+    """Return the API server's refusal of the job; empty if it would accept the job."""
     try:
         client.CustomObjectsApi().create_namespaced_custom_object(
             "topkube.dev", "v1alpha1", os.environ["NAMESPACE"], "trainingjobs", job, dry_run="All"
@@ -55,7 +55,9 @@ print("a replica leads")
 if reason := refused(JOB):
     raise SystemExit(f"a good job is refused: {reason}")
 print("a good job is taken")
-mistakes = {"workers": {"workers": 0}}  # seen by the definition itself; what is in the template, by the webhook alone
+mistakes = {
+    "workers": {"workers": 0}
+}  # the definition itself refuses this mistake; only the webhook refuses mistakes in the template
 if os.environ["WEBHOOK"] == "true":
     mistakes["command"] = {"template": {"spec": {"containers": [{"name": "worker", "image": "none"}]}}}
 for field, change in mistakes.items():

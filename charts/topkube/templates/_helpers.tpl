@@ -19,7 +19,7 @@
 {{- default (include "topkube.operator" .) .Values.serviceAccount.name -}}
 {{- end -}}
 
-{{- /* The jobs' NetworkPolicies know operator pods by name and component: these two never change. */ -}}
+{{- /* The NetworkPolicies of jobs select operator pods by name and component. These two labels must never change. */ -}}
 {{- define "topkube.selectorLabels" -}}
 app.kubernetes.io/name: topkube
 app.kubernetes.io/component: operator
@@ -46,7 +46,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- semverCompare (printf ">=%s-0" .version) (include "topkube.kubeVersion" .root) -}}
 {{- end -}}
 
-{{- /* Whether an object of the Prometheus operator is wanted: "true" or "false"; auto asks the cluster. */ -}}
+{{- /* Return "true" if an object of the Prometheus operator is to be created, otherwise "false". auto asks the cluster. */ -}}
 {{- define "topkube.monitoring" -}}
 {{- if eq (toString .enabled) "auto" -}}
 {{- .root.Capabilities.APIVersions.Has (printf "monitoring.coreos.com/v1/%s" .kind) -}}

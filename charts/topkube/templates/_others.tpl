@@ -1,4 +1,4 @@
-{{- /* Two operators that look after the same jobs would undo each other's work: refuse the second one, by name. */ -}}
+{{- /* Two operators that reconcile the same jobs would undo each other's work: refuse the second operator, by name. */ -}}
 {{- define "topkube.checkOthers" -}}
 {{- $mine := .Values.namespaces -}}
 {{- range (lookup "apps/v1" "Deployment" "" "").items -}}
@@ -20,7 +20,7 @@
 {{- end -}}
 {{- end -}}
 
-{{- /* Objects of the cluster itself have one name for all releases: say whose they are, and what to set. */ -}}
+{{- /* Cluster-scoped objects have one name for all releases: name their owner, and the value to set. */ -}}
 {{- define "topkube.checkOwners" -}}
 {{- $name := include "topkube.operator" . -}}
 {{- $roles := ternary $name (printf "%s-cluster" $name) (empty .Values.namespaces) -}}

@@ -1,4 +1,4 @@
-{{- /* What the operator may do in the namespaces that it looks after. docs/threat-model.md says what each right is for. */ -}}
+{{- /* The operator's rights in the namespaces that it serves. docs/threat-model.md explains the purpose of each right. */ -}}
 {{- define "topkube.jobRules" -}}
 - apiGroups: [topkube.dev]
   resources: [trainingjobs]
@@ -11,7 +11,7 @@
   verbs: [update]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, create, delete]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [pods/log]
   verbs: [get]
@@ -24,6 +24,12 @@
 - apiGroups: [scheduling.volcano.sh, scheduling.x-k8s.io]
   resources: [podgroups]
   verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads/status]
+  verbs: [patch]
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]
@@ -35,11 +41,17 @@
   verbs: [list, watch]
 {{- end -}}
 
-{{- /* What it needs of the cluster itself. */ -}}
+{{- /* The operator's rights on cluster-scoped objects. */ -}}
 {{- define "topkube.clusterRules" -}}
 - apiGroups: [""]
   resources: [nodes]
   verbs: [list, watch]
+- apiGroups: [kueue.x-k8s.io]
+  resources: [resourceflavors, workloadpriorityclasses]
+  verbs: [get]
+- apiGroups: [scheduling.k8s.io]
+  resources: [priorityclasses]
+  verbs: [get]
 - apiGroups: [apiextensions.k8s.io]
   resources: [customresourcedefinitions]
   verbs: [list, watch]

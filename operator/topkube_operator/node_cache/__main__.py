@@ -14,16 +14,16 @@ from pathlib import Path
 from topkube.errors import TopKubeError
 from topkube.job.part import QUANTITY
 from topkube.job.quantity import in_bytes
-from topkube_operator.cluster import Cluster
 from topkube_operator.node_cache.agent import LOOK_SECONDS, Agent
-from topkube_operator.node_cache.plan import Limits
+from topkube_operator.node_cache.decisions import CacheLimits
 from topkube_operator.node_cache.volume import Volume
+from topkube_operator.watch.api_client import Cluster
 
 _DAY = 86400.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs until it is told to stop; gives the exit status."""
+    """Run the agent until a signal stops it. Return the exit status."""
     options = parser().parse_args(arguments)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     stop = threading.Event()
@@ -31,9 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         volume = Volume(options.directory)
-        limits = Limits(
+        limits = CacheLimits(
             in_bytes(options.size_limit) if options.size_limit else None,
-            volume.size() * options.free_percent // 100,
+            volume.total_bytes() * options.free_percent // 100,
             options.idle_days * _DAY,
         )
         agent = Agent(Cluster(options.kubeconfig), volume, options.node, limits)
@@ -46,25 +46,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     while not stop.is_set():
         try:
-            agent.turn()
+            agent.run_once()
         except OSError as error:
-            log.warning("the cache directory fails: %s", error)
+            log.warning("the cache directory cannot be used: %s", error)
         stop.wait(LOOK_SECONDS)
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options."""
-    found = argparse.ArgumentParser(prog="topkube-node-cache", description="Owns the cache directory of a node.")
-    add = found.add_argument
+    """Return the parser of all options."""
+    parser = argparse.ArgumentParser(prog="topkube-node-cache", description="Owns the cache directory of a node.")
+    add = parser.add_argument
     add("--node", required=True, help="name of this node")
     add("--directory", type=Path, required=True, help="the cache directory, as this container sees it")
-    add("--size-limit", type=_quantity, default="", metavar="QUANTITY", help="most bytes of all datasets together")
-    add("--free-percent", type=int, default=20, help="share of the disk that stays free (default: 20)")
-    add("--idle-days", type=float, default=0.0, help="evict what nobody has opened for so long; 0: only to make room")
+    add("--size-limit", type=_quantity, default="", metavar="QUANTITY", help="maximum bytes of all datasets together")
+    add("--free-percent", type=int, default=20, help="share of the disk to leave free (default: 20)")
+    add(
+        "--idle-days",
+        type=float,
+        default=0.0,
+        help="evict datasets that nobody has opened for this many days; 0: evict only to make room",
+    )
     add("--kubeconfig", default="", help="outside a cluster: the kubeconfig to use")
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what is logged")
-    return found
+    add(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level that is logged"
+    )
+    return parser
 
 
 def _quantity(text: str) -> str:

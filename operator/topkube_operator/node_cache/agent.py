@@ -1,4 +1,4 @@
-"""The agent's loop: look at the disk, decide, act, tell the cluster. One thread; whatever fails is tried again."""
+"""The agent's loop: read the disk, decide, act, report to the cluster. One thread; failures are tried again."""
 
 from __future__ import annotations
 
@@ -12,166 +12,186 @@ from typing import Any
 
 from topkube.job import API_VERSION
 from topkube.job.cached_dataset import CACHED_KIND, object_name
-from topkube_operator import names
-from topkube_operator.cluster import ApiError, Cluster
-from topkube_operator.datasets import CLAIM
-from topkube_operator.node_cache import plan as planning
-from topkube_operator.node_cache.plan import Folder, Found, Limits, Name
-from topkube_operator.node_cache.volume import Unusable, Volume
+from topkube_operator.children.datasets import CLAIM
+from topkube_operator.model import names
+from topkube_operator.node_cache.decisions import (
+    CacheLimits,
+    CacheState,
+    Decisions,
+    LocalDataset,
+    Name,
+    build_status,
+    decide,
+)
+from topkube_operator.node_cache.volume import UnusableFolder, Volume
+from topkube_operator.watch.api_client import ApiError, Cluster
 
 _log = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0
 CLUSTER_SECONDS = 10.0
-"""How often claims and wishes are asked for, where nothing changes on the disk."""
+"""How often the cluster is asked for claims and wishes while nothing changes on the disk."""
 
 
 @dataclass
-class _Told:
-    """What the cluster was last told of a dataset, and when."""
+class _LastReport:
+    """What the agent last reported about a dataset, and when."""
 
-    folder: Folder | None
+    dataset: LocalDataset | None
     at: float
 
 
 class Agent:
     """The agent of `node`."""
 
-    def __init__(self, cluster: Cluster, volume: Volume, node: str, limits: Limits) -> None:
+    def __init__(self, cluster: Cluster, volume: Volume, node: str, limits: CacheLimits) -> None:
         self._cluster, self._volume, self._node, self._limits = cluster, volume, node, limits
         self._allowed: frozenset[str] = frozenset()
-        self._asked = float("-inf")
+        self._claims_read = float("-inf")
         self._wishes: dict[Name, bool] = {}
-        """Datasets whose CachedDataset we have seen, and whether it asks for a pin."""
+        """Datasets whose CachedDataset the agent has seen, and if it asks for a pin."""
         self._deleted: set[Name] = set()
-        self._told: dict[Name, _Told] = {}
-        self._complaints: dict[str, str] = {}
+        self._reports: dict[Name, _LastReport] = {}
+        self._warnings: dict[str, str] = {}
 
-    def turn(self) -> None:
-        """Looks once, and does what is to be done."""
+    def run_once(self) -> None:
+        """Read the disk once, and do what is needed."""
         now = time.monotonic()
-        if now - self._asked >= CLUSTER_SECONDS:
-            self._asked = now
-            self._ask_for_claims()
+        if now - self._claims_read >= CLUSTER_SECONDS:
+            self._claims_read = now
+            self._read_claims()
         present = self._volume.namespaces()
-        folders = [folder for namespace in sorted(present) for folder in self._look(namespace)]
-        found = Found(
-            self._allowed, present, tuple(folders), self._volume.free(), dict(self._wishes), frozenset(self._deleted)
+        datasets = [dataset for namespace in sorted(present) for dataset in self._read_datasets(namespace)]
+        state = CacheState(
+            self._allowed,
+            present,
+            tuple(datasets),
+            self._volume.free_bytes(),
+            dict(self._wishes),
+            frozenset(self._deleted),
         )
-        decided = planning.plan(found, self._limits, time.time())
-        for namespace in decided.make:
-            self._volume.make(namespace)
+        decisions = decide(state, self._limits, time.time())
+        for namespace in decisions.create:
+            self._volume.create_folder(namespace)
             _log.info("%s has a node cache now", namespace)
-        gone = self._act(decided)
-        if decided.lacking:
-            lacking = -(-decided.lacking >> 30)
-            self._complain("room", f"{lacking} GiB more should be free, and no dataset is left that may go")
+        removed = self._act(decisions)
+        if decisions.missing_bytes:
+            missing = -(-decisions.missing_bytes >> 30)
+            self._warn_once("room", f"the cache exceeds its limits by {missing} GiB, but no dataset may be evicted")
         else:
-            self._complaints.pop("room", None)
-        for name in gone:
+            self._warnings.pop("room", None)
+        for name in removed:
             self._deleted.discard(name)
-        self._tell({one.name: one for one in folders if one.name not in gone}, gone)
+        self._report_changes({dataset.name: dataset for dataset in datasets if dataset.name not in removed}, removed)
 
-    def _look(self, namespace: str) -> list[Folder]:
+    def _read_datasets(self, namespace: str) -> list[LocalDataset]:
         try:
-            found = self._volume.look(namespace)
-            self._complaints.pop(namespace, None)
-            return found
-        except Unusable as error:
-            self._complain(namespace, str(error))
+            datasets = self._volume.read_datasets(namespace)
+            self._warnings.pop(namespace, None)
+            return datasets
+        except UnusableFolder as error:
+            self._warn_once(namespace, str(error))
             return []
 
-    def _act(self, decided: planning.Plan) -> set[Name]:
-        """Gives the datasets that are gone."""
-        gone: set[Name] = set()
-        for namespace in sorted({name[0] for name in (*decided.evict, *decided.pin, *decided.unpin)}):
-            evict, pin, unpin = (_of(namespace, those) for those in (decided.evict, decided.pin, decided.unpin))
+    def _act(self, decisions: Decisions) -> set[Name]:
+        """Evict, pin and unpin datasets. Return the datasets that were removed."""
+        removed: set[Name] = set()
+        for namespace in sorted({name[0] for name in (*decisions.evict, *decisions.pin, *decisions.unpin)}):
+            evict, pin, unpin = (
+                _ids_in(namespace, dataset_names) for dataset_names in (decisions.evict, decisions.pin, decisions.unpin)
+            )
             try:
-                removed = self._volume.act(namespace, evict, pin, unpin)
-            except Unusable as error:
-                self._complain(namespace, str(error))
+                removed_ids = self._volume.apply(namespace, evict, pin, unpin)
+            except UnusableFolder as error:
+                self._warn_once(namespace, str(error))
                 continue
-            for one in removed:
-                _log.info("evicted %s of %s", one, namespace)
-            gone |= {(namespace, one) for one in removed}
-        return gone
+            for dataset_id in removed_ids:
+                _log.info("evicted %s of %s", dataset_id, namespace)
+            removed |= {(namespace, dataset_id) for dataset_id in removed_ids}
+        return removed
 
-    def _complain(self, about: str, text: str) -> None:
-        """Once per trouble."""
-        if self._complaints.get(about) != text:
-            self._complaints[about] = text
+    def _warn_once(self, subject: str, text: str) -> None:
+        """Log a warning, unless it is the last warning about this subject."""
+        if self._warnings.get(subject) != text:
+            self._warnings[subject] = text
             _log.warning("%s", text)
 
-    # ---- the cluster
+    # The cluster.
 
-    def _ask_for_claims(self) -> None:
+    def _read_claims(self) -> None:
         try:
             claims, _ = self._cluster.list("PersistentVolumeClaim", None, names.NODE_CACHE)
         except ApiError as error:
-            self._complain("claims", f"which namespaces have a node cache is not known: {error}")
+            self._warn_once("claims", f"cannot read which namespaces have a node cache: {error}")
             return
-        self._complaints.pop("claims", None)
-        self._allowed = frozenset(one["metadata"]["namespace"] for one in claims if bound(one))
+        self._warnings.pop("claims", None)
+        self._allowed = frozenset(claim["metadata"]["namespace"] for claim in claims if is_node_cache_claim(claim))
 
-    def _tell(self, folders: dict[Name, Folder], gone: set[Name]) -> None:
+    def _report_changes(self, datasets: dict[Name, LocalDataset], removed: set[Name]) -> None:
         now = time.monotonic()
-        # What has vanished some other way (a job made room for its own dataset) is told as well.
-        vanished = {name for name, told in self._told.items() if told.folder is not None and name not in folders}
-        for name in sorted({*folders, *gone, *vanished}):
-            folder, told = folders.get(name), self._told.get(name)
-            if told is not None and _alike(told.folder, folder) and now - told.at < CLUSTER_SECONDS:
+        # Datasets may also vanish in other ways: a job removes one to make room for its own dataset.
+        vanished = {
+            name for name, report in self._reports.items() if report.dataset is not None and name not in datasets
+        }
+        for name in sorted({*datasets, *removed, *vanished}):
+            dataset, report = datasets.get(name), self._reports.get(name)
+            if report is not None and _is_same_report(report.dataset, dataset) and now - report.at < CLUSTER_SECONDS:
                 continue
-            uri = folder.uri if folder is not None else told.folder.uri if told and told.folder else ""
+            reported_uri = report.dataset.uri if report and report.dataset else ""
+            uri = dataset.uri if dataset is not None else reported_uri
             if not uri:
                 continue
             try:
-                self._tell_one(name, uri, folder)
+                self._report_dataset(name, uri, dataset)
             except ApiError as error:
-                if error.status != http.HTTPStatus.CONFLICT:  # another node's agent was faster
-                    self._complain("cluster", f"{name[0]}/{object_name(uri)}: {error}")
+                if error.status != http.HTTPStatus.CONFLICT:  # for a conflict: another node's agent was faster
+                    self._warn_once("cluster", f"{name[0]}/{object_name(uri)}: {error}")
                 continue
-            self._complaints.pop("cluster", None)
-            if folder is None:
-                self._told.pop(name, None)
+            self._warnings.pop("cluster", None)
+            if dataset is None:
+                self._reports.pop(name, None)
             else:
-                self._told[name] = _Told(folder, now)
+                self._reports[name] = _LastReport(dataset, now)
 
-    def _tell_one(self, name: Name, uri: str, folder: Folder | None) -> None:
-        namespace, called = name[0], object_name(uri)
+    def _report_dataset(self, name: Name, uri: str, dataset: LocalDataset | None) -> None:
+        namespace, object_of_uri = name[0], object_name(uri)
         if name in self._deleted:
             return
         try:
-            found = self._cluster.get(CACHED_KIND, namespace, called)
+            stored = self._cluster.get(CACHED_KIND, namespace, object_of_uri)
         except ApiError as error:
             if error.status != http.HTTPStatus.NOT_FOUND:
                 raise
             if name in self._wishes:
-                _log.info("%s/%s was deleted: its data goes as soon as nobody reads it", namespace, called)
+                _log.info("%s/%s was deleted: its data is removed when no job reads it", namespace, object_of_uri)
                 del self._wishes[name]
                 self._deleted.add(name)
                 return
-            if folder is None or not folder.cached_bytes:
+            if dataset is None or not dataset.cached_bytes:
                 return
-            found = self._cluster.create(
+            stored = self._cluster.create(
                 {
                     "apiVersion": API_VERSION,
                     "kind": CACHED_KIND,
-                    "metadata": {"name": called, "namespace": namespace},
+                    "metadata": {"name": object_of_uri, "namespace": namespace},
                     "spec": {"uri": uri},
                 }
             )
-        if (found.get("spec") or {}).get("uri") != uri:
-            self._complain(called, f"{namespace}/{called} is not the CachedDataset of {uri}: it is left alone")
+        if (stored.get("spec") or {}).get("uri") != uri:
+            self._warn_once(
+                object_of_uri, f"{namespace}/{object_of_uri} is not the CachedDataset of {uri}: it stays unchanged"
+            )
             return
-        self._wishes[name] = bool(found["spec"].get("pinned"))
-        wanted = planning.status(found.get("status"), self._node, folder, datetime.now(UTC))
-        if wanted is not None:
-            guard = {key: found["metadata"][key] for key in ("uid", "resourceVersion")}
-            patch = {"metadata": guard, "status": wanted}
-            self._cluster.patch(CACHED_KIND, namespace, called, patch, subresource="status")
+        self._wishes[name] = bool(stored["spec"].get("pinned"))
+        status = build_status(stored.get("status"), self._node, dataset, datetime.now(UTC))
+        if status is not None:
+            guard = {key: stored["metadata"][key] for key in ("uid", "resourceVersion")}
+            patch = {"metadata": guard, "status": status}
+            self._cluster.patch(CACHED_KIND, namespace, object_of_uri, patch, subresource="status")
 
 
-def bound(claim: dict[str, Any]) -> bool:
-    """Whether a claim stands for its namespace's node cache: bound to the volume that an admin has made for it."""
+def is_node_cache_claim(claim: dict[str, Any]) -> bool:
+    """Return True if a claim enables its namespace's node cache: it is bound to the volume that an admin made for
+    it."""
     metadata, spec, status = claim["metadata"], claim.get("spec") or {}, claim.get("status") or {}
     return (
         metadata["name"] == CLAIM
@@ -181,12 +201,12 @@ def bound(claim: dict[str, Any]) -> bool:
     )
 
 
-def _of(namespace: str, those: Iterable[Name]) -> list[str]:
-    return [one for space, one in those if space == namespace]
+def _ids_in(namespace: str, dataset_names: Iterable[Name]) -> list[str]:
+    return [dataset_id for space, dataset_id in dataset_names if space == namespace]
 
 
-def _alike(one: Folder | None, other: Folder | None) -> bool:
-    """Whether the cluster need not hear of the difference at once."""
-    if one is None or other is None:
-        return one is other
-    return (one.percent, one.cached_bytes, one.in_use) == (other.percent, other.cached_bytes, other.in_use)
+def _is_same_report(first: LocalDataset | None, second: LocalDataset | None) -> bool:
+    """Return True if the cluster need not know of the difference at once."""
+    if first is None or second is None:
+        return first is second
+    return (first.percent, first.cached_bytes, first.in_use) == (second.percent, second.cached_bytes, second.in_use)

@@ -1,12 +1,13 @@
-"""The cache directory of a node: one folder per namespace, each a disk tier of its own (`topkube.data.disk_tier`).
+"""The cache directory of a node: one folder per namespace, each with its own disk tier (`topkube.data.cache`).
 
-Pods write into their namespace's folder and may put anything there: links that lead elsewhere, pipes that never answer,
-files without end. So whatever looks into such a folder is a child process that sees nothing else (chroot), with little
-memory and a deadline; what it says is checked.
+Pods write into their namespace's folder and may put anything there: links to other places, pipes that never answer,
+files without end. Therefore a child process reads such a folder. The child sees nothing else (chroot), and has little
+memory and a deadline. Its answer is checked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -14,124 +15,122 @@ import os
 import re
 import resource
 import select
+import shutil
 import signal
 import struct
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from topkube.data.disk_tier import DiskTier
+from topkube.data.cache.disk_tier import DiskTier
 from topkube.errors import TopKubeError
+from topkube.files import new_folder
 from topkube.job.cached_dataset import dataset_id
-from topkube_operator.node_cache.plan import Folder
+from topkube_operator.node_cache.decisions import LocalDataset
 
 _log = logging.getLogger(__name__)
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://\S{1,2000}")
-_LOOK_SECONDS, _ACT_SECONDS = 20.0, 300.0
-_MOST_SAID = 16 << 20
+_READ_SECONDS, _APPLY_SECONDS = 20.0, 300.0
+_LARGEST_ANSWER = 16 << 20
 _MEMORY = 1 << 30
 _MOST_BYTES = 1 << 62
 _ACL = "system.posix_acl_default"
 _EVERYBODY = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", tag, 7, 0xFFFFFFFF) for tag in (1, 4, 0x20))
-"""Default access list: owner, group and others may do everything with what is made in the folder, whatever the maker's
-umask. Who is not in the namespace never gets as far as the folder."""
+"""Default access list: owner, group and others have all rights to new files in the folder, whatever the creator's
+umask. Pods of other namespaces never reach the folder."""
 
 
-class Unusable(TopKubeError):
-    """A namespace's folder cannot be looked at; its datasets stay as they are."""
+class UnusableFolder(TopKubeError):
+    """A namespace's folder cannot be read. Its datasets stay unchanged."""
 
 
 class Volume:
-    """The directory `root`, which nobody but us may enter by its own path."""
+    """The directory `root`. Nobody but the agent may list it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
         root.chmod(0o711)
-        for left in root.glob(".new-*"):
-            _remove(left)
-        _rehearse()
+        for unfinished in root.glob(".*.part"):  # of an agent that was killed
+            shutil.rmtree(unfinished)
+        _preload()
 
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         volume = os.statvfs(self.root)
         return volume.f_bavail * volume.f_frsize
 
-    def size(self) -> int:
+    def total_bytes(self) -> int:
         volume = os.statvfs(self.root)
         return volume.f_blocks * volume.f_frsize
 
     def namespaces(self) -> frozenset[str]:
-        """Those with a folder."""
+        """Return the namespaces that have a folder."""
         with os.scandir(self.root) as entries:
             return frozenset(
-                one.name for one in entries if _NAMESPACE.fullmatch(one.name) and one.is_dir(follow_symlinks=False)
+                entry.name
+                for entry in entries
+                if _NAMESPACE.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
             )
 
-    def make(self, namespace: str) -> None:
-        """The folder of a namespace, in which every user of its pods may write. It has its name when it is whole: pods
-        wait for it."""
+    def create_folder(self, namespace: str) -> None:
+        """Create the folder of a namespace. Every user of its pods may write in it. The folder gets its name when it is
+        complete, because pods wait for the name."""
         if not _NAMESPACE.fullmatch(namespace):
-            raise Unusable(f"{namespace!r} is no namespace")
-        new = self.root / f".new-{uuid.uuid4().hex}"
-        new.mkdir(mode=0o700)
-        try:
-            os.setxattr(new, _ACL, _EVERYBODY)
-        except OSError as error:
-            if error.errno not in (errno.ENOTSUP, errno.EPERM):
-                raise
-            _log.warning("%s knows no access lists: jobs of %s share it under one user only", self.root, namespace)
-        DiskTier(new)
-        new.chmod(0o777)
-        try:
-            os.rename(new, self.root / namespace)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-            _remove(new)
+            raise UnusableFolder(f"{namespace!r} is not a valid namespace")
+        with contextlib.suppress(FileExistsError), new_folder(self.root / namespace) as new:
+            new.mkdir(mode=0o700)
+            try:
+                os.setxattr(new, _ACL, _EVERYBODY)
+            except OSError as error:
+                if error.errno not in (errno.ENOTSUP, errno.EPERM):
+                    raise
+                _log.warning("%s has no access lists: all jobs of %s must run as the same user", self.root, namespace)
+            DiskTier(new)
+            new.chmod(0o777)
 
-    def look(self, namespace: str) -> list[Folder]:
-        """The datasets of a namespace. Raises Unusable."""
-        said = _confined(self.root / namespace, _looked, _LOOK_SECONDS)
-        return [folder for one in said if (folder := _folder(namespace, one)) is not None]
+    def read_datasets(self, namespace: str) -> list[LocalDataset]:
+        """Return the datasets of a namespace. Raises UnusableFolder."""
+        answers = _run_confined(self.root / namespace, _describe_datasets, _READ_SECONDS)
+        return [dataset for answer in answers if (dataset := _checked_dataset(namespace, answer)) is not None]
 
-    def act(self, namespace: str, evict: Iterable[str], pin: Iterable[str], unpin: Iterable[str]) -> set[str]:
-        """Removes datasets that nobody uses, sets and takes away pins; gives the ids that are gone. Raises Unusable."""
-        wanted = (frozenset(evict), frozenset(pin), frozenset(unpin))
+    def apply(self, namespace: str, evict: Iterable[str], pin: Iterable[str], unpin: Iterable[str]) -> set[str]:
+        """Remove datasets that nobody uses, and set and remove pins. Return the ids of the removed datasets. Raises
+        UnusableFolder."""
+        to_evict, to_pin, to_unpin = frozenset(evict), frozenset(pin), frozenset(unpin)
 
-        def act(tier: DiskTier) -> list[str]:
-            gone = []
+        def apply_in_folder(tier: DiskTier) -> list[str]:
+            removed = []
             for folder in tier.datasets():
-                if folder.name in wanted[0] and folder.remove():
-                    gone.append(folder.name)
-                elif folder.name in wanted[1] or folder.name in wanted[2]:
-                    folder.pin(folder.name in wanted[1])
-            return gone
+                if folder.name in to_evict and folder.remove():
+                    removed.append(folder.name)
+                elif folder.name in to_pin or folder.name in to_unpin:
+                    folder.pin(folder.name in to_pin)
+            return removed
 
-        return set(map(str, _confined(self.root / namespace, act, _ACT_SECONDS))) & wanted[0]
+        return set(map(str, _run_confined(self.root / namespace, apply_in_folder, _APPLY_SECONDS))) & to_evict
 
 
-def _rehearse() -> None:
-    """Loads all that a child needs, which sees no library any more."""
+def _preload() -> None:
+    """Load everything that a child needs, because a confined child sees no libraries."""
     with tempfile.TemporaryDirectory() as scratch:
         tier = DiskTier(Path(scratch))
         folder = tier.dataset("file:///rehearsal")
         os.close(folder.publish("0" * 32, 1, lambda file: os.truncate(file, 1)))
-        _looked(tier)
+        _describe_datasets(tier)
         folder.remove()
 
 
-def _looked(tier: DiskTier) -> list[dict[str, Any]]:
+def _describe_datasets(tier: DiskTier) -> list[dict[str, Any]]:
     return [
         {
             "id": folder.name,
             "uri": folder.uri,
             "cachedBytes": folder.log.total(),
             "shards": int(folder.entries().size),
-            "totalBytes": folder.noted().get("bytes"),
+            "totalBytes": folder.read_summary().get("bytes"),
             "lastUsed": folder.last_used,
             "inUse": folder.in_use,
             "pinned": folder.pinned,
@@ -140,22 +139,22 @@ def _looked(tier: DiskTier) -> list[dict[str, Any]]:
     ]
 
 
-def _folder(namespace: str, said: Any) -> Folder | None:
-    """What a child said about a dataset, where it can be true."""
+def _checked_dataset(namespace: str, answer: Any) -> LocalDataset | None:
+    """Return the dataset that a child describes; None if the description cannot be true."""
     try:
-        uri, total = str(said["uri"]), said["totalBytes"]
-        if not _URI.fullmatch(uri) or dataset_id(uri) != said["id"]:
+        uri, total = str(answer["uri"]), answer["totalBytes"]
+        if not _URI.fullmatch(uri) or dataset_id(uri) != answer["id"]:
             return None
-        return Folder(
+        return LocalDataset(
             namespace,
-            str(said["id"]),
+            str(answer["id"]),
             uri,
-            cached_bytes=_bytes(said["cachedBytes"]),
-            shards=_bytes(said["shards"]),
+            cached_bytes=_bytes(answer["cachedBytes"]),
+            shards=_bytes(answer["shards"]),
             total_bytes=None if total is None else _bytes(total),
-            last_used=min(max(0.0, float(said["lastUsed"])), time.time()),
-            in_use=bool(said["inUse"]),
-            pinned=bool(said["pinned"]),
+            last_used=min(max(0.0, float(answer["lastUsed"])), time.time()),
+            in_use=bool(answer["inUse"]),
+            pinned=bool(answer["pinned"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
@@ -165,9 +164,9 @@ def _bytes(value: Any) -> int:
     return min(max(0, int(value)), _MOST_BYTES)
 
 
-def _confined(folder: Path, work: Callable[[DiskTier], Any], seconds: float) -> Any:
-    """What `work` gives for the disk tier in `folder`, done by a child that sees only that folder. This process has one
-    thread, so that a fork is whole."""
+def _run_confined(folder: Path, work: Callable[[DiskTier], Any], seconds: float) -> Any:
+    """Return the result of `work` on the disk tier in `folder`. A child process that sees only this folder runs it.
+    This process has one thread, so the fork is safe. Raises UnusableFolder."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -175,7 +174,7 @@ def _confined(folder: Path, work: Callable[[DiskTier], Any], seconds: float) -> 
         try:
             os.close(reading)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            text = _alone(folder, work)
+            text = _run_in_child(folder, work)
             with os.fdopen(writing, "wb") as pipe:
                 pipe.write(text.encode())
             code = 0
@@ -183,38 +182,38 @@ def _confined(folder: Path, work: Callable[[DiskTier], Any], seconds: float) -> 
             os._exit(code)
     os.close(writing)
     try:
-        said = _read(reading, time.monotonic() + seconds)
+        answer_bytes = _read(reading, time.monotonic() + seconds)
     except TimeoutError:
-        raise Unusable(
+        raise UnusableFolder(
             f"{folder.name}: its folder did not answer within {seconds:.0f} s",
-            cause="a slow disk, or a pod that put something there which never ends",
-            next_step=f"look into {folder}",
+            cause="a slow disk, or a pod put something endless into the folder",
+            next_step=f"inspect {folder}",
         ) from None
     finally:
         os.close(reading)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     try:
-        answer = json.loads(said)
+        answer = json.loads(answer_bytes)
     except ValueError:
-        raise Unusable(f"{folder.name}: its folder cannot be read", next_step=f"look into {folder}") from None
+        raise UnusableFolder(f"{folder.name}: its folder cannot be read", next_step=f"inspect {folder}") from None
     if "error" in answer:
-        raise Unusable(f"{folder.name}: {answer['error']}")
-    return answer["done"]
+        raise UnusableFolder(f"{folder.name}: {answer['error']}")
+    return answer["result"]
 
 
-def _alone(folder: Path, work: Callable[[DiskTier], Any]) -> str:
+def _run_in_child(folder: Path, work: Callable[[DiskTier], Any]) -> str:
     try:
         with open("/proc/self/statm") as statm:
             used = int(statm.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, used + _MEMORY))
-        place = folder
+        visible_folder = folder
         if os.geteuid() == 0:
             os.chroot(folder)
             os.chdir("/")
-            place = Path("/")
+            visible_folder = Path("/")
         os.umask(0)
-        return json.dumps({"done": work(DiskTier(place))})
+        return json.dumps({"result": work(DiskTier(visible_folder))})
     except (TopKubeError, OSError, ValueError, MemoryError) as error:
         return json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]})
 
@@ -227,16 +226,6 @@ def _read(pipe: int, deadline: float) -> bytes:
             raise TimeoutError
         part = os.read(pipe, 1 << 16)
         size += len(part)
-        if not part or size > _MOST_SAID:
+        if not part or size > _LARGEST_ANSWER:
             return b"".join(parts)
         parts.append(part)
-
-
-def _remove(folder: Path) -> None:
-    """A folder of our own that never got its name."""
-    for below, folders, files in os.walk(folder, topdown=False):
-        for name in files:
-            os.unlink(Path(below, name))
-        for name in folders:
-            os.rmdir(Path(below, name))
-    os.rmdir(folder)

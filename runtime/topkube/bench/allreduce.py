@@ -1,13 +1,14 @@
-"""`topkube bench allreduce`: every all-reduce algorithm, on the ranks and links at hand. Start it under mpiexec.
+"""`topkube bench allreduce`: measure every all-reduce algorithm on these ranks and links. Start it under mpiexec.
 
 Columns follow NCCL's convention: algbw = bytes / time, busbw = algbw * 2(P-1)/P with P ranks, so busbw compares with
 the speed of the links whatever P is. For sparse algorithms these are dense-equivalent: the bytes of the array that
-was reduced, not of what travelled; the bytes that travelled have columns of their own.
+was reduced. The bytes that were sent have columns of their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +17,11 @@ import numpy.typing as npt
 import typer
 from rich.console import Console
 
-from topkube import collectives, world
+from topkube import algorithms, collectives, world
+from topkube.algorithms import DENSITY, SELECTION, WIRE, Algorithm, Scope
 from topkube.arrays import BFLOAT16, Array
-from topkube.bench.report import Report, Timing, machine_facts, timed
+from topkube.bench.report import BenchReport, Timing, machine_facts, timed
+from topkube.collectives.coordination import reduce
 from topkube.errors import ArgumentError
 from topkube.telemetry import phases
 from topkube.world import World
@@ -26,7 +29,7 @@ from topkube.world import World
 _TYPES = {"fp32": np.dtype(np.float32), "bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 _TOLERANCE = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3}
 _CHECKED = 300_007
-"""Elements of the run whose result is compared; odd, so that shards differ in length."""
+"""Elements of the array whose result is checked; odd, so that shards differ in length."""
 
 COLUMNS = {
     "algorithm": "algorithm",
@@ -45,19 +48,19 @@ COLUMNS = {
 }
 
 SHOWN = ("algorithm", "median_ms", "minimum_ms", "maximum_ms", "algbw", "busbw", "inter_mb", "error", "right")
-"""Columns of the table; the JSON has all."""
+"""Columns of the table; the JSON has all columns."""
 
 
 def command(
     elements: Annotated[int, typer.Option(min=1, help="Length of the array.")] = 25_557_032,
-    algorithms: Annotated[str, typer.Option(help="Names, separated by commas; default: all.")] = "",
-    density: Annotated[float, typer.Option(help="Share of the entries that sparse algorithms send.")] = 0.01,
-    wire: Annotated[str, typer.Option(help="Sparse values between nodes: fp32, bf16 or fp16.")] = "fp32",
-    dtype: Annotated[str, typer.Option(help="The array's type: fp32, bf16 or fp16.")] = "fp32",
-    repeats: Annotated[int, typer.Option(min=1, help="Measured runs of each; the median counts.")] = 7,
+    algorithms: Annotated[str, typer.Option(help="Names of algorithms, separated by commas (default: all).")] = "",
+    density: Annotated[float, typer.Option(help="Share of the entries that sparse algorithms send.")] = DENSITY.default,
+    wire: Annotated[str, typer.Option(help=f"Sparse values between nodes: {', '.join(WIRE.choices)}.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="Type of the array: fp32, bf16 or fp16.")] = "fp32",
+    repeats: Annotated[int, typer.Option(min=1, help="Number of measured runs of each algorithm.")] = 7,
     json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
 ) -> None:
-    """Measures all-reduce on the ranks that mpiexec started, and checks the results."""
+    """Measure all-reduce on the ranks that mpiexec started, and check the results."""
     here = world.init()
     report = measure(here, elements, _names(algorithms), density, wire, dtype, repeats)
     if here.rank == 0:
@@ -68,8 +71,8 @@ def command(
 
 def measure(
     here: World, elements: int, names: list[str], density: float, wire: str, dtype: str, repeats: int
-) -> Report:
-    """Runs each algorithm of `names` `repeats` times on `elements` elements; the report is complete on rank 0. A
+) -> BenchReport:
+    """Run each algorithm of `names` `repeats` times on `elements` elements. The report is complete on rank 0. A
     collective."""
     if dtype not in _TYPES:
         raise ArgumentError(f"dtype is {dtype!r}", next_step=f"choose one of {', '.join(_TYPES)}")
@@ -81,7 +84,7 @@ def measure(
         "density": density,
         "wire": wire,
     }
-    report = Report(
+    report = BenchReport(
         "All-reduce: bandwidths in GB/s, MB sent between nodes per node, error against float64", COLUMNS, facts=facts
     )
     start = np.random.default_rng(here.rank).standard_normal(elements, np.float32).astype(_TYPES[dtype])
@@ -105,7 +108,7 @@ def measure(
     return report
 
 
-def _row(here: World, report: Report, name: str, work: Array, timing: Timing, right: bool, error: float) -> None:
+def _row(here: World, report: BenchReport, name: str, work: Array, timing: Timing, right: bool, error: float) -> None:
     spent = phases.current.take()
     runs = timing.repeats
     sent, inside = here.sum_small(np.array([spent.inter_bytes, spent.intra_bytes], np.float64)) / runs
@@ -126,43 +129,76 @@ def _row(here: World, report: Report, name: str, work: Array, timing: Timing, ri
 
 
 def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()] or list(collectives.ALGORITHMS)
-    for name in names:
-        collectives.find(name)
-    return names
+    chosen = [name.strip() for name in text.split(",") if name.strip()]
+    for name in chosen:
+        algorithms.find(name)
+    if chosen:
+        return chosen
+    listed, broken = algorithms.load_all()
+    if world.current().rank == 0:
+        for error in broken:
+            print(f"warning: {error}", file=sys.stderr)
+    return [algorithm.name for algorithm in listed]
 
 
 def _check(here: World, name: str, density: float, wire: str, dtype: str) -> tuple[bool, float]:
-    """Whether a small run of `name` is right on all ranks, and its largest error relative to the largest value."""
+    """Reduce a small array with `name`. Return True if the result is right on all ranks, and its largest error relative
+    to the largest value."""
     inputs = [
         np.random.default_rng([rank, 1]).standard_normal(_CHECKED, np.float32).astype(_TYPES[dtype])
         for rank in range(here.size)
     ]
+    algorithm = algorithms.resolve(name, here.nodes, _CHECKED, density)
+    tolerance = max(_TOLERANCE[dtype], _TOLERANCE[wire] if algorithm.compresses else 0.0)
     result = inputs[here.rank].copy()
-    collectives.allreduce_(result, algorithm=name, density=density, wire=wire)
-    wanted, sure = _reference(here, name, inputs, density)
-    error = float((np.abs(result.astype(np.float64) - wanted) * sure).max() / np.abs(wanted).max())
-    tolerance = max(_TOLERANCE[dtype], _TOLERANCE[wire] if collectives.find(name).sparse else 0.0)
+    if not algorithm.compresses or SELECTION in algorithm.parameters:
+        collectives.allreduce_(result, algorithm=name, density=density, wire=wire)
+        wanted, sure = _reference(here, algorithm, inputs, density)
+        actual = result.astype(np.float64)
+    elif algorithm.residual is not None:
+        wanted, sure = (
+            np.sum([array.astype(np.float64) / here.size for array in inputs], axis=0),
+            np.ones(_CHECKED, np.bool_),
+        )
+        actual = _sent_and_kept(here, algorithm, result, density, wire)
+    else:  # what must come out is known to the algorithm alone
+        collectives.allreduce_(result, algorithm=name, density=density, wire=wire)
+        return here.agree(bool(np.isfinite(result).all())), float("nan")
+    error = float((np.abs(actual - wanted) * sure).max() / np.abs(wanted).max())
     return here.agree(error <= tolerance), error
 
 
+def _sent_and_kept(
+    here: World, algorithm: Algorithm, array: Array, density: float, wire: str
+) -> npt.NDArray[np.float64]:
+    """Reduce `array` and return the result plus what all ranks kept back: the mean of all inputs, if nothing is lost. A
+    collective."""
+    residual = collectives.new_residual(algorithm.name, array.size)
+    collectives.allreduce_(array, algorithm=algorithm.name, density=density, wire=wire, residual=residual)
+    start, stop = collectives.residual_range(algorithm, here, array.size)
+    kept = np.zeros(array.size)
+    kept[start:stop] = residual.current
+    total: npt.NDArray[np.float64] = array.astype(np.float64) + reduce(kept, world=here)
+    return total
+
+
 def _reference(
-    here: World, name: str, inputs: list[Array], density: float
+    here: World, algorithm: Algorithm, inputs: list[Array], density: float
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """The mean that must come out, in float64, and where it is certain: rounding decides which of two entries that
-    straddle the k-th magnitude is sent."""
-    wide = [array.astype(np.float64) / here.size for array in inputs]
+    """Return the mean that must come out, in float64, and True for each element that is certain: rounding decides
+    which of two entries with magnitudes near the k-th is sent."""
+    means = [array.astype(np.float64) / here.size for array in inputs]
     wanted, sure = np.zeros(_CHECKED), np.ones(_CHECKED, np.bool_)
-    if not collectives.find(name).sparse:
-        return np.sum(wide, axis=0), sure
-    hierarchical = name == "hitopk"
-    shards = here.shards if hierarchical else 1
-    givers = [sum(wide[rank] for rank in ranks) for ranks in here.node_ranks] if hierarchical else wide
+    if not algorithm.compresses:
+        return np.sum(means, axis=0), sure
+    is_per_node = algorithm.residual is not None and algorithm.residual.scope is Scope.SHARD
+    shards = here.shards if is_per_node else 1
+    senders = [sum(means[rank] for rank in ranks) for ranks in here.node_ranks] if is_per_node else means
     k = max(1, int(np.ceil(density * _CHECKED / shards)))
     for shard in range(shards):
         part = slice(_CHECKED * shard // shards, _CHECKED * (shard + 1) // shards)
-        for giver in givers:
-            values = np.asarray(giver)[part]
+        for sender in senders:
+            values = np.asarray(sender)[part]
             magnitude = np.abs(values)
             threshold = np.sort(magnitude)[-min(k, values.size)]
             wanted[part] += np.where(magnitude >= threshold, values, 0.0)

@@ -1,4 +1,4 @@
-"""`topkube bench cache`: batches from a warm cache beside what memory and the page cache give, on this machine."""
+"""`topkube bench cache`: compare batches from a warm cache with memory and the page cache, on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from topkube import _kernels
-from topkube.bench.report import Report
+from topkube.bench.report import BenchReport
 from topkube.data import ArrayOf, DistributedSampler
 from topkube.data.dataset import CachedDataset
 
@@ -44,24 +44,25 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def measure(megabytes: int = 128, repeats: int = 5) -> Report:
-    """Second-epoch rates of the memory tier and of the disk tier alone. Contenders take turns, epoch by epoch."""
-    report = Report("Batches of 256 from a warm cache, one process", COLUMNS)
+def measure(megabytes: int = 128, repeats: int = 5) -> BenchReport:
+    """Return the second-epoch rates of the memory tier and of the disk tier alone. Readers take turns, epoch by
+    epoch."""
+    report = BenchReport("Batches of 256 from a warm cache, one process", COLUMNS)
     for size in SAMPLES:
         with folder() as home:
             _measure(report, home, size, max(BATCH * 4, megabytes * 1_000_000 // size), repeats)
     return report
 
 
-def _measure(report: Report, home: Path, size: int, count: int, repeats: int) -> None:
+def _measure(report: BenchReport, home: Path, size: int, count: int, repeats: int) -> None:
     source = home / "source"
     source.mkdir()
     data = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
     for number in range(count):
         (source / f"{number:07}").write_bytes(data[number].tobytes())
-    given: dict[str, Any] = {"decode": ArrayOf("uint8", (size,)), "cache_directory": home / "cache", "free_bytes": 0}
-    disk = CachedDataset(source, **given)
-    memory = CachedDataset(source, **given, memory_limit=2 * data.nbytes)
+    options: dict[str, Any] = {"decode": ArrayOf("uint8", (size,)), "cache_directory": home / "cache", "free_bytes": 0}
+    disk = CachedDataset(source, **options)
+    memory = CachedDataset(source, **options, memory_limit=2 * data.nbytes)
     whole = home / "whole"
     data.tofile(whole)
     file = os.open(whole, os.O_RDONLY)
@@ -75,15 +76,15 @@ def _measure(report: Report, home: Path, size: int, count: int, repeats: int) ->
             data[part]
 
     def page_cache() -> None:
-        """The same ranges, one pread each, into one buffer."""
+        """Read the same ranges, with one pread each, into one buffer."""
         for part in parts:
             n = part.size
             _kernels.gather_files(np.full(n, file, np.int32), part * size, lengths[:n], buffer[: n * size])
 
     def in_order() -> None:
         view, at = buffer[: 1 << 20].data, 0
-        while got := os.preadv(file, [view], at):
-            at += got
+        while bytes_read := os.preadv(file, [view], at):
+            at += bytes_read
 
     readers: dict[str, tuple[Callable[[], None], str]] = {
         "NumPy array in memory": (array, ""),
@@ -97,7 +98,7 @@ def _measure(report: Report, home: Path, size: int, count: int, repeats: int) ->
         for name, (read, _) in readers.items():
             start = perf_counter()
             read()
-            if turn:  # the first fills the tiers
+            if turn:  # the first epoch fills the tiers
                 seconds[name].append(perf_counter() - start)
     rate = {name: data.nbytes / 1e6 / median(times) for name, times in seconds.items()}
     for name, (_, of) in readers.items():
@@ -123,9 +124,9 @@ def _all(dataset: CachedDataset, sampler: DistributedSampler) -> None:
 def command(
     megabytes: Annotated[int, typer.Option(min=1, help="Size of each dataset.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="Epochs per reader.")] = 5,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures here.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to this file.")] = None,
 ) -> None:
-    """Measure batches from a warm cache beside NumPy and the page cache."""
+    """Compare batches from a warm cache with NumPy and the page cache."""
     report = measure(megabytes, repeats)
     if json is not None:
         json.write_text(report.to_json())

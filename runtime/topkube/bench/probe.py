@@ -1,4 +1,4 @@
-"""The bounds that benchmarks compare with, measured on the same arrays in the same run."""
+"""Measure the bounds that benchmarks compare with, on the same arrays in the same run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from topkube.bench.report import timed
 
 
 def reading_seconds(x: Array, repeats: int = 7) -> dict[str, float]:
-    """Median seconds in which one thread reads all of `x` once, by reader: a plain sum of words, the search for a
-    non-finite element, and, for float32 where torch is there, torch's sum. No one of them is the fastest on every
+    """Return the median seconds in which one thread reads all of `x` once, by reader: a plain sum of words, the search
+    for a non-finite element, and for float32 torch's sum if torch is installed. None of them is the fastest on every
     processor; the fastest is the strictest bound."""
     view = flat_view(x, "x")
     readers: dict[str, Callable[[], object]] = {
@@ -34,5 +34,5 @@ def reading_seconds(x: Array, repeats: int = 7) -> dict[str, float]:
 
 
 def seconds_to_add(a: Array, b: Array, repeats: int = 7) -> float:
-    """Seconds in which one thread computes a += b: it reads two arrays and writes one, 12 bytes per float32 element."""
+    """Return the seconds in which one thread computes a += b: two reads and one write, 12 bytes per float32 element."""
     return timed(lambda: kernels.add_(a, b), repeats=repeats).median

@@ -1,4 +1,4 @@
-"""What a measurement hands back: a table for people, JSON for everything else, and the machine it ran on."""
+"""The result of a measurement: a table for people, JSON for programs, and the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Cell = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of repeated runs of one thing."""
+    """The seconds of repeated runs."""
 
     median: float
     minimum: float
@@ -30,7 +30,7 @@ class Timing:
 def timed(
     run: Callable[[], object], *, repeats: int, warmups: int = 1, prepare: Callable[[], object] | None = None
 ) -> Timing:
-    """Runs `run` `repeats` times after `warmups` unmeasured ones. `prepare` is called before each, unmeasured."""
+    """Call `run` `repeats` times after `warmups` unmeasured calls. `prepare` is called before each run, unmeasured."""
     assert repeats >= 1
     seconds = []
     for turn in range(warmups + repeats):
@@ -45,7 +45,7 @@ def timed(
 
 
 def machine_facts() -> dict[str, Cell]:
-    """The facts without which a figure means nothing: processor, cores, system, Python."""
+    """Return facts about the machine, without which figures cannot be compared: processor, cores, system, Python."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -65,12 +65,11 @@ def _processor() -> str:
 
 
 @dataclass
-class Report:
+class BenchReport:
     """One measurement: `rows` are mappings with the keys of `columns`; a missing key prints as a dash.
 
-    `columns` maps each key to its heading, units included. `facts` says what the figures rest on: the machine, probed
-    bandwidths, sizes.
-    """
+    `columns` maps each key to its heading, units included. `facts` holds the conditions of the figures: the machine,
+    probed bandwidths, sizes."""
 
     title: str
     columns: Mapping[str, str]
@@ -83,25 +82,26 @@ class Report:
         self.rows.append(row)
 
     def table(self) -> Table:
-        """The rows as a rich table, with the facts below it."""
+        """Return the rows as a rich table, with the facts below it."""
         facts = " · ".join(f"{name} {_text(value)}" for name, value in self.facts.items())
         table = Table(title=self.title, caption=facts, title_justify="left", caption_justify="left")
         for key, heading in self.columns.items():
             numbers = any(isinstance(row.get(key), (int, float)) for row in self.rows)
-            table.add_column(heading, justify="right" if numbers else "left")
+            # In a narrow terminal, headings of numbers wrap; names are never cut.
+            table.add_column(heading, justify="right" if numbers else "left", no_wrap=not numbers)
         for row in self.rows:
             table.add_row(*(_text(row.get(key)) for key in self.columns))
         return table
 
     def markdown(self, keys: Sequence[str] = ()) -> str:
-        """The rows as a Markdown table, for the documents; `keys` chooses and orders columns (default: all)."""
+        """Return the rows as a Markdown table for the docs. `keys` selects and orders columns (default: all)."""
         keys = list(keys) or list(self.columns)
         lines = [" | ".join(self.columns[key] for key in keys), " | ".join("---" for _ in keys)]
         lines += [" | ".join(_text(row.get(key)) for key in keys) for row in self.rows]
         return "\n".join(f"| {line} |" for line in lines)
 
     def to_json(self) -> str:
-        """The report as JSON text: title, columns, facts, rows."""
+        """Return the report as JSON text: title, columns, facts, rows."""
         content: dict[str, Any] = {
             "title": self.title,
             "facts": self.facts,

@@ -1,4 +1,5 @@
-"""`topkube bench select`: the selection kernels beside their peers and beside what memory allows, on this machine."""
+"""`topkube bench select`: compare the selection kernels with their peers and with the memory's bound, on this
+machine."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from topkube import kernels
 from topkube.arrays import BFLOAT16, Array
 from topkube.bench.probe import reading_seconds, seconds_to_add
-from topkube.bench.report import Report, timed
+from topkube.bench.report import BenchReport, timed
 from topkube.errors import ArgumentError
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
@@ -39,8 +40,8 @@ def measure(
     threads: int = 1,
     dtype: str = "float32",
     peers: bool = True,
-) -> Report:
-    """Times `topk`, `compress_` and `mstopk` on `elements` normal values at each density, one row each.
+) -> BenchReport:
+    """Time `topk`, `compress_` and `mstopk` on `elements` normal values at each density, one row each.
 
     The bound of `topk` and `mstopk` is one read of the array, that of `compress_` an in-place addition, both by one
     thread.
@@ -58,7 +59,7 @@ def measure(
     readers, add = reading_seconds(x), seconds_to_add(acc, residual)
     read = min(readers.values())
 
-    report = Report("Selection by magnitude", COLUMNS)
+    report = BenchReport("Selection by magnitude", COLUMNS)
     report.facts |= {
         "elements": elements,
         "dtype": dtype,
@@ -96,7 +97,7 @@ def measure(
 def _compress_run(
     x: Array, acc: Array, residual: Array, k: int, threads: int, bound: float
 ) -> tuple[str, Callable[[], object], Callable[[], object] | None, float]:
-    """compress_ as training calls it: the gradient's memory takes the sum (float32), or `acc` does (16-bit)."""
+    """Call compress_ as training does: the sum goes into the gradient's memory (float32), or into `acc` (16-bit)."""
     if x.dtype == np.float32:
         gradient = np.empty_like(x)
         return (
@@ -109,21 +110,21 @@ def _compress_run(
 
 
 def _peers(x: Array, k: int, repeats: int) -> dict[str, float]:
-    """Median seconds in which NumPy and torch find the k largest of |x|, float32, one thread."""
+    """Return the median seconds in which NumPy and torch find the k largest of |x|, float32, with one thread."""
     magnitude = np.abs(x)
-    few = min(repeats, 3)  # they are slow, and vary little
-    found = {"argpartition": timed(lambda: np.argpartition(magnitude, x.size - k)[x.size - k :], repeats=few).median}
+    few = min(repeats, 3)  # they are slow, and their times vary little
+    seconds = {"argpartition": timed(lambda: np.argpartition(magnitude, x.size - k)[x.size - k :], repeats=few).median}
     try:
         import torch
     except ImportError:
-        return found
+        return seconds
     tensor, before = torch.from_numpy(magnitude), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found["torch"] = timed(lambda: torch.topk(tensor, k), repeats=few).median
+        seconds["torch"] = timed(lambda: torch.topk(tensor, k), repeats=few).median
     finally:
         torch.set_num_threads(before)
-    return found
+    return seconds
 
 
 def command(
@@ -131,13 +132,13 @@ def command(
     density: Annotated[
         list[float] | None, typer.Option(help="Share to keep; may be repeated. [0.001 and 0.01]")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measured runs of each kernel.")] = 9,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of our kernels; peers use one.")] = 1,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    peers: Annotated[bool, typer.Option(help="Time numpy.argpartition and torch.topk too.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of measured runs of each kernel.")] = 9,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of TopKube's kernels; peers use one.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Type of the array: float32, bfloat16 or float16.")] = "float32",
+    peers: Annotated[bool, typer.Option(help="Also time numpy.argpartition and torch.topk.")] = True,
     json: Annotated[Path | None, typer.Option(help="Write the report to this file.")] = None,
 ) -> None:
-    """Time the selection kernels beside their peers and the memory's bound."""
+    """Compare the selection kernels with their peers and with the memory's bound."""
     report = measure(elements, density or [0.001, 0.01], repeats=repeats, threads=threads, dtype=dtype, peers=peers)
     Console().print(report.table())
     if json is not None:

@@ -1,4 +1,4 @@
-"""The commands and their options. Nothing heavy is imported here: `topkube --help` answers at once."""
+"""The commands and their options. This module imports nothing heavy, so that `topkube --help` is fast."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typer.core import TyperGroup
 from topkube import __version__
 from topkube.cli.cache import cache
 from topkube.cli.cluster import commands
-from topkube.cli.options import Output, OutputOption
+from topkube.cli.options import OutputFormat, OutputOption, RunOutput
 from topkube.errors import TopKubeError
 
 BENCHES = {"select": "topkube.bench.select", "allreduce": "topkube.bench.allreduce", "cache": "topkube.bench.cache"}
 
 
 class _BenchGroup(TyperGroup):
-    """`topkube bench`: each measurement is a function of its own in topkube.bench, loaded when it is asked for."""
+    """`topkube bench`: each measurement is a function in topkube.bench, loaded when it runs."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(BENCHES)
@@ -41,7 +41,6 @@ app = typer.Typer(
     help="Data-parallel training that scales on ordinary cloud networks.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(cls=_BenchGroup, help="Measure selection and all-reduce on this machine.", no_args_is_help=True)
@@ -72,57 +71,109 @@ def _root(
 
 @app.command()
 def run(
-    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="A TrainingJob, the same file that a cluster takes.")],
-    workers: Annotated[int | None, typer.Option(help="Workers (nodes) to play, instead of the job's.")] = None,
-    slots: Annotated[int | None, typer.Option(help="Ranks per worker, instead of the job's.")] = None,
-    run_directory: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Logs, progress, checkpoints [default: runs/NAME-TIME].")
+    program: Annotated[
+        str,
+        typer.Argument(metavar="PROGRAM", help="A Python script, or a TrainingJob (.yaml), as for a cluster."),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENT…]", help="Arguments of the script.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="The plot [default: plot.png in DIR].")] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="PROGRAM is the name of a module, as in `python -m`.")
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option(help="Number of workers (nodes) to simulate (default: the job's, or 1).")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(help="Ranks per worker (default: the job's, or 1).")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(metavar="NAME", help="All-reduce algorithm (default: the job's, or auto).")
+    ] = None,
+    density: Annotated[
+        float | None, typer.Option(help="Share of the gradient that is sent (default: the job's, or 0.01).")
+    ] = None,
+    wire: Annotated[
+        str | None, typer.Option(help="Format of sent values: fp32, bf16 or fp16 (default: the job's, or bf16).")
+    ] = None,
+    warmup_steps: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="Steps until the density is reached (default: the job's, or 0).")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="Save a checkpoint after this many steps (default: the job's).")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of a script's job (default: from the script's name).")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Image of a script's job on a cluster (default: TopKube's runtime).")
+    ] = None,
+    run_directory: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory for logs, progress and checkpoints (default: runs/NAME-TIME)."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File of the plot (default: plot.png in DIR).")
+    ] = None,
     no_plot: Annotated[bool, typer.Option("--no-plot", help="Draw no plot.")] = False,
     deadline: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="End the run after so long [default: the job's].")
+        float | None, typer.Option(metavar="SECONDS", help="End the run after this time (default: the job's).")
     ] = None,
     collective_deadline: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Longest wait inside one collective [default: 300].")
+        float | None, typer.Option(metavar="SECONDS", help="Longest wait inside one collective (default: 300).")
     ] = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(metavar="PORT", min=0, max=65535, help="Serve /metrics for Prometheus on 127.0.0.1; 0: any port."),
     ] = None,
-    output: OutputOption = Output.text,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the TrainingJob and run nothing; -o yaml (the default) or json.")
+    ] = False,
+    output: Annotated[
+        RunOutput, typer.Option("--output", "-o", help="text, or json on stdout; yaml with --dry-run.")
+    ] = RunOutput.text,
 ) -> None:
-    """Train here, without a cluster: start all ranks of a TrainingJob on this machine."""
-    from topkube.cli.run import Options, run_job
+    """Train without a cluster: start all ranks of a script or of a TrainingJob on this machine."""
+    from topkube.cli.run import RunOptions, run_job
+    from topkube.cli.script_job import Target
 
-    options = Options(
-        job=job,
+    if output is RunOutput.yaml and not dry_run:
+        raise typer.BadParameter("yaml is the format of a job: add --dry-run", param_hint="--output")
+    chosen = {"algorithm": algorithm, "density": density, "wire": wire, "warmupSteps": warmup_steps}
+    target = Target(
+        program=program,
+        arguments=tuple(arguments or ()),
+        is_module=module,
         workers=workers,
         slots=slots,
+        name=name,
+        image=image,
+        checkpoint_every=checkpoint_every,
+        aggregation={field: value for field, value in chosen.items() if value is not None},
+    )
+    options = RunOptions(
+        target=target,
         run_directory=run_directory,
         plot=plot,
         draw=not no_plot,
         deadline_seconds=deadline,
         collective_deadline_seconds=collective_deadline,
         metrics_port=metrics_port,
-        json=output is Output.json,
+        json=output is RunOutput.json,
+        dry_run=None if not dry_run else "json" if output is RunOutput.json else "yaml",
     )
     raise typer.Exit(run_job(options))
 
 
 @app.command()
-def doctor(output: OutputOption = Output.text) -> None:
-    """Check what training here needs: MPI, the CPU kernels, torch, memory, CUDA, the cluster."""
+def doctor(output: OutputOption = OutputFormat.text) -> None:
+    """Check what training on this machine needs: MPI, the CPU kernels, torch, memory, CUDA, the cluster."""
     from topkube.cli.doctor import run_doctor
 
-    raise typer.Exit(run_doctor(json_output=output is Output.json))
+    raise typer.Exit(run_doctor(json_output=output is OutputFormat.json))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def rank(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="What this rank runs.")],
 ) -> None:
-    """Run one rank's COMMAND: keep its log and report how it ended (used by `topkube run` and inside pods)."""
+    """Run COMMAND as one rank: keep its log and report how it ended (used by `topkube run` and inside pods)."""
     from topkube.launch.rank import main
 
     main(command)
@@ -130,7 +181,8 @@ def rank(
 
 @app.command()
 def launch() -> None:
-    """Run one attempt of a job from its launcher pod: wait for the workers, start MPI, watch (used inside pods)."""
+    """Run one attempt of a job from its launcher pod: wait for the workers, start MPI, watch the ranks (used inside
+    pods)."""
     from topkube.launch.launcher import run_launcher
 
     raise typer.Exit(run_launcher())
@@ -140,7 +192,7 @@ def launch() -> None:
 def worker(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="What each rank of this worker runs.")],
 ) -> None:
-    """Be a worker: call the launcher, run COMMAND as its ranks (used inside pods)."""
+    """Run a worker: call the launcher, run COMMAND as the worker's ranks (used inside pods)."""
     from topkube.launch.worker import run_worker
 
     raise typer.Exit(run_worker(command))
@@ -148,7 +200,7 @@ def worker(
 
 @app.command()
 def settings(
-    markdown: Annotated[bool, typer.Option("--markdown", help="As docs/settings.md.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
 ) -> None:
     """List the environment variables that TopKube reads."""
     from topkube.cli.settings import show_settings
@@ -159,35 +211,52 @@ def settings(
 @app.command()
 def plan(
     job: Annotated[
-        Path | None, typer.Argument(metavar="JOB.yaml", help="Take workers, slots, aggregation from it.")
+        Path | None,
+        typer.Argument(metavar="JOB.yaml", help="A TrainingJob: its workers, slots and aggregation are the defaults."),
     ] = None,
-    parameters: Annotated[str, typer.Option(metavar="COUNT", help="Of the model, such as 25.6M or 7B.")] = "25.6M",
-    link: Annotated[str, typer.Option(metavar="RATE", help="A node's link, such as 10Gbit/s.")] = "10Gbit/s",
+    parameters: Annotated[
+        str, typer.Option(metavar="COUNT", help="Parameters of the model, such as 25.6M or 7B.")
+    ] = "25.6M",
+    link: Annotated[
+        str, typer.Option(metavar="RATE", help="Bandwidth of a node's link, such as 10Gbit/s.")
+    ] = "10Gbit/s",
     memory: Annotated[
-        str, typer.Option(metavar="RATE", help="A node's memory (GPUs: NVLink), all its ranks together.")
+        str,
+        typer.Option(
+            metavar="RATE", help="Bandwidth of a node's memory (of NVLink for GPUs), for all its ranks together."
+        ),
     ] = "20GB/s",
     compute: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0.0, help="Forward and backward of one step.")
+        float | None, typer.Option(metavar="SECONDS", min=0.0, help="Time of forward and backward of one step.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Nodes [default: the job's, or 2].")] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Ranks per node [default: the job's, or 1].")] = None,
-    density: Annotated[float | None, typer.Option(help="Share that is sent [default: the job's, or 0.01].")] = None,
-    wire: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 [default: the job's, or bf16].")] = None,
-    output: OutputOption = Output.text,
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of nodes (default: the job's, or 2).")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Ranks per node (default: the job's, or 1).")] = None,
+    density: Annotated[
+        float | None, typer.Option(help="Share of the gradient that is sent (default: the job's, or 0.01).")
+    ] = None,
+    wire: Annotated[
+        str | None, typer.Option(help="Format of sent values: fp32, bf16 or fp16 (default: the job's, or bf16).")
+    ] = None,
+    output: OutputOption = OutputFormat.text,
 ) -> None:
-    """Say what a cluster will do with a model: bytes and seconds of each all-reduce, by the cost model."""
-    from topkube.cli.plan import Options, show_plan
+    """Compute what each all-reduce algorithm costs on a cluster, in bytes and seconds, by the cost model."""
+    from topkube.cli.plan import PlanOptions, show_plan
 
-    show_plan(Options(job, parameters, link, memory, compute, workers, slots, density, wire, output is Output.json))
+    show_plan(
+        PlanOptions(job, parameters, link, memory, compute, workers, slots, density, wire, output is OutputFormat.json)
+    )
 
 
 @app.command()
 def crd(
     kubernetes: Annotated[
-        str, typer.Option(metavar="VERSION", help="The cluster's version; before 1.25 there are no CEL rules.")
+        str, typer.Option(metavar="VERSION", help="Version of the cluster. CEL rules are left out before 1.25.")
     ] = "1.27",
     cached_datasets: Annotated[
-        bool, typer.Option("--cached-datasets", help="That of CachedDataset, for every version.")
+        bool,
+        typer.Option(
+            "--cached-datasets", help="Print the definition of CachedDataset, which is the same for every version."
+        ),
     ] = False,
 ) -> None:
     """Print the CustomResourceDefinition of TrainingJob."""
@@ -196,13 +265,20 @@ def crd(
     show_crd(kubernetes, cached_datasets)
 
 
-for _command in (commands.submit, commands.status, commands.logs, commands.delete):
+for _command in (
+    commands.submit,
+    commands.status,
+    commands.logs,
+    commands.suspend,
+    commands.resume,
+    commands.delete,
+):
     app.command()(_command)
 
 
 def run_app(arguments: list[str], name: str = "topkube") -> int:
-    """Runs one command line and returns its exit code. --debug may stand anywhere before `--`. `name` is what help
-    calls the program."""
+    """Run one command line and return its exit code. --debug may stand anywhere before `--`. `name` is the name of the
+    program in help texts."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in own
     arguments = [word for word in own if word != "--debug"] + arguments[len(own) :]

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from topkube.cli.options import Output, OutputOption
+from topkube.cli.options import OutputFormat, OutputOption
 from topkube.errors import DatasetError
 from topkube.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from topkube.data.dataset_folder import DatasetFolder
-    from topkube.data.disk_tier import DiskTier
+    from topkube.data.cache.dataset_folder import DatasetFolder
+    from topkube.data.cache.disk_tier import DiskTier
 
 cache = typer.Typer(help="Fill, list, check and empty the data cache of this node.", no_args_is_help=True)
 DirectoryOption = Annotated[
@@ -36,28 +36,31 @@ def warm(
     directory: DirectoryOption = None,
     share: Annotated[str, typer.Option(metavar="I/N", help="Only every N-th shard from I on (0-based).")] = "0/1",
     view: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also show the dataset's files here, read-only.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Also show the files of the dataset in this directory, read-only."),
     ] = None,
-    size_limit: Annotated[int | None, typer.Option(metavar="BYTES", help="Most bytes on disk.")] = None,
-    output: OutputOption = Output.text,
+    size_limit: Annotated[int | None, typer.Option(metavar="BYTES", help="Largest size on disk.")] = None,
+    output: OutputOption = OutputFormat.text,
 ) -> None:
     """Fetch a dataset into the cache, before or while a job trains."""
-    from topkube.data.opening import address, open_cache
-    from topkube.data.place import Place
-    from topkube.data.warm import warm as bring
+    from topkube.data.base.rank_place import RankPlace
+    from topkube.data.fill.warm import warm as bring
+    from topkube.data.opening import open_cache, resolve_address
 
     first, _, count = share.partition("/")
     if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
-        raise DatasetError(f"--share {share} is not I/N with I below N", next_step="give for example 0/4")
+        raise DatasetError(f"--share {share} is not I/N with I below N", next_step="write for example --share 0/4")
     settings = Settings.from_environment()
-    opened = open_cache(address(uri, settings), settings, Place(), cache_directory=directory, size_limit=size_limit)
+    opened = open_cache(
+        resolve_address(uri, settings), settings, RankPlace(), cache_directory=directory, size_limit=size_limit
+    )
     total = int(opened.shards.sizes[int(first) :: int(count)].sum())
     try:
         with _bar("fetching", total, output) as advance:
             done = bring(opened, share=(int(first), int(count)), view=view, progress=advance)
     finally:
         opened.close()
-    if output is Output.json:
+    if output is OutputFormat.json:
         _print({"shards": done.total, "cached": done.shards, "remoteBytes": done.remote_bytes})
     else:
         print(f"{done.shards} of {done.total} shards are cached; {_size(done.remote_bytes)} were fetched")
@@ -65,10 +68,10 @@ def warm(
 
 
 @cache.command()
-def ls(directory: DirectoryOption = None, output: OutputOption = Output.text) -> None:
+def ls(directory: DirectoryOption = None, output: OutputOption = OutputFormat.text) -> None:
     """List the datasets in the cache."""
     rows = [describe(folder) for folder in _tier(directory).datasets()]
-    if output is Output.json:
+    if output is OutputFormat.json:
         _print(rows)
         return
     from rich.console import Console
@@ -83,11 +86,13 @@ def ls(directory: DirectoryOption = None, output: OutputOption = Output.text) ->
 
 
 def describe(folder: DatasetFolder) -> dict[str, Any]:
-    """What `ls` tells of a dataset."""
+    """Return the row of a dataset for `ls`."""
+    from topkube.data.remote.addresses import redact
+
     entries = folder.entries()
     return {
         "id": folder.name,
-        "uri": folder.uri,
+        "uri": redact(folder.uri),
         "shards": int(entries.size),
         "bytes": int(entries["size"].sum()),
         "lastUsed": datetime.fromtimestamp(folder.last_used, UTC).isoformat(timespec="seconds"),
@@ -97,32 +102,34 @@ def describe(folder: DatasetFolder) -> dict[str, Any]:
 
 
 @cache.command()
-def check(datasets: Which = None, directory: DirectoryOption = None, output: OutputOption = Output.text) -> None:
-    """Read every shard and compare its checksum. Damaged ones are taken out of use, and the exit code is 1."""
+def check(datasets: Which = None, directory: DirectoryOption = None, output: OutputOption = OutputFormat.text) -> None:
+    """Read every shard and compare its checksum. Take damaged shards out of use, and exit with code 1."""
     folders = _chosen(_tier(directory), datasets, all_by_default=True)
     damaged: dict[str, list[str]] = {}
     with _bar("checking", sum(int(folder.entries()["size"].sum()) for folder in folders), output) as advance:
         for folder in folders:
-            if found := folder.check(advance):
-                damaged[folder.uri] = found
-    if output is Output.json:
+            if damaged_shards := folder.check(advance):
+                damaged[folder.uri] = damaged_shards
+    if output is OutputFormat.json:
         _print({"checked": [folder.uri for folder in folders], "damaged": damaged})
     else:
         for uri, keys in damaged.items():
-            print(f"{uri}: {len(keys)} damaged, taken out of use: {', '.join(keys)}")
+            print(f"{uri}: {len(keys)} damaged and taken out of use: {', '.join(keys)}")
         if not damaged:
-            print(f"{len(folders)} {'dataset is' if len(folders) == 1 else 'datasets are'} whole")
+            print(f"{len(folders)} {'dataset is' if len(folders) == 1 else 'datasets are'} undamaged")
     raise typer.Exit(1 if damaged else 0)
 
 
 @cache.command()
 def evict(
     datasets: Which = None,
-    everything: Annotated[bool, typer.Option("--all", help="All datasets that are not pinned.")] = False,
-    idle: Annotated[float | None, typer.Option(metavar="DAYS", help="Those not used for so many days.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also pinned ones and those in use.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Evict all datasets that are not pinned.")] = False,
+    idle: Annotated[
+        float | None, typer.Option(metavar="DAYS", help="Evict datasets that were not used for this many days.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Also evict datasets that are pinned or in use.")] = False,
     directory: DirectoryOption = None,
-    output: OutputOption = Output.text,
+    output: OutputOption = OutputFormat.text,
 ) -> None:
     """Remove datasets from the cache."""
     if not datasets and not everything and idle is None:
@@ -137,23 +144,23 @@ def evict(
             kept.append({**row, "reason": "pinned" if folder.pinned else "in use"})
         else:
             removed.append(row)
-    if output is Output.json:
+    if output is OutputFormat.json:
         _print({"evicted": removed, "kept": kept})
     else:
         for row in removed:
             print(f"evicted {row['uri']} ({_size(row['bytes'])})")
         for row in kept:
-            print(f"kept {row['uri']}: {row['reason']}; --force removes it all the same")
+            print(f"kept {row['uri']}: {row['reason']}; --force removes it anyway")
     raise typer.Exit(1 if kept and datasets else 0)
 
 
 @cache.command()
 def pin(
     datasets: Annotated[list[str], typer.Argument(metavar="DATASET…", help="URIs or IDs as ls shows them.")],
-    off: Annotated[bool, typer.Option("--off", help="Unpin instead.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="Unpin the datasets.")] = False,
     directory: DirectoryOption = None,
 ) -> None:
-    """Keep datasets when room is made for others."""
+    """Keep datasets in the cache when others need room."""
     for folder in _chosen(_tier(directory), datasets):
         folder.pin(not off)
 
@@ -161,49 +168,56 @@ def pin(
 @cache.command()
 def manifest(
     uri: Uri,
-    samples: Annotated[bool, typer.Option("--samples", help="Count samples of tar shards (reads them all).")] = False,
+    samples: Annotated[
+        bool, typer.Option("--samples", help="Count the samples of tar shards (reads all shards).")
+    ] = False,
+    checksums: Annotated[
+        bool, typer.Option("--checksums", help="Add the checksum of every object (reads all objects).")
+    ] = False,
 ) -> None:
-    """Print a manifest of a dataset: put it there as manifest.jsonl, and opening it needs no listing."""
-    from topkube.data.manifest import written
+    """Print a manifest of a dataset. Store it beside the data as manifest.jsonl: then opening the dataset lists
+    nothing."""
+    from topkube.data.manifest import generate_manifest
 
-    for line in written(uri, samples):
+    for line in generate_manifest(uri, samples, checksums):
         sys.stdout.write(line)
 
 
 def _tier(directory: Path | None) -> DiskTier:
-    from topkube.data.disk_tier import DiskTier
+    from topkube.data.cache.disk_tier import DiskTier
     from topkube.data.opening import cache_folder
 
-    path = cache_folder(directory, Settings.from_environment())
+    settings = Settings.from_environment()
+    path = cache_folder(directory, settings)
     if not path.is_dir():
         raise DatasetError(f"there is no cache in {path}", next_step="give --directory, or warm a dataset first")
-    return DiskTier(path)
+    return DiskTier(path, sharing=settings.cache_sharing)
 
 
 def _chosen(tier: DiskTier, names: list[str] | None, *, all_by_default: bool = False) -> list[DatasetFolder]:
     folders = tier.datasets()
     if not names and all_by_default:
         return folders
-    from topkube.data.opening import address
+    from topkube.data.opening import resolve_address
 
-    found, settings = [], Settings.from_environment()
+    chosen, settings = [], Settings.from_environment()
     for name in names or []:
-        called = (name, address(name, settings))
-        matching = [folder for folder in folders if folder.name == name or folder.uri in called]
+        uris = (name, resolve_address(name, settings))
+        matching = [folder for folder in folders if folder.name == name or folder.uri in uris]
         if not matching:
-            raise DatasetError(f"{name} is not in the cache", next_step="`topkube cache ls` lists what is")
-        found += matching
-    return found
+            raise DatasetError(f"{name} is not in the cache", next_step="`topkube cache ls` lists the datasets")
+        chosen += matching
+    return chosen
 
 
 @contextmanager
-def _bar(what: str, total: int, output: Output) -> Iterator[Callable[[int], None]]:
-    """A progress bar in bytes on a terminal, nothing elsewhere."""
+def _bar(what: str, total: int, output: OutputFormat) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar in bytes if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    if output is Output.json or not console.is_terminal:
+    if output is OutputFormat.json or not console.is_terminal:
         yield lambda size: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

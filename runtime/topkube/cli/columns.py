@@ -1,4 +1,4 @@
-"""Rows as aligned lines, of the same width with a terminal and without."""
+"""Align the columns of a table, the same on a terminal and in a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 
 def columns(rows: list[list[str]], indent: str = "  ", right: Collection[int] = ()) -> list[str]:
-    """One line per row; the columns numbered in `right` are aligned to the right."""
+    """Return one line per row. The columns numbered in `right` are aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         indent

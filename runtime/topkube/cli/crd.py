@@ -9,12 +9,12 @@ from topkube.job.crd import RULES_SINCE, cached_dataset_yaml, crd_yaml
 
 
 def show_crd(kubernetes: str, cached_datasets: bool = False) -> None:
-    """Prints one for a cluster of this version, such as '1.27' or 'v1.20.2'."""
+    """Print a definition for a cluster of this version, such as '1.27' or 'v1.20.2'."""
     match = re.fullmatch(r"v?(\d+)\.(\d+)([.+-].*)?", kubernetes)
     if match is None:
         raise ArgumentError(
             f"{kubernetes!r} is not a version of Kubernetes",
-            next_step="give one such as 1.27; `kubectl version` says it",
+            next_step="give a version such as 1.27; `kubectl version` prints it",
         )
     if cached_datasets:
         print(cached_dataset_yaml(), end="")

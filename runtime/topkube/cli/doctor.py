@@ -1,4 +1,4 @@
-"""`topkube doctor`: what training needs, checked one by one; a line that is not ok has a next step."""
+"""`topkube doctor`: check what training needs. A line that is not ok has a next step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from topkube.algorithms import load_all, package_of
 from topkube.errors import TopKubeError
-from topkube.launch import mpi
+from topkube.launch.mpi import mpi_library
+from topkube.processors import cores
+from topkube.settings import kubeconfig_paths, process_environment
 from topkube.telemetry.bar import size
 
 HELLO_SECONDS = 60
@@ -28,7 +31,7 @@ _LEAST_SHARED = 64 << 20
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. Only a `fail` keeps training from working here."""
+    """One line of the report. Training does not work here if a check has the state "fail"."""
 
     name: str
     state: Literal["ok", "warn", "fail"]
@@ -41,7 +44,7 @@ def ok(name: str, message: str) -> Check:
 
 
 def run_doctor(json_output: bool) -> int:
-    """Prints the report; returns 1 if something essential fails."""
+    """Print the report. Return 1 if something essential fails."""
     from rich.console import Console
 
     checks: list[Check] = []
@@ -63,11 +66,12 @@ def run_doctor(json_output: bool) -> int:
 
 
 def all_checks() -> Iterator[Check]:
-    """Every check, in the order of what depends on what. A check that breaks is itself a failure, never a traceback."""
+    """Yield all checks; a check comes after those that it depends on. An exception in a check becomes a failed
+    check."""
     for check in CHECKS:
         try:
             yield from check()
-        except Exception as error:  # whatever is broken here is what the report is for
+        except Exception as error:  # the report is for machines on which anything may be broken
             name = check.__name__.removeprefix("_")
             yield Check(name, "fail", f"could not be checked: {type(error).__name__}: {error}", "report this as a bug")
 
@@ -101,15 +105,31 @@ def _kernels() -> Iterator[Check]:
 
 
 def _cuda_kernels() -> Iterator[Check]:
-    """Whether this build has CUDA kernels, by which compiler, and whether they load."""
+    """Report whether this build has CUDA kernels, which compiler made them, and whether they load."""
     library = importlib.import_module("topkube.kernels.cuda_library")
     if library.path() is None:
-        yield ok("cuda kernels", "not in this build: there was no nvcc when it was made; CPU tensors need none")
+        yield ok("cuda kernels", "not in this build, which was made without nvcc; CPU tensors do not need them")
         return
     try:
         yield ok("cuda kernels", f"{library.load().build} (or newer, compiled by the driver)")
     except TopKubeError as error:
         yield Check("cuda kernels", "fail", error.what, error.next_step)
+
+
+def _algorithms() -> Iterator[Check]:
+    """List TopKube's own algorithms, then those of each package, then the packages whose algorithms cannot be used."""
+    algorithms, errors = load_all()
+    own = [algorithm.name for algorithm in algorithms if package_of(algorithm.name) is None]
+    by_package: dict[str, list[str]] = {}
+    for algorithm in algorithms:
+        if package := package_of(algorithm.name):
+            by_package.setdefault(str(package), []).append(algorithm.name)
+    yield ok(
+        "algorithms",
+        "; ".join([", ".join(own), *(f"{package}: {', '.join(names)}" for package, names in by_package.items())]),
+    )
+    for error in errors:
+        yield Check("algorithms", "warn", error.what, error.next_step)
 
 
 def _processor() -> Iterator[Check]:
@@ -119,50 +139,53 @@ def _processor() -> Iterator[Check]:
     wanted = [
         flag for flag in ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16") if flag in flags
     ]
-    yield ok("processor", f"{model}, {mpi.cores()} cores; {' '.join(wanted) or 'no vector extensions known'}")
+    yield ok("processor", f"{model}, {cores()} cores; {' '.join(wanted) or 'no vector extensions known'}")
 
 
 def _mpi() -> Iterator[Check]:
     try:
-        found = mpi.find()
-        yield ok("mpiexec", f"{found} ({found.mpiexec})")
+        mpi = mpi_library.find()
+        yield ok("mpiexec", f"{mpi} ({mpi.mpiexec})")
     except TopKubeError as error:
         yield Check("mpiexec", "fail", error.what, error.next_step)
         return
     try:
-        loaded = mpi.library()
-        mpi.check_match(found, loaded)
+        loaded = mpi_library.library()
+        mpi_library.check_match(mpi, loaded)
         yield ok("mpi library", f"{loaded}, the same as mpiexec's")
     except TopKubeError as error:
         yield Check("mpi library", "fail", error.what, error.next_step)
         return
-    yield _hello(found)
+    yield _hello(mpi)
 
 
-def _hello(found: mpi.Mpi) -> Check:
-    """Two ranks that add 1 + 1."""
-    command = found.command(2, [sys.executable, "-c", _HELLO])
+def _hello(mpi: mpi_library.Mpi) -> Check:
+    """Start two ranks that add 1 + 1."""
+    command = mpi.command(2, [sys.executable, "-c", _HELLO])
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, **found.environment()},
+        env={**process_environment(), **mpi.environment()},
         start_new_session=True,
     )
     try:
         text, _ = process.communicate(timeout=HELLO_SECONDS)
     except subprocess.TimeoutExpired:
-        process.terminate()  # mpiexec ends its ranks on it
+        process.terminate()  # mpiexec then ends its ranks
         process.communicate()
-        next_step = f"run it by hand: {' '.join(command[:-1])} '{_HELLO}'; is a firewall or VPN in the way of loopback?"
+        next_step = f"run it by hand: {' '.join(command[:-1])} '{_HELLO}'; check if a firewall or VPN blocks loopback"
         return Check("two ranks", "fail", f"no answer within {HELLO_SECONDS} s", next_step)
     if text.count("hello 2 2") == 2:
         return ok("two ranks", "started, and added 1 + 1")
-    said = " ".join(text.split())[-300:]
+    output = " ".join(text.split())[-300:]
     return Check(
-        "two ranks", "fail", f"they did not meet: {said}", "keep one MPI in this environment, and reinstall mpi4py"
+        "two ranks",
+        "fail",
+        f"they did not form one world: {output}",
+        "keep one MPI in this environment, and reinstall mpi4py",
     )
 
 
@@ -210,16 +233,19 @@ def _shared_memory() -> Iterator[Check]:
 
 
 def _disk() -> Iterator[Check]:
-    here = Path.cwd()
-    free = shutil.disk_usage(here).free
-    if not os.access(here, os.W_OK):
+    directory = Path.cwd()
+    free = shutil.disk_usage(directory).free
+    if not os.access(directory, os.W_OK):
         yield Check(
-            "disk", "warn", f"{here} is not writable: runs/ cannot be made", "use --run-directory, or another directory"
+            "disk",
+            "warn",
+            f"{directory} is not writable: runs/ cannot be created",
+            "use --run-directory, or another directory",
         )
     elif free < _LEAST_DISK:
-        yield Check("disk", "warn", f"{size(free)} free at {here}", "make room for logs and checkpoints")
+        yield Check("disk", "warn", f"{size(free)} free at {directory}", "make room for logs and checkpoints")
     else:
-        yield ok("disk", f"{size(free)} free at {here}")
+        yield ok("disk", f"{size(free)} free at {directory}")
 
 
 def _cuda() -> Iterator[Check]:
@@ -234,32 +260,31 @@ def _cuda() -> Iterator[Check]:
         return
     gpus = "; ".join(answer.stdout.strip().splitlines())
     code = "import torch; print(torch.cuda.is_available())"
-    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
-    if seen != "True":
-        yield Check("cuda", "warn", f"{gpus}; but torch does not see it", "install a build of torch for CUDA")
+    has_cuda = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
+    if has_cuda != "True":
+        yield Check("cuda", "warn", f"{gpus}; but torch does not find it", "install a build of torch for CUDA")
         return
     yield ok("cuda", gpus)
-    aware = importlib.import_module("topkube.collectives.cuda_aware").mpi_takes_device_pointers()
+    aware = importlib.import_module("topkube.collectives.device.cuda_aware").mpi_takes_device_pointers()
     how = (
-        "directly: MPI says it takes device pointers"
+        "directly: this MPI takes device pointers"
         if aware
-        else "through pinned host memory: MPI takes no device pointers"
+        else "through pinned host memory: this MPI takes no device pointers"
     )
     yield ok("cuda to network", how)
 
 
 def _cluster() -> Iterator[Check]:
-    files = [Path(name) for name in os.environ.get("KUBECONFIG", "").split(os.pathsep) if name]
-    config = next((path for path in [*files, Path.home() / ".kube" / "config"] if path.is_file()), None)
+    config = next((path for path in [*kubeconfig_paths(), Path.home() / ".kube" / "config"] if path.is_file()), None)
     inside = Path("/var/run/secrets/kubernetes.io/serviceaccount/token").exists()
     kubectl = shutil.which("kubectl")
     if config is None and not inside:
-        yield ok("cluster", "no kubeconfig; `topkube run` needs none")
+        yield ok("cluster", "no kubeconfig; `topkube run` works without a cluster")
     elif kubectl is None:
         yield Check(
             "cluster",
             "warn",
-            f"{config or 'a service account'}, but no kubectl on PATH",
+            f"found {config or 'a service account'}, but no kubectl on PATH",
             "install kubectl to submit jobs",
         )
     else:
@@ -274,9 +299,7 @@ def _server(kubectl: str) -> Check:
     except (subprocess.TimeoutExpired, ValueError):
         version = None
     if version is None:
-        return Check(
-            "cluster", "warn", "a kubeconfig is there, but the cluster does not answer", "kubectl cluster-info"
-        )
+        return Check("cluster", "warn", "found a kubeconfig, but the cluster does not answer", "kubectl cluster-info")
     return ok("cluster", f"Kubernetes {version}")
 
 
@@ -284,6 +307,7 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     _python,
     _kernels,
     _cuda_kernels,
+    _algorithms,
     _processor,
     _mpi,
     _torch,

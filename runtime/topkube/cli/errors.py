@@ -1,4 +1,4 @@
-"""How a failure is shown: what happened, the likely cause, the next step; never a traceback unless asked for."""
+"""Show a failure: what happened, the likely cause, the next step. Tracebacks are shown only with --debug."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from topkube.errors import LaunchError, TopKubeError
 
 
 def exit_code(error: TopKubeError) -> int:
-    """2 for a mistake of the user's, the failing rank's own code, else 1."""
+    """Return 2 for a mistake of the user, the exit code of the rank that failed, or 1."""
     if isinstance(error, LaunchError):
         return error.exit_code
     return 2 if isinstance(error, ValueError) else 1
 
 
 def show(error: TopKubeError) -> None:
-    """Prints to stderr, in colour on a terminal."""
+    """Print the error to stderr, in colour on a terminal."""
     from rich.console import Console
     from rich.text import Text
 

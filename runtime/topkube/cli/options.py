@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from typing import Annotated
 import typer
 
 
-class Output(StrEnum):
-    """What `-o` can ask for."""
+class OutputFormat(StrEnum):
+    """The formats of `-o`."""
 
     text = "text"
     json = "json"
 
 
-OutputOption = Annotated[Output, typer.Option("--output", "-o", help="text, or json on stdout.")]
+class RunOutput(StrEnum):
+    """The formats of `topkube run -o`."""
+
+    text = "text"
+    json = "json"
+    yaml = "yaml"
+
+
+OutputOption = Annotated[OutputFormat, typer.Option("--output", "-o", help="text, or json on stdout.")]

@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import signal
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from topkube import algorithms
+from topkube.cli.run_summary import PartsOfStep, RankEnd, RunSummary
+from topkube.cli.script_job import Target, load_job
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
-from topkube.launch import mpi
+from topkube.job.algorithm_name import is_foreign
 from topkube.launch.local import (
     GRACE_SECONDS,
     LocalRun,
@@ -28,25 +30,26 @@ from topkube.launch.local import (
     rank_command,
     rank_environment,
 )
-from topkube.launch.report import log_path
+from topkube.launch.mpi import mpi_library
+from topkube.launch.output.rank_report import log_path
+from topkube.processors import cores
+from topkube.settings import process_environment
 from topkube.telemetry.bar import ProgressDisplay
 from topkube.telemetry.history import History, LogFollower, ProgressReader
 from topkube.telemetry.plot import PlotError, draw
 from topkube.telemetry.summary import rows, summarize
 
 LOOK_SECONDS = 0.15
-"""Between two looks at the ranks' logs and progress."""
+"""Seconds between two reads of the ranks' logs and progress."""
 DEADLINE_CODE = 124
-"""Exit code of a run that its deadline ended, as timeout(1) has it."""
+"""Exit code of a run that its deadline ended, like that of timeout(1)."""
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """The command line of `topkube run`."""
 
-    job: Path
-    workers: int | None = None
-    slots: int | None = None
+    target: Target
     run_directory: Path | None = None
     plot: Path | None = None
     draw: bool = True
@@ -54,23 +57,25 @@ class Options:
     collective_deadline_seconds: float | None = None
     metrics_port: int | None = None
     json: bool = False
+    dry_run: Literal["yaml", "json"] | None = None
+    """Print the job in this format instead of running it."""
 
 
-def run_job(options: Options) -> int:
-    """Returns the exit code: 0, 130 or 143 after a signal. Raises TopKubeError, LaunchError with the failing rank's
-    code."""
-    job = TrainingJob.from_yaml(options.job)
-    if options.workers is not None or options.slots is not None:
-        job = job.scaled(options.workers, options.slots)
-    found = mpi.find()
+def run_job(options: RunOptions) -> int:
+    """Run the job and return the exit code: 0, or 128 + number after a signal. Raises TopKubeError; LaunchError has the
+    exit code of the rank that failed."""
+    job = load_job(options.target)
+    if options.dry_run is not None:
+        return _print_job(job, options.dry_run, options.target)
+    mpi = mpi_library.find()
     directory = fresh_directory(options.run_directory, job, time.localtime())
-    environment = rank_environment(job, found, directory, os.environ, options.collective_deadline_seconds)
+    environment = rank_environment(job, mpi, directory, process_environment(), options.collective_deadline_seconds)
     if is_this_python(rank_command(job, environment)):
-        mpi.check_match(found, mpi.library())
+        mpi_library.check_match(mpi, mpi_library.library())
     console = Console(stderr=options.json)
     history = History()
     with Signals() as signals, contextlib.ExitStack() as stack:
-        watch = _Watch(options, job, LocalRun(job, found, directory, environment), history, console, signals)
+        watch = _Watch(options, job, LocalRun(job, mpi, directory, environment), history, console, signals)
         if options.metrics_port is not None:
             from topkube.telemetry.endpoint import MetricsEndpoint
 
@@ -78,7 +83,7 @@ def run_job(options: Options) -> int:
                 MetricsEndpoint(lambda: directory, job.name, options.metrics_port, "127.0.0.1")
             )
             _say(console, f"metrics for Prometheus at http://127.0.0.1:{endpoint.port}/metrics")
-        _announce(console, job, found, directory)
+        _announce(console, job, mpi, directory)
         failure = watch.run()
         _finish(watch, failure)
     if signals.received is not None:
@@ -88,8 +93,20 @@ def run_job(options: Options) -> int:
     return 0
 
 
+def _print_job(job: TrainingJob, form: Literal["yaml", "json"], target: Target) -> int:
+    """Print the job, and what a cluster needs that this machine has."""
+    print(json.dumps(job.to_dict(), indent=1) if form == "json" else job.to_yaml(), end="\n" if form == "json" else "")
+    if not target.is_job_file:
+        image = job.container["image"]
+        print(f"note: on a cluster, the image {image} must contain {target.program}", file=sys.stderr)
+    if job.spec.checkpoint and not target.is_job_file:
+        claim = job.spec.checkpoint.claim_name
+        print(f"note: on a cluster, the namespace must have the PersistentVolumeClaim {claim}", file=sys.stderr)
+    return 0
+
+
 class Signals:
-    """SIGINT and SIGTERM are noted instead of ending this process, which has ranks to end first."""
+    """Count SIGINT, SIGTERM and SIGHUP. They do not end this process at once, because it must first end its ranks."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -111,10 +128,10 @@ class Signals:
 
 
 class _Watch:
-    """Follows a run to its end."""
+    """Follow a run to its end."""
 
     def __init__(
-        self, options: Options, job: TrainingJob, run: LocalRun, history: History, console: Console, signals: Signals
+        self, options: RunOptions, job: TrainingJob, run: LocalRun, history: History, console: Console, signals: Signals
     ) -> None:
         self.options, self.job, self.local, self.history, self.console = options, job, run, history, console
         self.signals = signals
@@ -123,7 +140,7 @@ class _Watch:
         self._progress: ProgressReader | None = ProgressReader(run.directory)
 
     def run(self) -> LaunchError | None:
-        """Returns why the run failed, None where it did not (or was stopped by a signal)."""
+        """Return why the run failed; None if it succeeded or was stopped by a signal."""
         start = time.monotonic()
         deadline = self.options.deadline_seconds or self.job.spec.run_policy.active_deadline_seconds
         heeded, late, failed_at = 0, False, float("inf")
@@ -135,7 +152,7 @@ class _Watch:
                 while self.signals.count > heeded:
                     heeded += 1
                     display.note(
-                        "ending all ranks; once more kills them at once" if heeded == 1 else "killing all ranks"
+                        "ending all ranks; press Ctrl-C again to kill them" if heeded == 1 else "killing all ranks"
                     )
                     self.local.stop()
                 if deadline is not None and now - start > deadline and not late:
@@ -147,7 +164,11 @@ class _Watch:
                 if now - failed_at > GRACE_SECONDS:  # mpiexec ends the others at once, unless it is stuck itself
                     failed_at = float("inf")
                     self.local.stop()
-            self._show(display, [(rank, log.finish()) for rank, log in enumerate(self._logs)])
+            for rank, log in enumerate(self._logs):
+                for lines in log.finish():
+                    self._show(display, [(rank, lines)])
+            for line in self.local.lost_output():
+                display.note(f"warning: {line}")
         self.wall_seconds = time.monotonic() - start
         if self.signals.received is not None:
             return None
@@ -155,7 +176,7 @@ class _Watch:
             return LaunchError(
                 f"the run did not finish within its deadline of {deadline:g} s",
                 exit_code=DEADLINE_CODE,
-                cause="more steps than fit, or ranks that hang",
+                cause="the job has too many steps for it, or ranks hang",
                 next_step=f"raise --deadline, or read {self.local.directory}/rank-0.log",
             )
         return self.local.failure()
@@ -174,27 +195,27 @@ class _Watch:
         display.update()
 
 
-def _announce(console: Console, job: TrainingJob, found: mpi.Mpi, directory: Path) -> None:
+def _announce(console: Console, job: TrainingJob, mpi: mpi_library.Mpi, directory: Path) -> None:
     spec = job.spec
     _say(
         console,
-        f"{job.name}: {spec.workers} x {spec.slots_per_worker} ranks, {describe(job)}, {found}; logs in {directory}",
+        f"{job.name}: {spec.workers} x {spec.slots_per_worker} ranks, {describe(job)}, {mpi}; logs in {directory}",
     )
-    if job.ranks > mpi.cores():
-        _say(console, f"warning: {job.ranks} ranks share {mpi.cores()} cores, so they wait for each other")
-    if spec.mpi_implementation != found.implementation:
-        _say(console, f"warning: the job's image has {spec.mpi_implementation}; here {found} runs it")
+    if job.ranks > cores():
+        _say(console, f"warning: {job.ranks} ranks share {cores()} cores and wait for each other")
+    if spec.mpi_implementation != mpi.implementation:
+        _say(console, f"warning: the job's image has {spec.mpi_implementation}; this machine uses {mpi}")
     if spec.dataset is not None and not Path(spec.dataset.mount_path).exists():
-        _say(console, f"warning: {spec.dataset.mount_path} is not here; on a cluster it would hold {spec.dataset.uri}")
+        _say(console, f"warning: {spec.dataset.mount_path} does not exist; on a cluster it holds {spec.dataset.uri}")
+    if is_foreign(spec.aggregation.algorithm):
+        _say(console, f"warning: {spec.aggregation.algorithm} is not installed here; the script must register it")
     if spec.run_policy.suspend:
-        _say(console, "note: runPolicy.suspend holds on a cluster only")
+        _say(console, "note: runPolicy.suspend has no effect without a cluster")
 
 
 def describe(job: TrainingJob) -> str:
-    """The aggregation in a few words: 'hitopk at density 0.01'."""
-    aggregation = job.spec.aggregation
-    sparse = aggregation.algorithm in ("auto", "naive", "hitopk")
-    return aggregation.algorithm + (f" at density {aggregation.density:g}" if sparse else "")
+    """Return the aggregation in a few words: 'hitopk at density 0.01'."""
+    return algorithms.describe(job.spec.aggregation.algorithm, job.spec.aggregation.density)
 
 
 def _say(console: Console, text: str) -> None:
@@ -202,7 +223,7 @@ def _say(console: Console, text: str) -> None:
 
 
 def _finish(watch: _Watch, failure: LaunchError | None) -> None:
-    """The summary as a table or JSON, the plot, and where everything is."""
+    """Print the summary as a table or JSON, draw the plot, and print where the files are."""
     options, job, history, console = watch.options, watch.job, watch.history, watch.console
     directory, nodes = watch.local.directory, job.spec.workers
     summary = summarize(history, nodes, job.ranks)
@@ -215,23 +236,24 @@ def _finish(watch: _Watch, failure: LaunchError | None) -> None:
             plotted = None
             _say(console, f"warning: {error}")
     report = watch.local.failed_report() if failure else None
+    outcome: Literal["succeeded", "failed", "interrupted"]
     outcome = "interrupted" if watch.signals.received else ("failed" if failure else "succeeded")
-    values = {
-        "job": job.name,
-        "outcome": outcome,
-        "workers": nodes,
-        "slotsPerWorker": job.spec.slots_per_worker,
-        "mpi": str(watch.local.mpi),
-        "algorithm": job.spec.aggregation.algorithm,
-        "density": job.spec.aggregation.density,
-        "wallSeconds": round(watch.wall_seconds, 3),
-        **{_camel(name): value for name, value in summary.to_dict().items()},
-        "secondsPerStep": {_camel(part.replace(" ", "_")): value for part, value in summary.seconds_per_step.items()},
-        "runDirectory": str(directory),
-        "plot": str(plotted) if plotted else None,
-        "firstFailure": dataclasses.asdict(report) if report else None,
-        "failure": str(failure) if failure else None,
-    }
+    parts = {part.replace(" ", "_"): seconds for part, seconds in summary.seconds_per_step.items()}
+    values = RunSummary(
+        job=job.name,
+        outcome=outcome,
+        workers=nodes,
+        slots_per_worker=job.spec.slots_per_worker,
+        mpi=str(watch.local.mpi),
+        algorithm=job.spec.aggregation.algorithm,
+        density=job.spec.aggregation.density,
+        wall_seconds=round(watch.wall_seconds, 3),
+        **{**summary.to_dict(), "seconds_per_step": PartsOfStep(**parts)},
+        run_directory=str(directory),
+        plot=str(plotted) if plotted else None,
+        first_failure=RankEnd(**dataclasses.asdict(report)) if report else None,
+        failure=str(failure) if failure else None,
+    ).to_dict()
     (directory / "summary.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     if options.json:
         json.dump(values, sys.stdout, indent=1)
@@ -260,8 +282,3 @@ def _finish(watch: _Watch, failure: LaunchError | None) -> None:
             console,
             "no steps were reported: use `with topkube.checkpointing(...) as run` and run.progress(...) in the script",
         )
-
-
-def _camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(word.capitalize() for word in rest)

@@ -1,15 +1,14 @@
-"""`topkube settings`: every environment variable, from the one class that reads them."""
+"""`topkube settings`: list every environment variable, from the class that reads them."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 
-from topkube.settings import Settings
+from topkube.settings import Settings, set_variables
 
 
 def show_settings(markdown: bool) -> None:
-    """Prints the table, or docs/settings.md."""
+    """Print the table, or docs/settings.md."""
     if markdown:
         print(settings_markdown(), end="")
         return
@@ -17,14 +16,15 @@ def show_settings(markdown: bool) -> None:
     from rich.table import Table
 
     table = Table("variable", "default", "now", "what it does", box=None, pad_edge=False, header_style="bold")
+    values = set_variables()
     for entry in dataclasses.fields(Settings):
         variable = entry.metadata["variable"]
-        table.add_row(variable, str(entry.default), os.environ.get(variable, ""), _help(entry))
+        table.add_row(variable, str(entry.default), values.get(variable, ""), _help(entry))
     Console().print(table)
 
 
 def settings_markdown() -> str:
-    """docs/settings.md."""
+    """Return the text of docs/settings.md."""
     lines = [
         "# Environment variables",
         "",

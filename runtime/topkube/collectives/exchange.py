@@ -1,7 +1,7 @@
-"""Exchanges between nodes: each is a generator that posts messages, yields while they travel and goes on when they
+"""Exchanges between nodes: each is a generator that posts messages, yields while they travel and continues when they
 are complete.
 
-So several pieces of an array can be under way at once, driven by one thread that also works inside the node
+Several pieces of an array can therefore be under way at once, driven by one thread that also works inside the node
 (`Exchanges`). Sums have a fixed order: by rank in `pairwise`, along the ring in `ring`.
 """
 
@@ -11,22 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from topkube import kernels
-from topkube.arrays import Array
-from topkube.collectives.call import Call, as_bytes, shard_bounds
+from topkube.algorithms.cost import PAIRWISE_LIMIT
+from topkube.arrays import Array, as_bytes
+from topkube.collectives.call import Call, shard_bounds
 from topkube.telemetry import phases
 
 Exchange = Iterator[list[Any]]
 """Yields the MPI requests it waits for."""
 
-PAIRWISE_LIMIT = 16
-"""Up to this many partners, everybody sends to everybody at once; beyond, rings spare the receivers' links."""
-
 
 class Exchanges:
     """Exchanges that are under way on this rank. `advance` moves all of them as far as their messages allow."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self) -> None:
         self._running: dict[int, tuple[Exchange, list[Any]]] = {}
 
     def start(self, number: int, exchange: Exchange) -> None:
@@ -45,21 +42,39 @@ class Exchanges:
                 requests = following
                 self._running[number] = (exchange, requests)
 
-    def finish(self, number: int) -> None:
-        """Returns once exchange `number` is complete."""
+    @property
+    def are_running(self) -> bool:
+        """True if an exchange is under way."""
+        return bool(self._running)
+
+    def is_running(self, number: int) -> bool:
+        """Return True if exchange `number` is under way."""
+        return number in self._running
+
+    def finish(self, number: int, call: Call) -> None:
+        """Return when exchange `number`, which belongs to `call`, is complete."""
 
         def complete() -> bool:
             self.advance()
             return number not in self._running
 
         with phases.current.timed("inter"):
-            self._call.wait(complete)
+            call.wait(complete)
 
 
-def pairwise_all_reduce(comm: Any, x: Array, buffer: Array, tag: int, saw: Callable[[bool], None]) -> Exchange:
-    """x becomes the sum over `comm`: each rank reduces one segment, in rank order and float32, and sends it to all.
+def pairwise_all_reduce(
+    comm: Any,
+    x: Array,
+    buffer: Array,
+    tag: int,
+    report_finite: Callable[[bool], None],
+    scale: float = 1.0,
+) -> Exchange:
+    """Replace x by the sum over `comm` times `scale`: each rank reduces one segment, in rank order and float32, and
+    sends it to all.
 
-    `buffer` (x's type) holds what arrives: (ranks - 1) segments. `saw` is told whether this rank's segment is finite.
+    `buffer` (x's type) receives (ranks - 1) segments. `report_finite` is called with True if this rank's segment is
+    finite.
     """
     ranks, me = comm.size, comm.rank
     bounds = shard_bounds(x.size, ranks)
@@ -70,8 +85,8 @@ def pairwise_all_reduce(comm: Any, x: Array, buffer: Array, tag: int, saw: Calla
     requests = [comm.Irecv(as_bytes(arriving[p]), p, tag) for p in others]
     requests += [comm.Isend(as_bytes(segments[p]), p, tag) for p in others]
     yield requests
-    kernels.sum_(own, [own if p == me else arriving[p] for p in range(ranks)])
-    saw(kernels.is_finite(own))
+    kernels.sum_(own, [own if p == me else arriving[p] for p in range(ranks)], scale)
+    report_finite(kernels.is_finite(own))
     requests = [comm.Irecv(as_bytes(segments[p]), p, tag) for p in others]
     requests += [comm.Isend(as_bytes(own), p, tag) for p in others]
     yield requests
@@ -82,10 +97,10 @@ def ring_all_reduce(
     x: Array,
     buffer: Array,
     tag: int,
-    saw: Callable[[bool], None],
+    report_finite: Callable[[bool], None],
     scale: float = 1.0,
 ) -> Exchange:
-    """x becomes the sum over `comm` times `scale`, in two trips around a ring (Patarasuk & Yuan, "Bandwidth optimal
+    """Replace x by the sum over `comm` times `scale`, in two rounds of a ring (Patarasuk & Yuan, "Bandwidth optimal
     all-reduce algorithms for clusters of workstations", 2009). `buffer` holds one segment. Partial sums travel in x's
     type."""
     ranks, me = comm.size, comm.rank
@@ -93,23 +108,23 @@ def ring_all_reduce(
     segments = [x[bounds[i % ranks] : bounds[i % ranks + 1]] for i in range(2 * ranks)]
     right, left = (me + 1) % ranks, (me - 1) % ranks
     for step in range(ranks - 1):
-        outgoing, mine = segments[me - step], segments[me - step - 1]
-        arriving = buffer[: mine.size]
+        outgoing, own = segments[me - step], segments[me - step - 1]
+        arriving = buffer[: own.size]
         yield [comm.Irecv(as_bytes(arriving), left, tag), comm.Isend(as_bytes(outgoing), right, tag)]
-        kernels.sum_(mine, [arriving, mine], scale if step == ranks - 2 else 1.0)
-    saw(kernels.is_finite(segments[me + 1]))
+        kernels.sum_(own, [arriving, own], scale if step == ranks - 2 else 1.0)
+    report_finite(kernels.is_finite(segments[me + 1]))
     for step in range(ranks - 1):
         outgoing, incoming = segments[me + 1 - step], segments[me - step]
         yield [comm.Irecv(as_bytes(incoming), left, tag), comm.Isend(as_bytes(outgoing), right, tag)]
 
 
 def all_reduce_buffer_length(length: int, ranks: int) -> int:
-    """How long the buffer of either exchange must be for an array of `length`."""
+    """Return how long the buffer of either exchange must be for an array of `length`."""
     return -(-length // ranks) * max(ranks - 1, 1)
 
 
 def all_gather_rows(comm: Any, rows: Array, tag: int) -> Exchange:
-    """rows: (ranks, bytes), row r filled by rank r; every rank gets all rows."""
+    """Gather `rows`, (ranks, bytes): rank r fills row r, every rank gets all rows."""
     ranks, me = comm.size, comm.rank
     if ranks <= PAIRWISE_LIMIT:
         others = [(me + i) % ranks for i in range(1, ranks)]

@@ -1,4 +1,4 @@
-"""What the link between nodes carries: measured once at the start, so that a later exchange can be held against it."""
+"""Measure the link between nodes once at the start, to compare later exchanges with it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 from topkube.world import World
 
 _SHORT, _LONG = 256 << 10, 4 << 20
-"""Bytes of the first message and, where the link is fast enough for it, of the second."""
+"""Bytes of the first message and, if the link is fast enough, of the second."""
 _SLOW_SECONDS = 0.02
 _ROUNDS = 2
 
 
 def link_rate(world: World) -> float | None:
-    """Bytes per second that this rank sends to the next node while all ranks of its node send, and receive as much;
-    None with one node and on surplus ranks. A collective of all ranks: well under a second down to 100 Mbit/s.
+    """Return the bytes per second that this rank sends to the next node while all ranks of its node send and receive as
+    much; None with one node and on surplus ranks. A collective of all ranks: well under a second down to 100 Mbit/s.
 
-    The best of a few rounds, since a round in which another rank came late measures that rank.
+    The result is the best of a few rounds, because a round in which another rank is late measures that rank.
     """
     comm = world.cross_comm
     if world.nodes == 1 or comm is None:

@@ -1,8 +1,8 @@
-"""Training data: how samples are split over ranks, and the node-local cache that they are read through.
+"""Training data: how samples are distributed over ranks, and the cache of a node through which ranks read samples.
 
-From the outside in: `dataset.py` (what torch sees) reads samples through `memory_tier.py` and `reader.py`; `cache.py`
-gives the reader whole shards from `disk_tier.py` or from `store.py`; `fill.py` brings shards ahead of time, passing
-them between nodes by `exchange.py`.
+`dataset.py` is what torch uses. It reads samples through `cache/memory_tier.py` and `cache/sample_reader.py`. The
+reader opens whole shards with `cache/shard_cache.py`, which takes them from `cache/disk_tier.py` or from
+`remote/object_store.py`. `fill/` fetches shards ahead of time and exchanges them between nodes.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from topkube.data.batch import ArrayOf, collate
+from topkube.data.base.batch import ArrayOf, collate
+from topkube.data.mixing import MixedDataset, MixedSampler
 from topkube.data.sampler import DistributedSampler
 
 if TYPE_CHECKING:
-    from topkube.data.batches import Batches
+    from topkube.data.batch_stream import Batches
     from topkube.data.dataset import CachedDataset
 
-__all__ = ["ArrayOf", "Batches", "CachedDataset", "DistributedSampler", "collate"]
+__all__ = ["ArrayOf", "Batches", "CachedDataset", "DistributedSampler", "MixedDataset", "MixedSampler", "collate"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "CachedDataset":  # brings fsspec
+    if name == "CachedDataset":  # loads fsspec
         return importlib.import_module("topkube.data.dataset").CachedDataset
     if name == "Batches":
-        return importlib.import_module("topkube.data.batches").Batches
+        return importlib.import_module("topkube.data.batch_stream").Batches
     raise AttributeError(f"module 'topkube.data' has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""What a worker's pod runs beside the ranks for its dataset: it fills the cache from the pod's first second on, and
-shows the dataset's files under the job's mountPath. `topkube worker` starts it; the ranks need not know of it.
+"""The companion: a process in a worker's pod that fills the cache and shows the dataset's files under the mountPath.
 
-A `CachedDataset` in the ranks fills the cache too, in the order in which they read; once there is one it is left to it.
-Scripts that read plain files never open one: for them this process brings the shards of other workers as well.
+`topkube worker` starts it when the pod starts; the ranks do not depend on it. When a rank opens a `CachedDataset`, the
+companion stops fetching, because the dataset fills the cache in the order in which the ranks read. Scripts that read
+plain files never open a CachedDataset; for them the companion also fetches the shards of the other workers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import signal
 import sys
 import threading
@@ -19,32 +18,36 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from topkube.data.cache import Cache
-from topkube.data.fill import THREADS
-from topkube.data.opening import address, memory_folder, open_cache
-from topkube.data.place import Place
-from topkube.data.records import PUBLISHED, key_of
-from topkube.data.session import OPEN
-from topkube.data.view import View
+from topkube.data.base.rank_place import RankPlace
+from topkube.data.cache.node_state import OPEN
+from topkube.data.cache.record_log import PUBLISHED, key_of
+from topkube.data.cache.shard_cache import ShardCache
+from topkube.data.fill.disk_filler import THREADS
+from topkube.data.fill.file_view import FileView
+from topkube.data.opening import memory_folder, open_cache, resolve_address
 from topkube.errors import TopKubeError
+from topkube.files import write_text
 from topkube.settings import Settings
 
 PLAIN_SECONDS = 15.0
-"""Ranks that have opened no dataset so long after their start read plain files."""
-_LOOK_SECONDS = 0.25
+"""If the ranks have not opened a dataset this long after their start, they read plain files."""
+_POLL_SECONDS = 0.25
 _PAUSES = (1.0, 30.0)
-"""After the remote has failed: growing."""
+"""The first and the longest pause after an error of the remote."""
 
 
 class Companion:
-    """One pod's dataset. `share=(i, n)`: this is worker i of n. `runs`: the worker's directory, in which an attempt's
-    folder shows that ranks have started. `report` gets what the cache holds, for the job's status; what is in `asked`
-    goes along, so that who wrote it knows that the report is younger."""
+    """The companion of one pod. `share=(i, n)`: this is worker i of n.
+
+    runs: the worker's directory, in which the folder of an attempt shows that ranks have started. sessions: the
+    directory with the shared state of open datasets. report: a file that gets the size of the cache for the job's
+    status. asked: a file whose text is copied into the report, so that its writer knows that the report is newer.
+    """
 
     def __init__(
         self,
-        cache: Cache,
-        view: View | None,
+        cache: ShardCache,
+        view: FileView | None,
         share: tuple[int, int],
         *,
         runs: Path | None = None,
@@ -59,96 +62,97 @@ class Companion:
         self._report, self._asked = report, asked
         self._prefetch, self._plain_seconds = prefetch, plain_seconds
         self._numbers = {cache.shards.key(number): number for number in range(len(cache.shards))}
-        self._seen = 0
+        self._records_seen = 0
         self._arrived: set[int] = set()
-        """Shards that have been published and are not shown yet."""
+        """Shards that have been published and are not in the view yet."""
         self._shown: set[int] = set()
         self._started: float | None = None
         self._reported = ""
-        self._full = False
+        self._view_is_full = False
         self._stop = threading.Event()
 
     def stop(self) -> None:
         self._stop.set()
 
     def run(self) -> None:
-        """Until `stop`."""
-        pause, again = _PAUSES[0], 0.0
-        under_way: dict[Future[None], int] = {}
-        waiting = self._wanted()
+        """Fill the cache and the view until `stop` is called."""
+        pause, retry_time = _PAUSES[0], 0.0
+        fetching: dict[Future[None], int] = {}
+        waiting = self._shards_to_fetch()
         with ThreadPoolExecutor(THREADS, "topkube-companion") as pool:
             while not self._stop.is_set():
-                for done in [one for one in under_way if one.done()]:
-                    number = under_way.pop(done)
+                for future in [future for future in fetching if future.done()]:
+                    number = fetching.pop(future)
                     try:
-                        done.result()
+                        future.result()
                         pause = _PAUSES[0]
                     except (TopKubeError, OSError) as error:
-                        _say(f"shard {number}: {error}")
-                        again, pause = time.monotonic() + pause, min(2 * pause, _PAUSES[1])
-                        waiting = self._wanted()
-                while len(under_way) < THREADS and time.monotonic() >= again and self._fetching():
+                        _report_problem(f"shard {number}: {error}")
+                        retry_time, pause = time.monotonic() + pause, min(2 * pause, _PAUSES[1])
+                        waiting = self._shards_to_fetch()
+                while len(fetching) < THREADS and time.monotonic() >= retry_time and self._may_fetch():
                     number = next(waiting, -1)
                     if number < 0:
                         break
                     if not self._cache.has(number):
-                        under_way[pool.submit(self._bring, number)] = number
-                self._show()
-                self._tell()
-                self._stop.wait(_LOOK_SECONDS)
-            for one in under_way:
-                one.cancel()
+                        fetching[pool.submit(self._fetch, number)] = number
+                self._update_view()
+                self._write_report()
+                self._stop.wait(_POLL_SECONDS)
+            for future in fetching:
+                future.cancel()
 
     # ---- filling
 
-    def _wanted(self) -> Iterator[int]:
-        """Shards that this worker brings: its share; then, for plain files, those of the others."""
+    def _shards_to_fetch(self) -> Iterator[int]:
+        """Yield the shards that this worker fetches: its share and then, for readers of plain files, all others. Yield
+        -1 while it is not known whether the ranks read plain files."""
         first, count = self._share
         yield from range(first, len(self._cache.shards), count)
-        while not self._plain():
+        while not self._ranks_read_files():
             yield -1
         for number in range(len(self._cache.shards)):
             if number % count != first:
                 yield number
 
-    def _fetching(self) -> bool:
-        return self._prefetch and self._cache.state == OPEN and not self._read_as_samples()
+    def _may_fetch(self) -> bool:
+        return self._prefetch and self._cache.state == OPEN and not self._ranks_read_samples()
 
-    def _bring(self, number: int) -> None:
+    def _fetch(self, number: int) -> None:
         if not self._stop.is_set():
             self._cache.open(number, self._cache.from_store)
 
-    def _read_as_samples(self) -> bool:
-        """Whether somebody in this pod has opened the dataset as samples."""
-        if self._cache.session.fillers:
+    def _ranks_read_samples(self) -> bool:
+        """Return True if a rank of this pod has opened a CachedDataset."""
+        if self._cache.node_state.fillers:
             return True
         own = f"session-{self._cache.name}"
         sessions = self._sessions.glob("session-*.users") if self._sessions is not None else ()
         return any(path.stem != own for path in sessions)
 
-    def _plain(self) -> bool:
-        """Whether the ranks are old enough to be known for readers of plain files."""
+    def _ranks_read_files(self) -> bool:
+        """Return True if the ranks read plain files: they have not opened a CachedDataset for long enough."""
         if self._share[1] == 1:
             return True
         if self._started is None and self._runs is not None and any(self._runs.glob("attempt-*")):
             self._started = time.monotonic()
         old = self._started is not None and time.monotonic() - self._started > self._plain_seconds
-        return old and not self._read_as_samples()
+        return old and not self._ranks_read_samples()
 
     # ---- showing
 
-    def _show(self) -> None:
-        """Puts what has arrived since the last look into the view."""
+    def _update_view(self) -> None:
+        """Add the shards that have arrived since the last call to the view."""
         if self._view is None or self._view.is_complete or self._cache.folder is None:
             return
         records = self._cache.folder.log.all()
-        if len(records) < self._seen:  # the dataset was removed and is being filled anew
-            self._seen = 0
-        for record in records[self._seen :]:
+        if len(records) < self._records_seen:  # the dataset was removed from the cache and is filled again
+            self._records_seen = 0
+        for record in records[self._records_seen :]:
             number = self._numbers.get(key_of(record))
             if number is not None and record["kind"] == PUBLISHED and number not in self._shown:
                 self._arrived.add(number)
-        self._seen = len(records)
+        self._records_seen = len(records)
         for number in sorted(self._arrived):
             if self._stop.is_set():
                 return
@@ -157,8 +161,8 @@ class Companion:
             try:
                 self._view.show(number)
             except (TopKubeError, OSError) as error:
-                _say(f"the files of shard {number} cannot be shown: {error}")
-                self._full = True
+                _report_problem(f"the files of shard {number} cannot be added to {self._view.directory}: {error}")
+                self._view_is_full = True
                 self._arrived.clear()
                 return
             self._arrived.discard(number)
@@ -167,42 +171,45 @@ class Companion:
             self._view.complete()
 
     def _may_copy(self, number: int) -> bool:
-        """Files that are a shard of their own cost nothing to show. Small ones are copies: not where nobody reads them,
-        not where they would take the room of shards."""
+        """Return True if the files of the shard may be added to the view.
+
+        An object that is a shard takes no space. Small files are copies: they are not added if nobody reads them or if
+        they would take the space of shards.
+        """
         shards = self._cache.shards
         shard = shards[number]
         if shard.stop - shard.start == 1:
             return True
-        if self._full or self._read_as_samples():
+        if self._view_is_full or self._ranks_read_samples():
             return False
         assert self._cache.folder is not None
         tier, total = self._cache.folder.tier, shards.listing.bytes
         limit = tier.limits.size
-        if (limit is None or 2 * total <= limit) and total + shard.size <= tier.free() + self._copied():
+        if (limit is None or 2 * total <= limit) and total + shard.size <= tier.free() + self._copied_bytes():
             return True
-        self._full = True
-        _say(
-            f"{shards.uri}: {total:,} bytes of small files do not fit twice (as shards and as files) and are not "
-            "shown; raise spec.dataset.cache.sizeLimit, or read them with topkube.data.CachedDataset"
+        self._view_is_full = True
+        _report_problem(
+            f"{shards.uri}: {total:,} bytes of small files do not fit twice (as shards and as files), so the files are "
+            "not shown; raise spec.dataset.cache.sizeLimit, or read them with topkube.data.CachedDataset"
         )
         return False
 
-    def _copied(self) -> int:
+    def _copied_bytes(self) -> int:
         return int(sum(self._cache.shards.sizes[number] for number in self._shown))
 
-    # ---- telling
+    # ---- reporting
 
-    def _tell(self) -> None:
+    def _write_report(self) -> None:
         if self._report is None or self._cache.folder is None:
             return
         asked = ""
         if self._asked is not None:
-            with contextlib.suppress(OSError):  # before looking: the report is younger than the question
+            with contextlib.suppress(OSError):  # read first, so that the report is newer than this text
                 asked = self._asked.read_text(encoding="utf-8")
-        held = self._cache.folder.log.total()
+        cached = self._cache.folder.log.total()
         text = json.dumps(
             {
-                "cachedBytes": held,
+                "cachedBytes": cached,
                 "totalBytes": self._cache.shards.listing.bytes,
                 "remoteBytes": int(self._cache.counters.totals()["remote_bytes"]),
                 "asked": asked,
@@ -210,13 +217,11 @@ class Companion:
         )
         if text != self._reported:
             self._reported = text
-            part = self._report.with_name(f".{self._report.name}.part")
-            part.write_text(text, encoding="utf-8")
-            os.replace(part, self._report)
+            write_text(self._report, text)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`python -m topkube.data.companion`, with the settings of the worker's container."""
+    """Run `python -m topkube.data.companion` with the settings of the worker's container."""
     parser = argparse.ArgumentParser(prog="topkube.data.companion")
     parser.add_argument("--share", default="0/1", metavar="I/N")
     parser.add_argument("--runs", type=Path)
@@ -230,25 +235,25 @@ def main(arguments: list[str] | None = None) -> int:
 
     def end(*_: object) -> None:
         stop.set()
-        for one in companion:
-            one.stop()
+        for running in companion:
+            running.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     cache, pause = None, _PAUSES[0]
     while cache is None and not stop.is_set():
         try:
-            cache = open_cache(address(settings.dataset_uri, settings), settings, Place())
+            cache = open_cache(resolve_address(settings.dataset_uri, settings), settings, RankPlace())
         except (TopKubeError, OSError) as error:
-            _say(str(error))
+            _report_problem(str(error))
             stop.wait(pause)
             pause = min(2 * pause, _PAUSES[1])
     if cache is None:
         return 0
     try:
-        view = View(cache, Path(settings.dataset_view)) if settings.dataset_view else None
+        view = FileView(cache, Path(settings.dataset_view)) if settings.dataset_view else None
     except OSError as error:
-        _say(f"{settings.dataset_view} cannot be used: {error.strerror}; the dataset's files are not shown")
+        _report_problem(f"{settings.dataset_view} cannot be used: {error.strerror}; the dataset's files are not shown")
         view = None
     companion.append(
         Companion(
@@ -268,7 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _say(text: str) -> None:
+def _report_problem(text: str) -> None:
     print(f"topkube data: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""`CachedDataset`: a remote dataset as torch sees it, read through the node's cache."""
+"""`CachedDataset`: a remote dataset for torch that is read through the cache of the node."""
 
 from __future__ import annotations
 
@@ -6,53 +6,68 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from topkube.data.batch import ArrayOf, Batch, Decode, merged
-from topkube.data.cache import Cache
-from topkube.data.fill import Filler
-from topkube.data.fingerprint import fingerprint as fingerprint_of
-from topkube.data.listing import UNKNOWN, Longs
-from topkube.data.memory_fill import MemoryFiller
-from topkube.data.memory_tier import Frozen, MemoryTier
-from topkube.data.opening import address, memory_folder, open_cache
-from topkube.data.patience import Patience
-from topkube.data.place import Place, here
-from topkube.data.reader import Reader, as_indices
-from topkube.data.row_groups import RowGroups, parquet_rows
+from topkube.data.base.batch import ArrayOf, Batch, Decode, merge_batches
+from topkube.data.base.open_datasets import register
+from topkube.data.base.open_files import is_pressure
+from topkube.data.base.rank_place import RankPlace, find_place
+from topkube.data.cache.fingerprint import fingerprint as fingerprint_of
+from topkube.data.cache.memory_tier import Frozen, MemoryTier
+from topkube.data.cache.node_state import STATES
+from topkube.data.cache.row_groups import RowGroups, parquet_rows
+from topkube.data.cache.sample_reader import SampleReader, as_indices
+from topkube.data.cache.shard_cache import ShardCache
+from topkube.data.fill.disk_filler import DiskFiller
+from topkube.data.fill.memory_filler import MemoryFiller
+from topkube.data.formats.shards import GROUP_BYTES, Format
+from topkube.data.opening import memory_folder, open_cache, resolve_address
+from topkube.data.rank_messages import share_counts, share_failure
+from topkube.data.remote.listing import UNKNOWN, Longs
+from topkube.data.remote.retry import Patience
 from topkube.data.sampler import DistributedSampler
-from topkube.data.session import STATES
-from topkube.data.shards import GROUP_BYTES, Format
-from topkube.data.watch import watch
 from topkube.errors import TopKubeError
 from topkube.settings import Settings
 
 if TYPE_CHECKING:
-    from topkube.data.batches import Batches
+    from topkube.data.batch_stream import Batches
 
-_opening_again = False
-"""While a spawned worker opens its copy: it takes no part in collectives."""
+_DESCRIPTION = (
+    "uri",
+    "decode",
+    "transform",
+    "_fingerprint",
+    "_settings",
+    "_memory_folder",
+    "_memory_limit",
+    "_cache_options",
+)
+"""The attributes from which a spawned process opens the dataset again."""
 
 
 class CachedDataset:
-    """A map-style dataset for `torch.utils.data.DataLoader` over anything that fsspec opens.
+    """A map-style dataset for `torch.utils.data.DataLoader` over any store that fsspec opens.
 
-    uri: a folder of files, of tar shards (WebDataset) or of Parquet or Arrow files, or a manifest (.jsonl); or the
-    mountPath of the job's dataset. A raw sample is a file's bytes, a dict of a tar sample's fields (its name under
-    `__key__`), or a dict of a row's columns.
-    decode: a deterministic function of the raw sample; what it returns is kept in memory. `fingerprint` names it where
-    its code does not (see `fingerprint.py`).
-    transform: applied to every sample on its way out, never kept: random augmentation goes here.
-    size_limit, memory_limit: bytes per node on disk and in memory (0: no limit, and no memory tier).
-    prefetch: fill the cache in the background, ranks sharing the work. `wait_seconds`: how long a reader waits for
-    another that makes no progress before it fetches a shard itself.
+    uri: a folder of files, of tar shards (WebDataset), or of Parquet or Arrow files; a manifest (.jsonl); or the
+    mountPath of the job's dataset. A raw sample is the bytes of a file, a dict of the fields of a sample in a tar (its
+    name is the value of `__key__`), or a dict of the columns of a row.
+    decode: a deterministic function of the raw sample. The memory tier stores its results. `fingerprint` identifies
+    the function if its code does not (see `fingerprint.py`).
+    transform: a function that is applied whenever a sample is read; its results are not stored. Use it for random
+    augmentation.
+    size_limit: bytes per node on disk; 0 means no limit. memory_limit: bytes per node in memory; 0 means no memory
+    tier.
+    prefetch: fill the cache in the background; the ranks share the work.
+    wait_seconds: how long a reader waits for another process that fetches the same shard but makes no progress. Then
+    the reader fetches the shard itself.
 
-    With several ranks the constructor is a collective: every rank calls it. Raises DatasetError for what cannot work,
-    StoreError where the remote fails, CacheError where the directory is another's.
+    With several ranks the constructor is a collective: every rank calls it. Raises DatasetError for invalid arguments
+    or data, StoreError if the remote fails, CacheError if another user or program owns the directory.
     """
 
     def __init__(
@@ -75,54 +90,60 @@ class CachedDataset:
         wait_seconds: float = 30.0,
         settings: Settings | None = None,
     ) -> None:
-        settings = settings or Settings.from_environment()
-        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        self._place = Place() if _opening_again else here()
-        self.uri = address(os.fspath(uri), settings)
+        self._settings = settings or Settings.from_environment()
+        self.uri = resolve_address(os.fspath(uri), self._settings)
         self.decode, self.transform = decode, transform
         self._fingerprint = fingerprint if fingerprint is not None else fingerprint_of(decode)
-        memory_limit = settings.cache_memory_limit if memory_limit is None else memory_limit
-        memory = memory_folder(memory_directory, settings)
+        self._memory_limit = self._settings.cache_memory_limit if memory_limit is None else memory_limit
+        self._memory_folder = memory_folder(memory_directory, self._settings)
+        self._cache_options: dict[str, Any] = {
+            "format": format,
+            "cache_directory": cache_directory,
+            "size_limit": size_limit,
+            "free_bytes": free_bytes,
+            "group_bytes": group_bytes,
+            "storage_options": storage_options,
+            "patience": patience,
+            "wait_seconds": wait_seconds,
+        }
+        self._open(find_place(), bool(self._settings.cache_prefetch) if prefetch is None else prefetch)
+
+    # ---- opening
+
+    def _open(self, place: RankPlace, prefetch: bool) -> None:
+        """Open the tiers and start filling them. A collective if `place` has several ranks."""
+        self._place = place
         self.cache = open_cache(
             self.uri,
-            settings,
-            self._place,
-            format=format,
-            cache_directory=cache_directory,
-            size_limit=size_limit,
-            memory_limit=memory_limit,
-            memory=memory,
-            free_bytes=free_bytes,
-            group_bytes=group_bytes,
-            storage_options=storage_options,
-            patience=patience,
-            wait_seconds=wait_seconds,
+            self._settings,
+            place,
+            memory_limit=self._memory_limit,
+            memory=self._memory_folder,
+            **self._cache_options,
         )
-        self.session, self.counters = self.cache.session, self.cache.counters
-        prefetch = bool(settings.cache_prefetch) if prefetch is None else prefetch
-        self.filler = Filler(self.cache, self._place) if prefetch and self.cache.folder is not None else None
+        self.node_state, self.counters = self.cache.node_state, self.cache.counters
+        self.filler = DiskFiller(self.cache, place) if prefetch and self.cache.folder is not None else None
         self._memory: MemoryTier | None = None
         self._process = os.getpid()
         self._end = weakref.finalize(self, _close, self.cache, self.filler, os.getpid())
         try:
             if self.filler is not None:
                 self.filler.start()
-                if self._place.world is not None:  # whoever reads must know that shards are on their way
-                    self._place.world.comm.Barrier()
-            counts = self._counts()
-            self._reader = Reader(self.cache, counts, decode.field if isinstance(decode, ArrayOf) else None)
-            if memory_limit:
-                self._memory = self._memory_tier(memory, f"{self.cache.name}-{self._fingerprint}", memory_limit)
-            self._memory_filler = self._fill_memory()
+                if place.world is not None:  # readers must know that fillers are at work before they read
+                    place.world.comm.Barrier()
+            field = self.decode.field if isinstance(self.decode, ArrayOf) else None
+            self._reader = SampleReader(self.cache, self._count_samples(), field)
+            if self._memory_limit:
+                self._memory = self._open_memory_tier()
+            self._memory_filler = self._start_memory_filler()
         except BaseException:
             self._end()
             raise
-        watch(self)
+        register(self)
 
-    # ---- opening
-
-    def _counts(self) -> Longs:
-        """Samples of each shard. Where only its content tells, ranks share the reading."""
+    def _count_samples(self) -> Longs:
+        """Return the number of samples of each shard. Ranks share the reading of shards whose content must be
+        counted."""
         store, shards = self.cache.store, self.cache.shards
         counts = shards.counts().copy()
         unknown = np.flatnonzero(counts == UNKNOWN)
@@ -131,7 +152,7 @@ class CachedDataset:
         first: TopKubeError | None = None
         groups = RowGroups(self.cache) if shards.format == "arrow" else None
         for number in unknown.tolist():
-            if self._place.home(number) != self._place.rank:
+            if self._place.home_rank(number) != self._place.rank:
                 continue
             try:
                 if shards.format == "parquet":
@@ -144,33 +165,39 @@ class CachedDataset:
                 first = failure
                 break
         if self._place.world is not None:
-            for other, failed in self._place.world.comm.allgather((counts, first)):
-                first = first or failed
-                counts = np.maximum(counts, other)
+            first = share_failure(self._place.world.comm, first)
+            counts = share_counts(self._place.world.comm, counts)
         if first is not None:
             raise first
         return counts
 
-    def _memory_tier(self, directory: Path, name: str, limit: int) -> MemoryTier | None:
+    def _open_memory_tier(self) -> MemoryTier | None:
+        name = f"{self.cache.name}-{self._fingerprint}"
         try:
-            return MemoryTier(directory, name, len(self._reader), limit)
+            return MemoryTier(self._memory_folder, name, len(self._reader), self._memory_limit)
         except OSError as error:
-            self._memory_frozen(error)
+            self._report_frozen_memory(error)
             return None
 
-    def _fill_memory(self) -> MemoryFiller | None:
-        """Only of what is decoded without Python: a loop should not wait for the interpreter because of it."""
-        if self._memory is None or self.filler is None or (decode := self._columns) is None:
+    def _start_memory_filler(self) -> MemoryFiller | None:
+        """Fill memory in the background if samples are decoded without Python, which would slow down the training
+        loop."""
+        if self._memory is None or self.filler is None or (decode := self._array_decode) is None:
             return None
         return MemoryFiller(
-            self._memory, self.filler, self.filler.share, self._reader.starts, decode.record_bytes, self._keep
+            self._memory,
+            self.filler,
+            self.filler.share,
+            self._reader.starts,
+            decode.record_bytes,
+            self._decode_and_store,
         )
 
-    def _memory_frozen(self, error: OSError) -> None:
-        if self.session.freeze_memory():
+    def _report_frozen_memory(self, error: OSError) -> None:
+        if self.node_state.freeze_memory_tier():
             print(
                 f"topkube: the memory cache takes no more samples ({error.strerror or error}); "
-                "others are read from the disk cache",
+                "all other samples are read from the disk cache",
                 file=sys.stderr,
                 flush=True,
             )
@@ -184,63 +211,66 @@ class CachedDataset:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int] | Longs) -> Sequence[Any]:
-        """Several samples at once; torch's DataLoader asks for a whole batch like this."""
+        """Return several samples. The DataLoader of torch reads a whole batch with this method."""
         samples = self.batch(as_indices(indices, len(self)))
         return samples if self.transform is None else [self.transform(sample) for sample in samples]
 
     def batch(self, indices: Longs) -> Sequence[Any]:
-        """Decoded samples, before `transform`: a Batch where they come in columns, else a list. `collate` makes
-        tensors of either."""
+        """Return decoded samples, before `transform`: a Batch if they are stored in columns, else a list. `collate`
+        accepts both."""
         memory = self._memory
         if memory is None:
-            return self._decoded(indices)
+            return self._decode(indices)
         present = memory.has(indices)
         hits = int(np.count_nonzero(present))
         self.counters.add("memory_requests", indices.size)
         if hits < indices.size:
             self.counters.add("memory_misses", indices.size - hits)
             missing = indices[~present]
-            fresh = self._keep(missing)
+            fresh = self._decode_and_store(missing)
             if not hits:
                 return fresh
-            if not memory.has(missing).all():  # no room for them, or another is writing them
-                return self._joined(present, self._remembered(indices[present]), fresh)
-        return self._remembered(indices)
+            if not memory.has(missing).all():  # there was no room, or another process is writing them
+                return self._join(present, self._read_memory(indices[present]), fresh)
+        return self._read_memory(indices)
 
-    def _remembered(self, indices: Longs) -> Batch:
-        """Samples that memory has."""
+    def _read_memory(self, indices: Longs) -> Batch:
+        """Return samples from the memory tier, which has all of them."""
         assert self._memory is not None
-        found = self._memory.gather(indices)
-        self.counters.add("memory_bytes", found.nbytes)
-        return found
+        batch = self._memory.gather(indices)
+        self.counters.add("memory_bytes", batch.nbytes)
+        return batch
 
-    def _keep(self, indices: Longs) -> Sequence[Any]:
-        """Decoded samples, kept in memory as far as there is room."""
+    def _decode_and_store(self, indices: Longs) -> Sequence[Any]:
+        """Return decoded samples. Samples for which there is room are stored in the memory tier."""
         assert self._memory is not None
-        fresh = self._decoded(indices)
+        fresh = self._decode(indices)
         try:
             self._memory.admit(indices, fresh)
         except Frozen as error:
-            self._memory_frozen(error)
+            self._report_frozen_memory(error)
+        except OSError as error:
+            if not is_pressure(error):
+                raise
         return fresh
 
     @staticmethod
-    def _joined(present: npt.NDArray[np.bool_], kept: Batch, fresh: Sequence[Any]) -> Sequence[Any]:
-        """One batch of the samples that memory has (`kept`) and of those that it lacks (`fresh`)."""
+    def _join(present: npt.NDArray[np.bool_], kept: Batch, fresh: Sequence[Any]) -> Sequence[Any]:
+        """Return one batch of the samples from memory (`kept`, where `present` is true) and of the others (`fresh`)."""
         if isinstance(fresh, Batch) and fresh.schema == kept.schema and kept.schema.fixed:
-            return merged(present, kept, fresh)
-        held, new = iter(kept), iter(fresh)
-        return [next(held) if here else next(new) for here in present.tolist()]
+            return merge_batches(present, kept, fresh)
+        kept_samples, fresh_samples = iter(kept), iter(fresh)
+        return [next(kept_samples) if is_kept else next(fresh_samples) for is_kept in present.tolist()]
 
     @property
-    def _columns(self) -> ArrayOf | None:
-        """`decode`, where whole batches are decoded at once."""
+    def _array_decode(self) -> ArrayOf | None:
+        """The `decode` function if it decodes whole batches at once."""
         return (
             self.decode if isinstance(self.decode, ArrayOf) and self.cache.shards.format in ("files", "tar") else None
         )
 
-    def _decoded(self, indices: Longs) -> Sequence[Any]:
-        if (decode := self._columns) is not None:
+    def _decode(self, indices: Longs) -> Sequence[Any]:
+        if (decode := self._array_decode) is not None:
             return self._reader.arrays(indices, decode)
         raw = self._reader.samples(indices)
         return raw if self.decode is None else [self.decode(sample) for sample in raw]
@@ -249,11 +279,20 @@ class CachedDataset:
 
     @property
     def shard_starts(self) -> Longs:
-        """The first sample of each shard, and the number of samples: (shards + 1,)."""
+        """The first sample of each shard, then the number of samples: (shards + 1,)."""
         return self._reader.starts
 
+    @cached_property
+    def identity(self) -> str:
+        """A name for the samples and their order that does not depend on the dataset's address: 32 hexadecimal digits.
+        They change with the paths and sizes of the objects and with the division into shards."""
+        listing, state = self.cache.shards.listing, xxhash.xxh3_128()
+        for part in (listing.paths.blob, listing.paths.ends, listing.sizes, self._reader.starts):
+            state.update(part.tobytes())
+        return state.hexdigest()
+
     def expect(self, order: Longs) -> None:
-        """Tells in which order samples will be asked for; the filler goes ahead in it. DistributedSampler calls it."""
+        """Fetch shards in the order in which these samples will be read. DistributedSampler calls this method."""
         if self.filler is not None and self.filler.running and os.getpid() == self._process:
             shards = self._reader.shards_of(order)
             _, first = np.unique(shards, return_index=True)
@@ -267,15 +306,15 @@ class CachedDataset:
         drop_last: bool = False,
         ahead: int = 0,
     ) -> Batches:
-        """The iterable style: a rank's samples in the sampler's order, in collated batches (`batch_size=None`: one by
-        one). See `Batches`."""
-        from topkube.data.batches import Batches  # brings torch
+        """Return an iterable of this rank's samples in the sampler's order, in collated batches; single samples if
+        `batch_size` is None. See `Batches`."""
+        from topkube.data.batch_stream import Batches  # loads torch
 
         return Batches(self, batch_size, sampler or DistributedSampler(self), drop_last=drop_last, ahead=ahead)
 
     def warm(self, progress: Callable[[int], None] | None = None) -> None:
-        """Returns when every shard of this rank's share is in the node's cache, or the cache is full."""
-        filler = self.filler or Filler(self.cache, self._place)
+        """Wait until every shard of this rank's share is in the node's cache, or the cache is full."""
+        filler = self.filler or DiskFiller(self.cache, self._place)
         if self.filler is None:
             filler.start()
         try:
@@ -284,24 +323,25 @@ class CachedDataset:
             if self.filler is None:
                 filler.close()
 
-    # ---- telling
+    # ---- reporting
 
     def statistics(self) -> dict[str, float]:
-        """All counters (telemetry.cache_counters.NAMES) of this process and its workers; tiers' states, bytes."""
-        found = self.counters.totals()
-        found["disk_state"] = self.session.state
-        found["memory_state"] = self.session.memory_state
-        found["memory_used_bytes"] = self._memory.used if self._memory is not None else 0
-        return found
+        """Return all counters (telemetry.cache_counters.NAMES) of this process and its workers, and the states of the
+        tiers and the bytes in memory."""
+        statistics = self.counters.totals()
+        statistics["disk_state"] = self.node_state.state
+        statistics["memory_state"] = self.node_state.memory_state
+        statistics["memory_used_bytes"] = self._memory.used if self._memory is not None else 0
+        return statistics
 
     def __repr__(self) -> str:
         return (
             f"CachedDataset({self.uri!r}, {len(self):,} samples in {len(self.cache.shards):,} shards of "
-            f"{self.cache.shards.format}, disk tier {STATES[self.session.state]})"
+            f"{self.cache.shards.format}, disk tier {STATES[self.node_state.state]})"
         )
 
     def close(self) -> None:
-        """Ends the filling and lets the tiers go. Called at the end of the process at the latest."""
+        """Stop filling and release the tiers. Without this call that happens when the process ends."""
         self._end()
         if self._memory_filler is not None:
             self._memory_filler.close()
@@ -309,19 +349,15 @@ class CachedDataset:
             self._memory.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For workers that are spawned: they open the dataset again, without a filler and alone."""
-        return {**self._arguments, "uri": self.uri, "prefetch": False}
+        return {name: getattr(self, name) for name in _DESCRIPTION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        global _opening_again
-        _opening_again = True
-        try:
-            self.__init__(**state)  # type: ignore[misc]
-        finally:
-            _opening_again = False
+        """Open the dataset in a spawned worker: without a filler, and without collectives."""
+        self.__dict__.update(state)
+        self._open(RankPlace(), prefetch=False)
 
 
-def _close(cache: Cache, filler: Filler | None, process: int) -> None:
+def _close(cache: ShardCache, filler: DiskFiller | None, process: int) -> None:
     if os.getpid() != process:
         return
     if filler is not None:

@@ -1,4 +1,4 @@
-"""Opening a dataset's cache: address, listing, limits, tiers. All ranks end up with the same listing."""
+"""Opens the cache of a dataset: address, listing, limits and tiers. All ranks get the same listing."""
 
 from __future__ import annotations
 
@@ -10,25 +10,31 @@ from typing import Any
 
 import xxhash
 
-from topkube.data.cache import Cache, open_tier
-from topkube.data.counters import Counters
-from topkube.data.disk_tier import DiskTier, Limits
-from topkube.data.listing import Listing
-from topkube.data.patience import Patience
-from topkube.data.place import Place
-from topkube.data.session import Session
-from topkube.data.shards import GROUP_BYTES, Format, Shards
-from topkube.data.store import Store
+from topkube.data.base.rank_place import RankPlace
+from topkube.data.base.shared_counters import CacheCounters
+from topkube.data.cache.disk_tier import DiskLimits, DiskTier
+from topkube.data.cache.node_state import NodeState
+from topkube.data.cache.shard_cache import ShardCache, open_tier
+from topkube.data.formats.shards import GROUP_BYTES, Format, Shards
+from topkube.data.rank_messages import share_failure, share_listing
+from topkube.data.remote.listing import Listing
+from topkube.data.remote.object_store import ObjectStore
+from topkube.data.remote.retry import Patience
 from topkube.errors import DatasetError, TopKubeError
+from topkube.files import new_folder
 from topkube.settings import Settings
 
+_LISTING_FORMAT = 2
+"""The format of listings in the cache. A listing of another format is read from its manifest again."""
+_SESSION_FORMAT = 2
+"""The format of the state that processes share. Another version of TopKube on this node uses its own state."""
 AnyPath = str | os.PathLike[str]
 
 
 def open_cache(
     uri: str,
     settings: Settings,
-    place: Place,
+    place: RankPlace,
     *,
     format: Format = "auto",
     cache_directory: AnyPath | None = None,
@@ -40,67 +46,74 @@ def open_cache(
     storage_options: Mapping[str, Any] | None = None,
     patience: Patience | None = None,
     wait_seconds: float = 30.0,
-) -> Cache:
-    """The cache of the dataset at `uri` (an address; see `address`). The arguments are CachedDataset's; what is None
-    comes from `settings`. A collective where `place` has several ranks."""
+) -> ShardCache:
+    """Open the cache of the dataset at `uri` (see `resolve_address`).
+
+    The arguments are those of CachedDataset; `settings` has the values of arguments that are None. `memory` is the
+    folder of the memory tier. A collective if `place` has several ranks.
+    """
     size_limit = settings.cache_size_limit if size_limit is None else size_limit
     for name, value in (("size_limit", size_limit), ("memory_limit", memory_limit)):
         if value < 0:
-            raise DatasetError(f"{name} = {value} is negative", next_step="give bytes, or 0")
+            raise DatasetError(f"{name} = {value} is negative", next_step="pass a number of bytes, or 0")
     directory = cache_folder(cache_directory, settings)
-    store = Store(uri, storage_options, patience)
-    tier = open_tier(directory, Limits(size_limit or None, free_bytes, settings.cache_free_percent))
-    listing = _by_rank_0(lambda: list_dataset(store, tier), place)
+    store = ObjectStore(uri, storage_options, patience)
+    tier = open_tier(
+        directory, DiskLimits(size_limit or None, free_bytes, settings.cache_free_percent), settings.cache_sharing
+    )
+    listing = _list_on_rank_0(lambda: list_dataset(store, tier), place)
     shards = Shards(uri, listing, format, group_bytes)
     check_limits(shards, size_limit, memory_limit, place.local_size)
     if tier is not None and tier.writable and place.local_rank == 0:
-        _note(tier, shards)
-    about = f"{directory.resolve()}\0{uri}\0{listing.digest()}\0{shards.format}\0{len(shards)}"
+        _write_summary(tier, shards)
+    about = f"{_SESSION_FORMAT}\0{directory.resolve()}\0{uri}\0{listing.digest()}\0{shards.format}\0{len(shards)}"
     name = xxhash.xxh3_64_hexdigest(about.encode())
-    session = Session(memory or memory_folder(None, settings), name, len(shards))
-    return Cache(store, shards, tier, session, Counters(settings.run_path), name, stall_seconds=wait_seconds)
+    node_state = NodeState(memory or memory_folder(None, settings), name, len(shards))
+    return ShardCache(
+        store, shards, tier, node_state, CacheCounters(settings.run_path), name, stall_seconds=wait_seconds
+    )
 
 
-def _note(tier: DiskTier, shards: Shards) -> None:
-    """Leaves word of the listing in the dataset's folder. Where it is another than the last one, shards of the old one
-    that nobody uses go."""
+def _write_summary(tier: DiskTier, shards: Shards) -> None:
+    """Write a summary of the listing to the dataset's folder. If the listing has changed and nobody uses the dataset,
+    remove the shards that are no longer listed."""
     with contextlib.suppress(OSError):
         folder = tier.dataset(shards.uri)
         summary = {"bytes": shards.listing.bytes, "shards": len(shards), "listing": shards.listing.digest()}
-        before = folder.noted()
-        if before.get("listing", summary["listing"]) != summary["listing"] and folder.log.total():
+        previous = folder.read_summary()
+        if previous.get("listing", summary["listing"]) != summary["listing"] and folder.log.total():
             folder.evict_outdated(shards.keys())
-        folder.note(summary)
+        folder.write_summary(summary)
 
 
 def cache_folder(directory: AnyPath | None, settings: Settings) -> Path:
-    """The disk tier's directory."""
+    """Return the directory of the disk tier."""
     return Path(directory or settings.cache_directory).expanduser()
 
 
 def memory_folder(directory: AnyPath | None, settings: Settings) -> Path:
-    """The memory tier's directory, one per user."""
-    return Path(directory or settings.cache_memory_directory) / f"topkube-{os.getuid()}"
+    """Return the directory of the memory tier. Every user has its own."""
+    return Path(directory or settings.cache_memory_directory) / f"topkube-{os.geteuid()}"
 
 
-def _by_rank_0(make: Callable[[], Any], place: Place) -> Any:
-    """What rank 0 makes, on all ranks; its failure too."""
+def _list_on_rank_0(list_objects: Callable[[], Listing], place: RankPlace) -> Listing:
+    """Return rank 0's listing on all ranks. Raises rank 0's error on all ranks."""
     if place.world is None:
-        return make()
-    made: tuple[Any, TopKubeError | None] = (None, None)
+        return list_objects()
+    listing, failure = None, None
     if place.rank == 0:
         try:
-            made = (make(), None)
+            listing = list_objects()
         except TopKubeError as error:
-            made = (None, error)
-    value, failure = place.world.comm.bcast(made)
-    if failure is not None:
+            failure = error
+    if (failure := share_failure(place.world.comm, failure)) is not None:
         raise failure
-    return value
+    return share_listing(place.world.comm, listing)
 
 
-def address(uri: str, settings: Settings) -> str:
-    """The dataset's address: of the mountPath the job's own; a local path becomes file://."""
+def resolve_address(uri: str, settings: Settings) -> str:
+    """Return the address of a dataset. The mountPath stands for the address in the job's spec; a local path becomes a
+    file:// address."""
     if settings.dataset_uri and uri.rstrip("/") == settings.dataset_mount.rstrip("/"):
         uri = settings.dataset_uri
     if "://" not in uri:
@@ -108,34 +121,33 @@ def address(uri: str, settings: Settings) -> str:
     return uri
 
 
-def list_dataset(store: Store, tier: DiskTier | None) -> Listing:
-    """The dataset's listing. One that comes from a manifest is kept in the cache for as long as the manifest does not
-    change, so that the next job opens it at once."""
+def list_dataset(store: ObjectStore, tier: DiskTier | None) -> Listing:
+    """Return the listing of the dataset. The cache stores a listing that comes from a manifest until the manifest
+    changes, so that the next job opens the dataset at once."""
     version = store.manifest_version()
     if version is None or tier is None:
         return store.listing()
-    name = xxhash.xxh3_128_hexdigest(f"{store.manifest_uri}\0{version}".encode())
+    name = xxhash.xxh3_128_hexdigest(f"{_LISTING_FORMAT}\0{store.manifest_uri}\0{version}".encode())
     try:
         folder = tier.dataset(store.uri).path / "listings"
         with contextlib.suppress(OSError, ValueError):
             return Listing.load(folder / name)
         listing = store.listing()
-        part = folder / f".{name}.{os.urandom(8).hex()}"
-        listing.save(part)
-        os.rename(part, folder / name)
+        with new_folder(folder / name) as part:
+            listing.save(part)
     except OSError:
         return store.listing()
     return listing
 
 
 def check_limits(shards: Shards, size_limit: int, memory_limit: int, workers: int) -> None:
-    """Refuses limits that cannot hold what all ranks of a node fetch at once. Raises DatasetError with the numbers."""
+    """Raise DatasetError if a limit has no room for the shards that all ranks of a node fetch at the same time."""
     largest = int(shards.sizes.max())
     for name, limit in (("size_limit", size_limit), ("memory_limit", memory_limit)):
         if 0 < limit < largest * workers:
             raise DatasetError(
                 f"{name} is {limit:,} bytes; the largest shard has {largest:,} bytes and {workers} "
-                f"{'rank of this node fetches' if workers == 1 else 'ranks of this node fetch'} at once",
-                cause=f"{largest * workers:,} bytes are the least",
-                next_step="raise the limit, or cut the dataset into smaller shards",
+                f"{'rank of this node fetches' if workers == 1 else 'ranks of this node fetch'} at the same time",
+                cause=f"the limit must be at least {largest * workers:,} bytes",
+                next_step="raise the limit, or divide the dataset into smaller shards",
             )

@@ -1,4 +1,4 @@
-"""Which samples a rank gets: one permutation of the whole dataset, dealt out in turn."""
+"""The sampler: one permutation of the whole dataset per epoch, whose samples are assigned to the ranks in turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from topkube.data.place import here
+from topkube.data.base.rank_place import find_place
+from topkube.data.remote.listing import Longs
 from topkube.errors import ArgumentError
 
 
@@ -16,25 +17,31 @@ class DistributedSampler:
     """A sampler for `torch.utils.data.DataLoader`: rank r of P gets entries r, r + P, r + 2P, ... of the epoch's
     permutation.
 
-    Over a `CachedDataset` whose shards are not all small, the permutation is shard by shard: shards in random order,
-    samples shuffled among `window` shards that follow each other, so that the first epoch can begin when the first
-    shards are here. `window=0` shuffles all samples at once. Other datasets have no shards.
+    For a `CachedDataset` with more than `window` shards, the shards are in random order and samples are shuffled among
+    `window` consecutive shards, so that the first epoch can begin when the first shards have arrived. `window=0`
+    shuffles all samples at once, as for datasets without shards.
 
-    The permutation depends on `seed` and the epoch only, so the samples of a step are the same for any number of
-    ranks. Nothing is padded or repeated: ranks may get unequal numbers, which `run.progress` and `optimizer.join`
-    even out; `drop_last` leaves out what does not divide. `shuffle=False` keeps the dataset's order.
+    The permutation depends only on `seed` and the epoch, so the samples of a step are the same for any number of
+    ranks. No sample is added or repeated: ranks may get different numbers of samples, which `run.progress` and
+    `optimizer.join` handle. `drop_last` leaves out the samples that cannot be divided evenly, also after a resume with
+    another number of ranks. `shuffle=False` keeps the order of the dataset.
+
+    Raises ArgumentError for a position outside the epoch and for the state of another dataset.
     """
 
     def __init__(
         self, dataset: Sized, shuffle: bool = True, seed: int = 0, drop_last: bool = False, window: int = 16
     ) -> None:
         if window < 0:
-            raise ArgumentError(f"window = {window} is negative", next_step="give shards, or 0 for a whole shuffle")
+            raise ArgumentError(
+                f"window = {window} is negative",
+                next_step="pass a number of shards, or 0 to shuffle all samples at once",
+            )
         if seed < 0:
-            raise ArgumentError(f"seed = {seed} is negative", next_step="give 0 or more")
+            raise ArgumentError(f"seed = {seed} is negative", next_step="pass 0 or more")
         self.dataset, self.shuffle, self.seed, self.drop_last = dataset, shuffle, seed, drop_last
         self.window = window
-        # In memory that forked data loader's workers share: persistent ones see the next epoch.
+        # Forked workers of a data loader share this memory, so persistent workers see the next epoch.
         self._state = np.frombuffer(mmap.mmap(-1, 16), np.int64)
 
     @property
@@ -47,63 +54,122 @@ class DistributedSampler:
 
     @property
     def position(self) -> int:
-        """Samples of this epoch that all ranks together have finished."""
+        """The number of samples of this epoch that all ranks together have finished."""
         return int(self._state[1])
 
     @position.setter
     def position(self, samples: int) -> None:
+        self._check_position(samples)
         self._state[1] = samples
 
+    def _check_position(self, samples: int) -> None:
+        count = self._count()
+        if not 0 <= samples <= count:
+            raise ArgumentError(
+                f"position {samples} is outside the epoch, which has {count} samples",
+                cause="the position of another dataset, or samples that were counted twice",
+                next_step="count the samples of all ranks, each sample once",
+            )
+
     def set_epoch(self, epoch: int) -> None:
-        """Begins `epoch`, with a permutation of its own; the same epoch again keeps the position."""
+        """Begin `epoch`, which has its own permutation. If it is the current epoch, the position stays."""
         if epoch != self.epoch:
             self._state[:] = epoch, 0
 
     def advance(self, samples: int) -> None:
-        """Counts `samples` of all ranks as finished; `run.progress` does it after every step. An iterator that has
-        begun goes on unchanged: the next one starts there."""
-        self._state[1] += samples
+        """Count `samples` of all ranks as finished. `run.progress` calls this method after every step. The next
+        iterator starts at the new position; iterators that exist do not change."""
+        self.position = min(self.position + samples, self._count()) if samples >= 0 else samples
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices().tolist())
 
-    def indices(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The samples left for this rank in this epoch, in order."""
-        place = here()
-        left = self._order(place.size)[self.position :]
+    def indices(self) -> Longs:
+        """Return the samples that are left for this rank in this epoch, in order."""
+        place = find_place()
+        left = self._order()[self.position :]
+        left = left[: self._left(place.size)]
         if hasattr(self.dataset, "expect"):
             self.dataset.expect(left)
         return left[place.rank :: place.size]
 
     def __len__(self) -> int:
-        """Samples left for this rank in this epoch."""
-        place = here()
-        return max(0, -(-(self._total(place.size) - self.position - place.rank) // place.size))
+        """Return the number of samples that are left for this rank in this epoch."""
+        place = find_place()
+        return max(0, -(-(self._left(place.size) - place.rank) // place.size))
 
-    def _total(self, size: int) -> int:
-        total = len(self.dataset)
-        return total - total % size if self.drop_last else total
+    @property
+    def common_length(self) -> int:
+        """The smallest number of samples that a rank has left."""
+        size = find_place().size
+        return self._left(size) // size
 
-    def _order(self, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _count(self) -> int:
+        """Return the number of samples of an epoch."""
+        return len(self.dataset)
+
+    def _left(self, size: int) -> int:
+        """Return the number of samples of this epoch that are left for all `size` ranks."""
+        left = max(0, self._count() - self.position)
+        return left - left % size if self.drop_last else left
+
+    def _order(self) -> Longs:
+        """Return all samples of the epoch, in order."""
         count = len(self.dataset)
         if not self.shuffle:
-            return np.arange(self._total(size))
+            return np.arange(count)
         random = np.random.default_rng((self.seed, self.epoch))
         starts = getattr(self.dataset, "shard_starts", None)
         if starts is None or not self.window or starts.size - 1 <= self.window:
-            return random.permutation(count)[: self._total(size)]
-        order, shards = [], random.permutation(starts.size - 1)
-        for first in range(0, shards.size, self.window):
-            here_now = shards[first : first + self.window]
-            samples = np.concatenate([np.arange(starts[shard], starts[shard + 1]) for shard in here_now])
-            order.append(random.permutation(samples))
-        return np.concatenate(order)[: self._total(size)]
+            return random.permutation(count)
+        return permute_by_shard(starts, self.window, random)
 
-    def state_dict(self) -> dict[str, int]:
-        """Epoch, position and seed: the same on every rank, good for any number of ranks."""
-        return {"epoch": self.epoch, "position": self.position, "seed": self.seed}
+    def _permutation(self) -> dict[str, Any]:
+        """Return what determines the order of samples, except the seed and the epoch."""
+        return {
+            "samples": self._count(),
+            "dataset": getattr(self.dataset, "identity", ""),
+            "window": self.window,
+            "shuffle": self.shuffle,
+        }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on where `state` was taken, on the same permutation."""
-        self._state[:] = state["epoch"], state["position"]
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch, position, seed, and what identifies the permutation: dataset, number of samples, window and
+        shuffle. The state is the same on every rank and can be loaded with any number of ranks."""
+        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, **self._permutation()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the position in `state`. Raises ArgumentError, and changes nothing, if `state` was taken in the
+        middle of an epoch of another dataset or in another order. A state of an older version of TopKube does not
+        contain the dataset or the order; it is accepted without this check."""
+        for name in ("epoch", "position", "seed"):
+            if type(value := state.get(name)) is not int or value < 0:
+                raise ArgumentError(
+                    f"the sampler's state has {value!r} as {name}",
+                    cause="a damaged checkpoint, or a state that is not a sampler's",
+                    next_step="resume from another checkpoint",
+                )
+        position, own = int(state["position"]), self._permutation()
+        different = [name for name in own if name in state and state[name] != own[name]]
+        if position and different:
+            raise ArgumentError(
+                "the sampler's state belongs to another order of samples: "
+                + ", ".join(f"{name} is {own[name]!r}, was {state[name]!r}" for name in different),
+                cause="the dataset, its shards or the sampler's arguments have changed since the state was taken; "
+                "samples would be skipped or repeated",
+                next_step="open the dataset as before, or begin with the next epoch (`set_epoch`)",
+            )
+        self._check_position(position)
         self.seed = state["seed"]
+        self._state[:] = state["epoch"], position
+
+
+def permute_by_shard(starts: Longs, window: int, random: np.random.Generator) -> Longs:
+    """Return all samples: shards in random order, samples shuffled among `window` consecutive shards. starts: the first
+    sample of each shard, (shards + 1,)."""
+    order, shards = [], random.permutation(starts.size - 1)
+    for first in range(0, shards.size, window):
+        window_shards = shards[first : first + window]
+        samples = np.concatenate([np.arange(starts[shard], starts[shard + 1]) for shard in window_shards])
+        order.append(random.permutation(samples))
+    return np.concatenate(order)

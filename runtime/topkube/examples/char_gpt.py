@@ -43,7 +43,7 @@ class Source(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each on the normed input and added to it."""
+    """Causal self-attention and a feed-forward layer, each applied to the normalized input and added to it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next character; returns the mean cross-entropy in nats per character."""
+    """Predicts the next character. Returns the mean cross-entropy in nats per character."""
 
     def __init__(self, layers: int = 4, width: int = 128, heads: int = 4, context: int = 128) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def held_out_loss(model: GPT, context: int, windows: int = 256) -> float:
-    """Mean loss over `windows` windows, spread over the text that training does not see."""
+    """Return the mean loss of `windows` windows, spread over the held-out text."""
     source = Source(context, held_out=True)
     chosen = torch.linspace(0, len(source) - 1, min(windows, len(source))).long().tolist()
     model.eval()
@@ -99,7 +99,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=positive, default=4, help="transformer blocks (%(default)s)")
     parser.add_argument("--width", type=positive, default=128, help="features, a multiple of --heads (%(default)s)")
     parser.add_argument("--heads", type=positive, default=4, help="attention heads (%(default)s)")
-    parser.add_argument("--context", type=positive, default=128, help="characters seen at once (%(default)s)")
+    parser.add_argument("--context", type=positive, default=128, help="characters of context (%(default)s)")
     return parser
 
 
@@ -130,14 +130,15 @@ def main(arguments: list[str] | None = None) -> None:
         for codes, targets in run.progress(loader, total=args.steps):
             loss = model(codes.to(device), targets.to(device))
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
 
-    if topkube.rank() == 0:
-        count = sum(parameter.numel() for parameter in model.parameters())
-        held_out = held_out_loss(model, args.context)
-        print(f"{count:,} parameters after {run.step} steps: held-out loss {held_out:.4f} nats per character")
+    with optimizer.consensus():
+        if topkube.rank() == 0:
+            count = sum(parameter.numel() for parameter in model.parameters())
+            held_out = held_out_loss(model, args.context)
+            print(f"{count:,} parameters after {run.step} steps: held-out loss {held_out:.4f} nats per character")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from topkube.examples.options import aggregation_of, common_options, set_threads
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Images (N, 1, 8, 8) in [0, 1] and their digits (N,): four fifths to train on, one fifth to test on."""
+    """Return images (N, 1, 8, 8) in [0, 1] and their digits (N,): four fifths for training, one fifth for tests."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(data.target)
@@ -28,7 +28,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 class CNN(nn.Sequential):
-    """Two convolutions and two linear layers; gives logits (B, 10)."""
+    """Two convolutions and two linear layers. Returns logits (B, 10)."""
 
     def __init__(self, channels: int = 32) -> None:
         super().__init__(
@@ -46,7 +46,7 @@ class CNN(nn.Sequential):
 
 @torch.no_grad()
 def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
-    """The share of `dataset` that the model names right."""
+    """Return the share of `dataset` that the model classifies correctly."""
     images, labels = dataset.tensors
     return float((model(images).argmax(1) == labels).float().mean())
 
@@ -79,8 +79,9 @@ def main(arguments: list[str] | None = None) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    if topkube.rank() == 0:
-        print(f"after {run.step} steps: {accuracy(model, test):.1%} of {len(test)} unseen digits named right")
+    with optimizer.consensus():
+        if topkube.rank() == 0:
+            print(f"after {run.step} steps: {accuracy(model, test):.1%} of {len(test)} unseen digits named right")
 
 
 if __name__ == "__main__":

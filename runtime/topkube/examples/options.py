@@ -1,18 +1,19 @@
-"""Options that the examples share."""
+"""Options that all examples share."""
 
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 import torch
 
 import topkube
+from topkube import algorithms
+from topkube.settings import are_threads_chosen
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Parse an integer above 0."""
     try:
         number = int(text)
     except ValueError:
@@ -23,7 +24,7 @@ def positive(text: str) -> int:
 
 
 def positive_number(text: str) -> float:
-    """A number above 0."""
+    """Parse a number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -34,7 +35,7 @@ def positive_number(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """A number in (0, 1]."""
+    """Parse a number in (0, 1]."""
     number = positive_number(text)
     if number > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is outside (0, 1]")
@@ -42,25 +43,31 @@ def share(text: str) -> float:
 
 
 def common_options(parser: argparse.ArgumentParser, *, steps: int, batch_size: int, optimizer: str) -> None:
-    """Steps, batch, optimizer, seed and aggregation. What is not given here comes from the TrainingJob's
-    spec.aggregation."""
+    """Add options for steps, batch, optimizer, seed and aggregation. The defaults of aggregation come from the
+    TrainingJob's spec.aggregation."""
     parser.add_argument("--steps", type=positive, default=steps, help="steps to train (%(default)s)")
     parser.add_argument("--batch-size", type=positive, default=batch_size, help="samples per rank (%(default)s)")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default=optimizer, help="(%(default)s)")
-    parser.add_argument("--learning-rate", type=positive_number, help="default: one that suits the optimizer")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and sample order (%(default)s)")
+    parser.add_argument("--learning-rate", type=positive_number, help="(default: a rate that suits the optimizer)")
     parser.add_argument(
-        "--aggregation", choices=("auto", "dense", *sorted(topkube.collectives.ALGORITHMS)), help="default: the job's"
+        "--seed", type=int, default=0, help="seed of the weights and of the order of samples (%(default)s)"
     )
-    parser.add_argument("--density", type=share, help="share of a gradient that is sent; default: the job's")
-    parser.add_argument("--warmup-steps", type=positive, help="steps until that density; default: the job's")
+    parser.add_argument(
+        "--aggregation", choices=(*algorithms.CHOICES, *algorithms.names()), help="algorithm (default: the job's)"
+    )
+    parser.add_argument("--density", type=share, help="share of a gradient that is sent (default: the job's)")
+    parser.add_argument(
+        "--warmup-steps", type=positive, help="steps until this density is reached (default: the job's)"
+    )
 
 
 def aggregation_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options as arguments of DistributedOptimizer."""
+    """Return the options as arguments of DistributedOptimizer."""
     return {"aggregation": args.aggregation, "density": args.density, "warmup_steps": args.warmup_steps}
 
 
 def set_threads() -> None:
-    """Shares this machine's cores among its ranks."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // topkube.local_size()))
+    """Share this machine's cores among the ranks that run on it, of all simulated nodes. If OMP_NUM_THREADS is set, it
+    decides."""
+    if not are_threads_chosen():
+        torch.set_num_threads(topkube.world.current().threads)

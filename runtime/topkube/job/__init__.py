@@ -5,6 +5,7 @@
 docs/trainingjob.md.
 """
 
+from topkube.job.failure_policy import FailurePolicy, FailureRule, OnExitCodes
 from topkube.job.spec import (
     Aggregation,
     Cache,
@@ -38,9 +39,12 @@ __all__ = [
     "Checkpoint",
     "Condition",
     "Dataset",
+    "FailurePolicy",
+    "FailureRule",
     "FirstFailure",
     "Launcher",
     "Metadata",
+    "OnExitCodes",
     "Progress",
     "ReplicaCount",
     "ReplicaStatuses",

@@ -1,23 +1,25 @@
-"""What may change in a job that exists, and when.
+"""The changes that are allowed in an existing job, and when.
 
-runPolicy's suspend, backoffLimit, deadlines, ttl and cleanPodPolicy take effect at once. Where pods go (spread, queue,
-and in the templates labels, annotations, node selector, affinity, tolerations, gates) may change while the job is
-suspended, because no pod has been placed: queues such as Kueue rely on it. Everything else would make the run another
-one, with a checkpoint that does not fit.
+Changes of runPolicy's suspend, backoffLimit, failurePolicy, deadlines, ttl and cleanPodPolicy take effect at once. The
+placement of pods (spread, queue, and in the templates labels, annotations, node selector, affinity, tolerations, gates)
+may change while the job is suspended, because no pod has been placed: queues such as Kueue rely on it. Any other change
+would make a different run, whose checkpoint does not fit.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from topkube.job.part import Path
-from topkube.job.problems import described, shown
+from topkube.job.problems import describe_problem, show_value
 from topkube.job.spec import Spec
 from topkube.job.template import without_nulls
 
-# Paths below spec, in YAML's names, that keep their value for the life of the job.
+# Paths below spec, with YAML's names, that cannot change during the life of the job.
 FIXED: tuple[tuple[str, ...], ...] = (
     ("workers",),
     ("slotsPerWorker",),
@@ -26,13 +28,21 @@ FIXED: tuple[tuple[str, ...], ...] = (
     ("aggregation",),
     ("dataset",),
     ("checkpoint",),
+    ("topology",),
     ("runPolicy", "managedBy"),
 )
-# Of runPolicy, what takes effect at once.
-FREE = ("suspend", "backoffLimit", "activeDeadlineSeconds", "ttlSecondsAfterFinished", "cleanPodPolicy")
+# The fields of runPolicy that take effect at once.
+FREE = (
+    "suspend",
+    "backoffLimit",
+    "failurePolicy",
+    "activeDeadlineSeconds",
+    "ttlSecondsAfterFinished",
+    "cleanPodPolicy",
+)
 WHILE_SUSPENDED: tuple[tuple[str, ...], ...] = (("spread",), ("runPolicy", "schedulingPolicy"))
 TEMPLATES: tuple[tuple[str, ...], ...] = (("template",), ("launcher", "template"))
-# What of a pod template says where its pods go, and nothing about what they do.
+# The fields of a pod template that place its pods and do not change what they run.
 PLACEMENT: tuple[tuple[str, ...], ...] = (
     ("metadata", "labels"),
     ("metadata", "annotations"),
@@ -43,50 +53,99 @@ PLACEMENT: tuple[tuple[str, ...], ...] = (
 )
 
 
+_DIGEST, _REST_DIGEST = "topkube.dev/sha256", "topkube.dev/sha256-without-placement"
+"""Digests of a template in an outline."""
+
+
 def change_problems(old: Spec, new: Spec) -> list[str]:
-    """Everything in `new` that may not follow `old`, one line per field, with what to do."""
+    """Return the changes from `old` to `new` that are not allowed, one line per field, with the next step."""
     before, after = (without_nulls(spec.model_dump(by_alias=True)) for spec in (old, new))
     free = old.run_policy.suspend or new.run_policy.suspend
-    found: list[str] = []
+    refused: list[str] = []
     for path in FIXED:
         if _at(before, path) != _at(after, path):
-            found += _fixed(path, _at(before, path), _at(after, path))
+            refused += _fixed(path, _at(before, path), _at(after, path))
     for path in WHILE_SUSPENDED:
         if not free and _at(before, path) != _at(after, path):
-            found.append(_only_suspended(path))
+            refused.append(_only_suspended(path))
     for path in TEMPLATES:
-        one, other = _at(before, path) or {}, _at(after, path) or {}
-        if _without_placement(one) != _without_placement(other):
-            where = _difference(_without_placement(one), _without_placement(other))
-            found += [_again((*path, *below)) for below in where]
-        elif one != other and not free:
-            found += [_only_suspended((*path, *below)) for below in PLACEMENT if _at(one, below) != _at(other, below)]
-    return found
+        earlier, later = _at(before, path) or {}, _at(after, path) or {}
+        if _without_placement(earlier) != _without_placement(later):
+            differences = _difference(_without_placement(earlier), _without_placement(later))
+            refused += [_again((*path, *below)) for below in differences]
+        elif earlier != later and not free:
+            moved = [below for below in PLACEMENT if _at(earlier, below) != _at(later, below)]
+            refused += [_only_suspended((*path, *below)) for below in moved]
+    return refused
+
+
+def outline(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a spec (plain data) with digests in place of its pod templates: enough to detect changes."""
+    fields = copy.copy(dict(spec))
+    for *above, name in TEMPLATES:
+        part = fields
+        for key in above:
+            part[key] = copy.copy(part.get(key))
+            part = part[key]
+            if not isinstance(part, dict):
+                break
+        else:
+            if isinstance(template := part.get(name), dict):
+                part[name] = {_DIGEST: _digest(template), _REST_DIGEST: _digest(_without_placement(template))}
+    return fields
+
+
+def restored(accepted: Mapping[str, Any], wanted: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the accepted spec of which only an outline may be known, and what keeps it from being known.
+
+    A template that has not changed is taken from `wanted`, and so is one whose placement has changed while that is
+    allowed. What is left is a change that is refused, one line each.
+    """
+    spec, problems = copy.deepcopy(dict(accepted)), list[str]()
+    free = any(_at(value, ("runPolicy", "suspend")) is True for value in (accepted, wanted))
+    for path in TEMPLATES:
+        known, template = _at(accepted, path), _at(wanted, path)
+        if not isinstance(known, dict) or _DIGEST not in known:
+            continue
+        *above, name = path
+        _at(spec, tuple(above))[name] = template
+        if known[_DIGEST] == _digest(template):
+            continue
+        if not isinstance(template, dict) or known.get(_REST_DIGEST) != _digest(_without_placement(template)):
+            problems.append(_again(path))
+        elif not free:
+            text = "where pods go can be changed only while the job is suspended: set spec.runPolicy.suspend first"
+            problems.append(describe_problem(("spec", *path), text, {}))
+    return spec, problems
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def in_force(accepted: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec that a job follows whose change from `accepted` to `wanted` is refused, all as plain data: only what
-    takes effect at once has changed."""
-    kept = {key: value for key, value in (accepted.get("runPolicy") or {}).items() if key not in FREE}
+    """Return the spec that a job follows if its change from `accepted` to `wanted` is refused, all as plain data: the
+    accepted spec with the changes that take effect at once."""
+    policy = {key: value for key, value in (accepted.get("runPolicy") or {}).items() if key not in FREE}
     changed = {key: value for key, value in (wanted.get("runPolicy") or {}).items() if key in FREE}
     rest = {key: value for key, value in accepted.items() if key != "runPolicy"}
-    return {**rest, "runPolicy": kept | changed} if kept or changed else rest
+    return {**rest, "runPolicy": policy | changed} if policy or changed else rest
 
 
 def _fixed(path: Path, before: Any, after: Any) -> list[str]:
     if isinstance(before, dict) and isinstance(after, dict):
         return [_again((*path, *below)) for below in _difference(before, after)]
     scalars = not isinstance(before, dict) and not isinstance(after, dict)
-    return [_again(path, f" from {shown(before)} to {shown(after)}" if scalars else "")]
+    return [_again(path, f" from {show_value(before)} to {show_value(after)}" if scalars else "")]
 
 
 def _again(path: Path, values: str = "") -> str:
-    return described(("spec", *path), f"cannot be changed{values}: delete the job and create it again", {})
+    return describe_problem(("spec", *path), f"cannot be changed{values}: delete the job and create it again", {})
 
 
 def _only_suspended(path: Path) -> str:
     text = "can be changed only while the job is suspended: set spec.runPolicy.suspend to true first"
-    return described(("spec", *path), text, {})
+    return describe_problem(("spec", *path), text, {})
 
 
 def _at(data: Any, path: tuple[str, ...]) -> Any:
@@ -106,17 +165,17 @@ def _without_placement(template: Any) -> Any:
     return rest
 
 
-def _difference(one: Any, other: Any) -> Iterator[Path]:
-    """The innermost paths at which two values differ."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in [*one, *(key for key in other if key not in one)]:
-            if one.get(key) != other.get(key):
-                for below in _difference(one.get(key), other.get(key)):
+def _difference(old: Any, new: Any) -> Iterator[Path]:
+    """Yield the innermost paths at which two values differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            if old.get(key) != new.get(key):
+                for below in _difference(old.get(key), new.get(key)):
                     yield (key, *below)
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for index, (before, after) in enumerate(zip(one, other, strict=True)):
-            if before != after:
-                for below in _difference(before, after):
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (old_item, new_item) in enumerate(zip(old, new, strict=True)):
+            if old_item != new_item:
+                for below in _difference(old_item, new_item):
                     yield (index, *below)
     else:
         yield ()

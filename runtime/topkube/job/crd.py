@@ -1,8 +1,8 @@
-"""The CustomResourceDefinitions, from the types: `topkube crd`.
+"""The CustomResourceDefinitions, generated from the types: `topkube crd`.
 
-pydantic writes the JSON schema of `Spec` and `Status`; this module makes it what Kubernetes calls structural: no
-references, no null, booleans for open bounds, list keys, and rules in CEL for what a schema cannot say. Whatever the
-types accept, the schema accepts, so that a job that runs on a laptop can also be applied.
+pydantic writes the JSON schema of `Spec` and `Status`. This module converts it to what Kubernetes calls structural: no
+references, no null, booleans for open bounds, list keys, and rules in CEL for what a schema cannot express. The schema
+accepts whatever the types accept, so that a job that runs on a laptop can also be applied.
 """
 
 from __future__ import annotations
@@ -19,29 +19,35 @@ from topkube.job.status import Status
 from topkube.job.training_job import GROUP, KIND, VERSION
 
 PLURAL, SINGULAR, SHORT = "trainingjobs", "trainingjob", "tj"
-# Kubernetes from this version on knows rules; kubectl refuses them on an older one.
+# The first version of Kubernetes with CEL rules; kubectl refuses the rules for an older version.
 RULES_SINCE = (1, 25)
 
 _COLUMNS = (
-    ("Phase", "string", ".status.phase", "where the job is in its life"),
-    ("Workers", "string", ".status.workersReady", "ready workers of all"),
+    ("Phase", "string", ".status.phase", "phase of the job"),
+    ("Workers", "string", ".status.workersReady", "ready workers and all workers"),
     ("Step", "integer", ".status.progress.step", "finished steps"),
-    ("Progress", "integer", ".status.progress.percent", "percent of the steps that are done"),
-    ("Rate", "number", ".status.progress.samplesPerSecond", "samples per second over all ranks"),
+    ("Progress%", "integer", ".status.progress.percent", "finished share of all steps, in percent"),
+    ("Samples/s", "number", ".status.progress.samplesPerSecond", "samples per second over all ranks"),
     ("Restarts", "integer", ".status.restarts", "restarts counted against backoffLimit"),
-    ("Age", "date", ".metadata.creationTimestamp", "time since the job was made"),
+    ("Age", "date", ".metadata.creationTimestamp", "time since the job was created"),
 )
+_WIDE_COLUMNS = (
+    ("Seconds-Left", "integer", ".status.progress.etaSeconds", "estimated seconds until the last step"),
+    ("Loss", "string", ".status.progress.loss", "loss of the last step"),
+    ("Checkpoint", "integer", ".status.progress.checkpointStep", "step of the newest checkpoint"),
+)
+"""The columns that only `kubectl get -o wide` prints."""
 _CACHED_COLUMNS = (
-    ("Dataset", "string", ".spec.uri", "its address"),
-    ("Nodes", "string", ".status.where", "the nodes that hold some of it"),
-    ("Cached%", "integer", ".status.cachedPercent", "the least that one of them holds, of the whole dataset"),
-    ("Last-Used", "date", ".status.lastUsed", "time since a pod last opened it"),
+    ("Dataset", "string", ".spec.uri", "address of the dataset"),
+    ("Nodes", "string", ".status.where", "nodes that hold parts of the dataset"),
+    ("Cached%", "integer", ".status.cachedPercent", "smallest share of the dataset that one of them holds"),
+    ("Last-Used", "date", ".status.lastUsed", "time since a pod last opened the dataset"),
     ("Pinned", "boolean", ".spec.pinned", "never evicted to make room"),
-    ("Age", "date", ".metadata.creationTimestamp", "time since it was first cached"),
+    ("Age", "date", ".metadata.creationTimestamp", "time since the dataset was first cached"),
 )
 CACHED_SHORT = "cds"
-# Lists whose entries have a key, by the name of the list: appliers then own entries rather than the whole list.
-_LIST_KEYS = {"conditions": "type", "nodes": "name"}
+# The key of the entries of each list: server-side apply then tracks the owner of each entry.
+_LIST_KEYS = {"conditions": "type", "nodes": "name", "nodeFailures": "name", "avoidedNodes": "name"}
 _MOST_CONDITIONS = 16
 _HEADER = "# Generated from topkube.job: {command}\n"
 
@@ -49,16 +55,16 @@ Schema = dict[str, Any]
 
 
 def custom_resource_definition(rules: bool = True) -> dict[str, Any]:
-    """The TrainingJob's, as plain data. Without `rules` it can be applied to a Kubernetes before 1.25 too."""
+    """Return the definition of the TrainingJob as plain data. Without `rules` it also suits Kubernetes before 1.25."""
     names = {"kind": KIND, "plural": PLURAL, "singular": SINGULAR, "shortNames": [SHORT], "categories": ["all"]}
-    definition = _definition(names, _COLUMNS, _root())
+    definition = _definition(names, _COLUMNS, _root(), _WIDE_COLUMNS)
     if not rules:
         _drop_rules(definition)
     return definition
 
 
 def cached_dataset_definition() -> dict[str, Any]:
-    """The CachedDataset's, for every Kubernetes."""
+    """Return the definition of the CachedDataset, for every version of Kubernetes."""
     names = {
         "kind": CACHED_KIND,
         "plural": CACHED_PLURAL,
@@ -68,7 +74,8 @@ def cached_dataset_definition() -> dict[str, Any]:
     }
     root = {
         "type": "object",
-        "description": "What nodes' caches hold of a dataset. Deleting it evicts the dataset where no pod reads it.",
+        "description": "What the nodes' caches hold of a dataset. Deleting the object evicts the dataset from nodes "
+        "on which no pod reads it.",
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string", "description": f"always {GROUP}/{VERSION}"},
@@ -81,7 +88,9 @@ def cached_dataset_definition() -> dict[str, Any]:
     return _definition(names, _CACHED_COLUMNS, root)
 
 
-def _definition(names: dict[str, Any], columns: tuple[tuple[str, ...], ...], root: Schema) -> dict[str, Any]:
+def _definition(
+    names: dict[str, Any], columns: tuple[tuple[str, ...], ...], root: Schema, wide: tuple[tuple[str, ...], ...] = ()
+) -> dict[str, Any]:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -99,6 +108,10 @@ def _definition(names: dict[str, Any], columns: tuple[tuple[str, ...], ...], roo
                     "additionalPrinterColumns": [
                         {"name": name, "type": kind, "jsonPath": path, "description": text}
                         for name, kind, path, text in columns
+                    ]
+                    + [
+                        {"name": name, "type": kind, "jsonPath": path, "description": text, "priority": 1}
+                        for name, kind, path, text in wide
                     ],
                     "schema": {"openAPIV3Schema": root},
                 }
@@ -108,13 +121,13 @@ def _definition(names: dict[str, Any], columns: tuple[tuple[str, ...], ...], roo
 
 
 def crd_yaml(rules: bool = True) -> str:
-    """The TrainingJob's as a manifest."""
+    """Return the definition of the TrainingJob as a manifest."""
     command = "topkube crd" if rules else "topkube crd --kubernetes 1.20"
     return _HEADER.format(command=command) + write(custom_resource_definition(rules))
 
 
 def cached_dataset_yaml() -> str:
-    """The CachedDataset's as a manifest."""
+    """Return the definition of the CachedDataset as a manifest."""
     return _HEADER.format(command="topkube crd --cached-datasets") + write(cached_dataset_definition())
 
 
@@ -122,7 +135,7 @@ def _root() -> Schema:
     name = structural(Metadata)["properties"]["name"]
     return {
         "type": "object",
-        "description": "One training: what is to run, on how much, and how it is going.",
+        "description": "A training: what runs, on how many ranks, and its state.",
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string", "description": f"always {GROUP}/{VERSION}"},
@@ -135,7 +148,7 @@ def _root() -> Schema:
 
 
 def structural(part: type[Part]) -> Schema:
-    """A type's schema in the form that Kubernetes takes."""
+    """Return the schema of a type in the form that Kubernetes accepts."""
     schema = part.model_json_schema()
     return _converted(schema, schema.get("$defs", {}))
 
@@ -143,8 +156,8 @@ def structural(part: type[Part]) -> Schema:
 def _converted(schema: Schema, named: dict[str, Schema]) -> Schema:
     if "$ref" in schema:
         schema = {**named[schema["$ref"].rsplit("/", 1)[1]], **{k: v for k, v in schema.items() if k != "$ref"}}
-    options = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
-    if len(options) == 1:  # what may be absent; null means absent, to Kubernetes too
+    options = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
+    if len(options) == 1:  # an optional field; null means absent in Kubernetes too
         rest = {key: value for key, value in schema.items() if key != "anyOf"}
         return _converted({**rest, **options[0]}, named)
     result: Schema = {}
@@ -175,7 +188,7 @@ def _object(schema: Schema, named: dict[str, Schema]) -> Schema:
 
 
 def _with_changes(spec: Schema) -> Schema:
-    """Rules for what may not change during the life of a job; each says what a webhook would say."""
+    """Add the rules for what cannot be changed in a job. Their messages are those of the webhook."""
     for path in FIXED:
         above, field = spec, spec
         for key in path:
@@ -199,7 +212,7 @@ def _add_rule(schema: Schema, rule: str, message: str) -> None:
 
 
 def _reported(status: Schema) -> Schema:
-    """A status has no defaults (what is not known is absent), and its lists have keys."""
+    """Remove the defaults of a status, whose unknown fields are absent, and add the keys of its lists."""
     for schema in _all(status):
         schema.pop("default", None)
         for name, below in schema.get("properties", {}).items():
@@ -218,8 +231,8 @@ def _all(schema: Schema) -> Iterator[Schema]:
 
 def _drop_rules(data: Any) -> None:
     if isinstance(data, dict) and data.pop(RULES, None) and "items" in data:
-        # The rules' view of containers. Where there are no rules it does harm: the API server of Debian's 1.20 takes an
-        # empty string for null, and `command: [sh, -c, ""]` is right.
+        # The schema of containers exists for the rules only. Without rules it does harm: the API server of Debian's
+        # 1.20 takes an empty string for null, although `command: [sh, -c, ""]` is valid.
         data["items"] = {"type": "object", KEEP: True}
     for below in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
         _drop_rules(below)

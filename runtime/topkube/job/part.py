@@ -1,4 +1,4 @@
-"""What all parts of a TrainingJob share: camelCase in YAML, snake_case in Python, strict types, no unknown fields."""
+"""The base of all parts of a TrainingJob: camelCase in YAML, snake_case in Python, strict types, no unknown fields."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    GetCoreSchemaHandler,
     SerializerFunctionWrapHandler,
     StringConstraints,
     WithJsonSchema,
@@ -17,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.alias_generators import to_camel
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Path = tuple[str | int, ...]
 
@@ -37,37 +38,73 @@ class Part(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        # Each unknown field is a mistake with a proposal. A mapping with very many fields is one mistake, found
+        # quickly.
+        if isinstance(data, dict) and len(data) > MOST_FIELDS:
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            examples = ", ".join([str(key)[:30] for key in data if key not in known][:3])
+            raise_problems(
+                [((), f"has {len(data)} fields, more than {MOST_FIELDS}: remove the unknown ones ({examples}, …)")]
+            )
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
     def _null_means_absent(cls, data: Any) -> Any:
-        # As in Kubernetes: `aggregation:` with nothing behind it takes the defaults.
+        # As in Kubernetes: an empty `aggregation:` takes the defaults.
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @model_serializer(mode="wrap")
     def _with_unknown_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # What a newer version stored is kept when an older one reads and writes the object.
+        # Fields of a newer version are kept when an older version reads and writes the object.
         return {**serialize(self), **(self.__pydantic_extra__ or {})}
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Says in words what a text field may hold; messages and the reference quote it."""
+    """States in words what a text field may hold; messages and the reference quote it."""
 
     words: str
 
 
-def problems(found: Sequence[tuple[Path, str]]) -> None:
-    """Raises all of `found` at once, as (path below the field, text), from inside a field's validator."""
-    if found:
-        raise PydanticCustomError("problems", "problems", {"problems": list(found)})
+@dataclass(frozen=True)
+class OneOf:
+    """Limits a text field to names that another module declares; messages, the reference and the schema list them."""
+
+    names: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.literal_schema(list(self.names))
+
+
+def raise_problems(mistakes: Sequence[tuple[Path, str]]) -> None:
+    """Raise all `mistakes` in one error, as (path below the field, text). For validators of fields."""
+    if mistakes:
+        raise PydanticCustomError("problems", "problems", {"problems": list(mistakes)})
+
+
+def few_entries(data: Any) -> Any:
+    """Refuse a mapping of more than MOST_ENTRIES entries before each of them is checked."""
+    if isinstance(data, dict) and len(data) > MOST_ENTRIES:
+        raise_problems([((), f"has {len(data)} entries, more than {MOST_ENTRIES}")])
+    return data
 
 
 def rules(*entries: tuple[str, str]) -> dict[str, Any]:
-    """CEL rules of a type for its JSON schema, as (rule, message): what a Kubernetes of 1.25 or newer checks by itself.
+    """Return CEL rules of a type for its JSON schema, from (rule, message). Kubernetes 1.25 and newer checks them
+    itself.
 
-    Each says in CEL what a validator beside it says in Python.
+    A validator in Python checks the same as each rule.
     """
     return {RULES: [{"rule": rule, "message": message} for rule, message in entries]}
 
 
+MOST_ENTRIES = 4096
+"""The largest number of labels, and of annotations."""
+MOST_FIELDS = 200
+"""The largest number of fields in a part of a job: several times what any part has, so that newer versions may have
+more."""
 RULES = "x-kubernetes-validations"
 KEEP = "x-kubernetes-preserve-unknown-fields"
 INT32 = 2**31 - 1

@@ -1,4 +1,4 @@
-"""What is wrong with a job, one line per mistake: the path, the value, what is allowed, and the nearest valid name."""
+"""The mistakes in a job, one line each: the path, the value, what is allowed, and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 
-from topkube.job.part import Allowed, Part, Path
+from topkube.job.part import Allowed, OneOf, Part, Path
 
 Lines = Mapping[Path, int]
 DEEPEST = 100
-"""Levels of a document."""
+"""The largest number of levels of a document."""
 
 
 def dotted(path: Path) -> str:
-    """('spec', 'containers', 0, 'nvidia.com/gpu') -> spec.containers[0]["nvidia.com/gpu"]"""
+    """Return ('spec', 'containers', 0, 'nvidia.com/gpu') as spec.containers[0]["nvidia.com/gpu"]"""
     text = ""
     for key in path:
         if isinstance(key, int):
@@ -33,26 +33,26 @@ def dotted(path: Path) -> str:
     return text.removeprefix(".") or "the file"
 
 
-def described(path: Path, text: str, lines: Lines) -> str:
-    """One problem, with the line where the value (or what should hold it) stands."""
+def describe_problem(path: Path, text: str, lines: Lines) -> str:
+    """Return one problem, with the line of the value, or of the mapping that lacks the value."""
     for length in range(len(path), 0, -1):
         if path[:length] in lines:
             return f"{dotted(path)} (line {lines[path[:length]]}): {text}"
     return f"{dotted(path)}: {text}"
 
 
-def listed(error: ValidationError, model: type[Part], lines: Lines) -> list[str]:
-    """All problems of a failed validation, in the order of the file."""
-    found: list[tuple[Path, str]] = []
+def list_problems(error: ValidationError, model: type[Part], lines: Lines) -> list[str]:
+    """Return all problems of a failed validation, in the order of the file."""
+    problems: list[tuple[Path, str]] = []
     for entry in error.errors(include_url=False):
         path = tuple(entry["loc"])
         if len(path) > DEEPEST:
-            found.append((path[:2], f"is nested too deeply: use fewer than {DEEPEST} levels"))
+            problems.append((path[:2], f"is nested too deeply: use fewer than {DEEPEST} levels"))
             continue
         for below, text in entry.get("ctx", {}).get("problems", [((), _problem(entry, path, model))]):
-            found.append(((*path, *below), text))
-    found.sort(key=lambda one: _line(one[0], lines))
-    return [described(path, text, lines) for path, text in found]
+            problems.append(((*path, *below), text))
+    problems.sort(key=lambda problem: _line(problem[0], lines))
+    return [describe_problem(path, text, lines) for path, text in problems]
 
 
 def _line(path: Path, lines: Lines) -> int:
@@ -70,11 +70,11 @@ def _problem(entry: Any, path: Path, model: type[Part]) -> str:
         return f"unknown field{guess}; allowed: {', '.join(names)}"
     field = _field(path, model)
     if field is None:
-        return f"{shown(value)}: {entry['msg']}"
+        return f"{show_value(value)}: {entry['msg']}"
     if kind == "missing":
         return f"is required: {field.description}"
-    guess = _nearest(value, choices(field.annotation)) if isinstance(value, str) else ""
-    return f"{shown(value)} is not {allowed(field)}{guess}"
+    guess = _nearest(value, choices(field)) if isinstance(value, str) else ""
+    return f"{show_value(value)} is not {describe_allowed(field)}{guess}"
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
@@ -89,8 +89,8 @@ def _moved(name: str, model: type[Part]) -> str:
     return f"; it belongs to {dotted(place)}" if place else ""
 
 
-def shown(value: Any) -> str:
-    """A value for a message: short, with its type where that is the point."""
+def show_value(value: Any) -> str:
+    """Return a value for a message: short, with its type if the type is the mistake."""
     if isinstance(value, bool):
         return f"the truth value {str(value).lower()}"
     if isinstance(value, str):
@@ -102,12 +102,12 @@ def shown(value: Any) -> str:
     return f"{value!r}"
 
 
-def allowed(field: FieldInfo) -> str:
-    """What a field may hold, in words."""
+def describe_allowed(field: FieldInfo) -> str:
+    """Return what a field may hold, in words."""
     for metadata in _metadata(field):
         if isinstance(metadata, Allowed):
             return metadata.words
-    options = choices(field.annotation)
+    options = choices(field)
     if options:
         return "one of " + ", ".join(options)
     kind = bare(field.annotation)
@@ -123,10 +123,10 @@ def allowed(field: FieldInfo) -> str:
 
 
 def _metadata(field: FieldInfo) -> list[Any]:
-    found = list(field.metadata)
+    metadata = list(field.metadata)
     for part in (field.annotation, *typing.get_args(field.annotation)):
-        found += getattr(part, "__metadata__", ())
-    return found
+        metadata += getattr(part, "__metadata__", ())
+    return metadata
 
 
 def _bounds(field: FieldInfo) -> str:
@@ -142,14 +142,17 @@ def _bounds(field: FieldInfo) -> str:
     return low + (" and" if low and high else "") + high
 
 
-def choices(annotation: Any) -> list[str]:
-    """The values of a Literal, optional or not; empty for anything else."""
-    kind = bare(annotation)
+def choices(field: FieldInfo) -> list[str]:
+    """Return the values of a Literal (optional or not) or of OneOf; an empty list for any other field."""
+    for metadata in _metadata(field):
+        if isinstance(metadata, OneOf):
+            return list(metadata.names)
+    kind = bare(field.annotation)
     return [str(value) for value in typing.get_args(kind)] if typing.get_origin(kind) is Literal else []
 
 
 def bare(annotation: Any) -> Any:
-    """The annotation without Annotated and without None."""
+    """Return the annotation without Annotated and without None."""
     while True:
         if typing.get_origin(annotation) is typing.Annotated:
             annotation = typing.get_args(annotation)[0]
@@ -160,7 +163,7 @@ def bare(annotation: Any) -> Any:
 
 
 def field_names(model: type[Part]) -> list[str]:
-    """The names as they are written in YAML."""
+    """Return the names of the fields in YAML."""
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
@@ -174,7 +177,7 @@ def _named(name: str, model: type[Part]) -> FieldInfo | None:
 
 
 def _part(path: Path, model: type[Part]) -> type[Part] | None:
-    """The type of the mapping at `path`; None where it is none of ours."""
+    """Return the type of the mapping at `path`; None if it is not a `Part`."""
     for key in path:
         if isinstance(key, int):
             continue
@@ -187,7 +190,7 @@ def _part(path: Path, model: type[Part]) -> type[Part] | None:
 
 
 def part_of(field: FieldInfo) -> type[Part] | None:
-    """The type of ours that a field holds, itself or in a list."""
+    """Return the `Part` that a field holds, itself or in a list; None if it holds none."""
     kind = bare(field.annotation)
     if typing.get_origin(kind) is list:
         kind = bare(typing.get_args(kind)[0])
@@ -195,13 +198,13 @@ def part_of(field: FieldInfo) -> type[Part] | None:
 
 
 def _elsewhere(name: str, model: type[Part], path: Path = ()) -> Path | None:
-    """Where in `model` a field of this name is, if anywhere."""
+    """Return the path of a field of this name in `model`; None if there is none."""
     for field in model.model_fields.values():
-        here = (*path, str(field.alias))
+        own_path = (*path, str(field.alias))
         if field.alias == name:
-            return here
+            return own_path
         below = part_of(field)
-        found = _elsewhere(name, below, here) if below and here != ("status",) else None
-        if found:
-            return found
+        path_below = _elsewhere(name, below, own_path) if below and own_path != ("status",) else None
+        if path_below:
+            return path_below
     return None

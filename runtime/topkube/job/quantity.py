@@ -1,9 +1,11 @@
-"""Kubernetes quantities as numbers of bytes."""
+"""Kubernetes quantities as numbers."""
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
+from typing import Any
 
 _SCALES = {
     "": Decimal(1),
@@ -13,12 +15,21 @@ _SCALES = {
 }
 
 
-def in_bytes(quantity: str) -> int:
-    """The bytes of a valid quantity, rounded up as Kubernetes does. '64Mi' -> 67108864."""
-    match = re.fullmatch(r"\+?([0-9.]+)(?:[eE]([+-]?[0-9]+)|([A-Za-z]*))", quantity)
-    assert match is not None, quantity
+_FORM = re.compile(r"\+?([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,2})|([A-Za-z]*))")
+
+
+def parse_quantity(value: Any) -> Decimal | None:
+    """Return the exact number of a quantity; None if `value` is no quantity. '500m' -> 0.5, '64Mi' -> 67108864."""
+    text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    match = _FORM.fullmatch(text)
+    if match is None or (match[3] or "") not in _SCALES:
+        return None
     number, exponent, unit = match.groups()
-    scale = Decimal(10) ** int(exponent) if exponent else _SCALES[unit]
-    exact = Decimal(number) * scale
-    whole = int(exact)
-    return whole if whole == exact else whole + 1
+    return Decimal(number) * (Decimal(10) ** int(exponent) if exponent else _SCALES[unit or ""])
+
+
+def in_bytes(quantity: str) -> int:
+    """Return the bytes of a valid quantity, rounded up as Kubernetes does. '64Mi' -> 67108864."""
+    exact = parse_quantity(quantity)
+    assert exact is not None, quantity
+    return math.ceil(exact)

@@ -1,13 +1,14 @@
-"""YAML as a person writes it: one document into plain data, with the line of every value and all mistakes at once.
+"""Read a YAML document into plain data, with the line of every value and all mistakes.
 
-Read as kubectl reads it: duplicate keys are mistakes, dates stay text, 1e-2 is a number. Aliases neither blow up nor
-contain themselves.
+The document is read as kubectl reads it: duplicate keys are mistakes, dates stay text, 1e-2 is a number. Aliases cannot
+expand without limit or contain themselves.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,10 @@ import yaml
 
 from topkube.errors import JobError
 from topkube.job.part import Path
-from topkube.job.problems import DEEPEST, described
+from topkube.job.problems import DEEPEST, describe_problem
 
 MOST_VALUES = 100_000
+"""The largest number of values in a job. A job of 1.5 MiB, the limit of etcd, has a few thousand."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -36,17 +38,39 @@ for _resolver in (_Loader, _Dumper):
 
 @dataclass
 class Document:
-    """Plain data, the line (from 1) of each value by path, and what YAML's own rules forbid, one line per mistake."""
+    """Plain data, the line (from 1) of each value by path, and the violations of YAML's rules, one line each."""
 
     data: Any
     lines: dict[Path, int] = field(default_factory=dict)
     mistakes: list[str] = field(default_factory=list)
 
 
-def read(text: str | bytes, name: str) -> Document:
-    """The one document of `text`; `name` is what messages call it.
+def check_extent(data: Any, name: str) -> None:
+    """Raise JobError if plain data holds more than MOST_VALUES values: checking them would take seconds."""
+    waiting, count = [data], 0
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            count += len(value)
+            below: Iterable[Any] = value.values()
+        elif isinstance(value, list):
+            count += len(value)
+            below = value
+        else:
+            continue
+        if count > MOST_VALUES:
+            raise JobError(
+                f"{name} holds more than {MOST_VALUES:,} values",
+                cause="it contains data that belongs into a file or a ConfigMap",
+                next_step="mount the data, and name its path in the job",
+            )
+        waiting += [value for value in below if isinstance(value, Mapping | list)]
 
-    Raises JobError where it is not YAML, empty, or more than one document.
+
+def read(text: str | bytes, name: str) -> Document:
+    """Return the only document of `text`; messages use `name` for it.
+
+    Raises JobError if it is not YAML, is empty, or holds more than one document.
     """
     try:
         loader = _Loader(text)
@@ -63,8 +87,8 @@ def read(text: str | bytes, name: str) -> Document:
         place = f"line {where.line + 1}, column {where.column + 1}: " if where else ""
         raise JobError(
             f"{name} is not YAML: {place}{error.problem or error.context}",
-            cause="an indentation, a quote or a colon out of place",
-            next_step="correct that line; spaces, not tabs, make the levels",
+            cause="an indentation, a quote or a colon is wrong",
+            next_step="correct that line; indent with spaces, not tabs",
         ) from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise JobError(
@@ -89,12 +113,13 @@ def read(text: str | bytes, name: str) -> Document:
 
 
 def write(data: Any) -> str:
-    """Plain data as YAML that `read` gives back unchanged: a text '1e3' is quoted, PyYAML alone would not do that."""
+    """Return plain data as YAML that `read` returns unchanged: the text '1e3' is quoted, which PyYAML alone would not
+    do."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Builder:
-    """Nodes into data."""
+    """Converts nodes to data."""
 
     def __init__(self, loader: _Loader) -> None:
         self.loader, self.lines, self.mistakes = loader, dict[Path, int](), list[str]()
@@ -106,13 +131,13 @@ class _Builder:
         if self._values > MOST_VALUES:
             raise JobError(
                 f"the YAML stands for more than {MOST_VALUES} values",
-                cause="aliases (*name) that repeat each other",
+                cause="aliases (*name) repeat each other",
                 next_step="write the values out",
             )
         if len(path) > DEEPEST:
             raise JobError(
                 f"the YAML is more than {DEEPEST} levels deep",
-                cause="an alias (*name) inside its own anchor (&name)",
+                cause="an alias (*name) is inside its own anchor (&name)",
                 next_step="use fewer levels",
             )
         if isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
@@ -124,7 +149,7 @@ class _Builder:
         return self._wrong(path, f"the tag {_short(node.tag)} is not allowed: remove it")
 
     def _wrong(self, path: Path, text: str) -> None:
-        self.mistakes.append(described(path, text, self.lines))
+        self.mistakes.append(describe_problem(path, text, self.lines))
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -141,7 +166,7 @@ class _Builder:
                 continue
             key = key_node.value
             if key in first:
-                self._wrong((*path, key), f"is given twice, at lines {first[key]} and {line}: keep one")
+                self._wrong((*path, key), f"occurs twice, at lines {first[key]} and {line}: keep one")
                 continue
             first[key] = line
             self.lines[*path, key] = line
@@ -155,8 +180,8 @@ class _Builder:
             if not isinstance(value, dict):
                 self._wrong(path, "<< must name a mapping")
                 continue
-            for key, one in value.items():
-                merged.setdefault(key, one)
+            for key, below in value.items():
+                merged.setdefault(key, below)
 
     def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
         kind = node.tag.removeprefix(_PREFIX)

@@ -10,15 +10,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from topkube.job.part import Part
-from topkube.job.problems import allowed, bare, part_of
+from topkube.job.problems import bare, describe_allowed, part_of
 from topkube.job.spec import Metadata
 from topkube.job.training_job import TrainingJob
 
 _BY_KUBERNETES = "set by Kubernetes"
 _HEAD = """# TrainingJob
 
-Every field of a TrainingJob, `topkube.dev/v1alpha1`. The same file runs here (`topkube run job.yaml`) and on a cluster
-(`kubectl apply -f job.yaml`). The smallest one:
+Every field of a TrainingJob, `topkube.dev/v1alpha1`. The same file runs on your machine (`topkube run job.yaml`) and on
+a cluster (`kubectl apply -f job.yaml`). The smallest one:
 
 ```yaml
 apiVersion: topkube.dev/v1alpha1
@@ -36,20 +36,20 @@ spec:
         command: [python, train.py]
 ```
 
-A file with mistakes is refused with all of them: the path, the line, what is allowed, and the nearest valid
-name. Unknown fields are mistakes, except inside pod templates. `null` means the default, as everywhere in
+If a file has mistakes, the error lists all of them: the path, the line, what is allowed, and the nearest valid
+name. Unknown fields are mistakes, except in pod templates. `null` means the default, as everywhere in
 Kubernetes.
 
-What differs in a local run: `image`, `resources`, `spread`, `launcher`, `suspend`, retries and the cache's
-`medium` have no effect (its limits and `prefetch` do); `python` is the Python that runs `topkube`; the ranks'
-working directory is yours; checkpoints go to the run directory.
+A local run differs: `image`, `resources`, `spread`, `launcher`, `suspend`, retries and the cache's
+`medium` have no effect (the cache's limits and `prefetch` have); `python` is the Python that runs `topkube`; ranks
+run in your working directory; checkpoints go to the run directory.
 
 This page is generated from `topkube.job`: `python -m topkube.job.reference > docs/trainingjob.md`.
 """
 
 
 def markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [_HEAD]
     for path, part in _parts(TrainingJob, ""):
         heading = path or "The whole"
@@ -76,7 +76,7 @@ def _parts(part: type[Part], path: str) -> Iterator[tuple[str, type[Part]]]:
 
 
 def _row(field: FieldInfo) -> str:
-    cells = [f"`{field.alias}`", allowed(field), _default(field), field.description or ""]
+    cells = [f"`{field.alias}`", describe_allowed(field), _default(field), field.description or ""]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

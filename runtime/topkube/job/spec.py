@@ -1,14 +1,35 @@
-"""What a person asks for: `metadata` and `spec` of a TrainingJob.
+"""`metadata` and `spec` of a TrainingJob: what the user asks for.
 
-Field names follow the Kubeflow MPIJob wherever it has the same idea.
+Field names follow the Kubeflow MPIJob if it has the same field.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, StringConstraints, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 
+from topkube.algorithms import (
+    AUTO,
+    DENSITY,
+    MOMENTUM_CORRECTION,
+    PERIOD,
+    SELECTION,
+    WARMUP_STEPS,
+    WIRE,
+    Parameter,
+)
+from topkube.job.algorithm_name import EXPLAINED, AlgorithmName
+from topkube.job.failure_policy import FailurePolicy
 from topkube.job.part import (
     INT32,
     AbsolutePath,
@@ -16,24 +37,31 @@ from topkube.job.part import (
     JobName,
     Namespace,
     ObjectName,
+    OneOf,
     Part,
     Path,
     Quantity,
     Uri,
-    problems,
+    few_entries,
+    raise_problems,
     rules,
 )
-from topkube.job.quantity import in_bytes
+from topkube.job.quantity import in_bytes, parse_quantity
 from topkube.job.template import WORKER_TEMPLATE, mapping_problems, memory_limit, template_problems
+
+_LABEL_PREFIX = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_LABEL_KEY = rf"^({_LABEL_PREFIX}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?$"
 
 
 class Metadata(Part):
-    """Kubernetes' own: the name, and what Kubernetes or people attach to the object."""
+    """The metadata of the Kubernetes object."""
 
-    name: JobName = Field(description="name of the job; its pods, logs and files carry it")
+    name: JobName = Field(description="name of the job; the names of its pods, logs and files contain it")
     namespace: Namespace | None = Field(default=None, description="namespace on the cluster")
-    labels: dict[str, str] = Field(default={}, description="labels; queues such as Kueue read them")
-    annotations: dict[str, str] = Field(default={}, description="annotations")
+    labels: Annotated[dict[str, str], BeforeValidator(few_entries)] = Field(
+        default={}, description="labels, which queues such as Kueue read"
+    )
+    annotations: Annotated[dict[str, str], BeforeValidator(few_entries)] = Field(default={}, description="annotations")
     finalizers: list[str] = Field(default=[], description="set by Kubernetes")
     owner_references: list[JsonValue] = Field(default=[], description="set by Kubernetes")
     managed_fields: list[JsonValue] = Field(default=[], description="set by Kubernetes")
@@ -43,6 +71,31 @@ class Metadata(Part):
     creation_timestamp: str | None = Field(default=None, description="set by Kubernetes")
     deletion_timestamp: str | None = Field(default=None, description="set by Kubernetes")
     deletion_grace_period_seconds: int | None = Field(default=None, description="set by Kubernetes")
+
+
+class Resources(Part):
+    """The resources of one container."""
+
+    requests: Annotated[dict[str, Quantity], BeforeValidator(few_entries)] = Field(
+        default={}, description="what the scheduler reserves, such as {cpu: 50m, memory: 96Mi}"
+    )
+    limits: Annotated[dict[str, Quantity], BeforeValidator(few_entries)] = Field(
+        default={}, description="what the container may use at most; equal to requests in a Guaranteed pod"
+    )
+
+    @field_validator("limits")
+    @classmethod
+    def _enough(cls, limits: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        requests: dict[str, str] = info.data.get("requests") or {}
+        known = {name: (parse_quantity(requests.get(name)), parse_quantity(limit)) for name, limit in limits.items()}
+        raise_problems(
+            [
+                ((name,), f"{limits[name]} is less than the request of {requests[name]}")
+                for name, (request, limit) in known.items()
+                if request is not None and limit is not None and limit < request
+            ]
+        )
+        return limits
 
 
 class Launcher(Part):
@@ -57,10 +110,18 @@ class Launcher(Part):
         )
     )
 
-    colocate: bool = Field(default=False, description="run the launcher inside worker 0 instead of a pod of its own")
+    colocate: bool = Field(
+        default=False, description="true: run the launcher inside worker 0; false: run it in a pod of its own"
+    )
     template: dict[str, JsonValue] | None = Field(
         default=None,
-        description="pod template of the launcher: tolerations, service account, resources; preserved as written",
+        description="pod template of the launcher, kept as written: tolerations, service account, resources. "
+        "Placement, labels and the pod's security context come from the workers' template unless they are set here",
+    )
+    resources: Resources | None = Field(
+        default=None,
+        description="resources of the launcher's container, also inside worker 0, unless its template has resources; "
+        "by default small requests, and limits if the worker has limits",
     )
 
     @field_validator("template")
@@ -68,46 +129,45 @@ class Launcher(Part):
     def _own_pod(cls, template: dict[str, JsonValue] | None, info: ValidationInfo) -> dict[str, JsonValue] | None:
         if template is not None and info.data.get("colocate"):
             raise ValueError("has no effect when colocate is true: remove one of the two")
-        problems(mapping_problems(template or {}))
+        raise_problems(mapping_problems(template or {}))
         return template
+
+
+def _parameter(parameter: Parameter) -> Any:
+    """Return the field of an algorithm's parameter: its default, range and sentence."""
+    return Field(
+        default=parameter.default,
+        gt=parameter.above,
+        ge=parameter.at_least,
+        le=parameter.at_most,
+        description=parameter.description,
+    )
 
 
 class Aggregation(Part):
     """How gradients are summed over ranks."""
 
-    algorithm: Literal["auto", "dense", "flat", "hierarchical", "torus2d", "naive", "hitopk"] = Field(
-        default="auto",
-        description="the all-reduce: auto chooses by cost; dense chooses "
-        "among the dense ones (flat, hierarchical, torus2d); "
-        "naive and hitopk send only the largest entries",
-    )
-    density: float = Field(default=0.01, gt=0, le=1, description="share of each gradient that is sent between nodes")
-    warmup_steps: int = Field(
-        default=0, ge=0, le=INT32, description="steps over which the density falls from 1 to its target"
-    )
-    wire: Literal["fp32", "bf16", "fp16"] = Field(default="bf16", description="format of the values sent between nodes")
-    selection: Literal["topk", "mstopk"] = Field(
-        default="topk",
-        description="how entries are chosen: topk exactly, mstopk by the approximate threshold of the MSTopK paper",
-    )
-    momentum_correction: bool = Field(
-        default=False,
-        description="momentum (SGD, Adam, AdamW) before the selection: closer to dense training at low densities",
-    )
+    algorithm: AlgorithmName = Field(default=AUTO, description=EXPLAINED)
+    density: float = _parameter(DENSITY)
+    warmup_steps: int = _parameter(WARMUP_STEPS)
+    wire: Annotated[str, OneOf(WIRE.choices)] = _parameter(WIRE)
+    selection: Annotated[str, OneOf(SELECTION.choices)] = _parameter(SELECTION)
+    momentum_correction: bool = _parameter(MOMENTUM_CORRECTION)
+    period: int = _parameter(PERIOD)
 
 
 class Cache(Part):
-    """The node-local cache of the dataset."""
+    """The cache of the dataset on each node."""
 
     medium: Literal["Ephemeral", "Node", "Memory"] = Field(
         default="Ephemeral",
-        description="Ephemeral: a disk volume that ends with the pod; Node: "
-        "a directory of the node that outlives the job, where an admin has turned it on for the namespace; "
-        "Memory: no disk at all, counted against the container's memory limit",
+        description="Ephemeral: a disk volume that is deleted with the pod; Node: a directory of the node that "
+        "outlives the job, if an admin has enabled it for the namespace; "
+        "Memory: no disk, counted against the container's memory limit",
     )
-    size_limit: Quantity | None = Field(default=None, description="most bytes on disk per node")
-    memory_limit: Quantity | None = Field(default=None, description="most bytes in memory per node")
-    prefetch: bool = Field(default=True, description="fill the cache from the start of the pods on")
+    size_limit: Quantity | None = Field(default=None, description="largest size on the disk of a node")
+    memory_limit: Quantity | None = Field(default=None, description="largest size in the memory of a node")
+    prefetch: bool = Field(default=True, description="fill the cache in the background as soon as the pods start")
 
     @field_validator("memory_limit")
     @classmethod
@@ -121,25 +181,25 @@ class Cache(Part):
 class Dataset(Part):
     """The training data and its cache."""
 
-    uri: Uri = Field(description="where the data is: anything fsspec opens")
+    uri: Uri = Field(description="address of the data: any URI that fsspec opens")
     mount_path: AbsolutePath = Field(
         default="/data",
-        description="where ranks find it: CachedDataset reads it by this name, "
-        "and plain scripts see its files there, read-only, as they arrive",
+        description="directory of the data in the pods: CachedDataset opens the dataset by this path, "
+        "and plain scripts find its files there, read-only, as they arrive",
     )
-    cache: Cache = Field(default=Cache(), description="the node-local cache")
+    cache: Cache = Field(default=Cache(), description="the cache on each node")
     secret_name: ObjectName | None = Field(
         default=None,
-        description="secret with the store's credentials: its keys are environment variables of the workers",
+        description="secret with the credentials of the store; its keys become environment variables of the workers",
     )
 
 
 class Checkpoint(Part):
-    """Where the state of the training is saved, and how often."""
+    """Where and how often the training state is saved."""
 
     claim_name: ObjectName = Field(
-        description="persistent volume claim; ReadWriteMany when workers are "
-        "on several nodes. A local run saves in its run directory"
+        description="persistent volume claim for checkpoints; it must be ReadWriteMany if workers are on several "
+        "nodes. A local run saves in its run directory"
     )
     path: Annotated[
         str,
@@ -147,11 +207,11 @@ class Checkpoint(Part):
         Allowed("a relative path inside the claim, without '..'"),
     ] = Field(
         default="checkpoints",
-        description="directory inside the claim",
+        description="directory in the claim",
         json_schema_extra=rules(("!self.matches('(^|/)[.][.](/|$)')", "leaves the claim: '..' is not allowed")),
     )
-    every_steps: int = Field(default=500, ge=1, le=INT32, description="steps between two checkpoints")
-    keep: int = Field(default=3, ge=1, le=INT32, description="checkpoints kept")
+    every_steps: int = Field(default=500, ge=1, le=INT32, description="number of steps between two checkpoints")
+    keep: int = Field(default=3, ge=1, le=INT32, description="number of checkpoints to keep")
 
     @field_validator("path")
     @classmethod
@@ -161,31 +221,58 @@ class Checkpoint(Part):
         return path
 
 
+class Topology(Part):
+    """How close to each other workers are placed."""
+
+    key: Annotated[
+        str,
+        StringConstraints(max_length=317, pattern=_LABEL_KEY),
+        Allowed("a label of nodes, such as topology.kubernetes.io/zone"),
+    ] = Field(description="label of nodes that names their zone, rack or block")
+    mode: Literal["Preferred", "Required"] = Field(
+        default="Preferred",
+        description="Preferred: the scheduler puts workers into one zone, rack or block if they fit; Required: workers "
+        "that do not fit wait",
+    )
+
+
 class SchedulingPolicy(Part):
-    """Passed on to queues and gang schedulers."""
+    """Settings for queues and gang schedulers."""
 
     queue: ObjectName | None = Field(default=None, description="queue that admits the job")
     priority_class: ObjectName | None = Field(default=None, description="priority class of the pods")
     min_available: int | None = Field(
-        default=None, ge=1, le=10_001, description="pods that must fit at once; all of them by default"
+        default=None, ge=1, le=10_001, description="number of pods that must fit at the same time; all pods by default"
     )
 
 
 class RunPolicy(Part):
-    """When the job starts, ends, and is tried again."""
+    """When the job starts, ends and is restarted."""
 
-    suspend: bool = Field(default=False, description="true frees everything the job holds until it is false again")
+    suspend: bool = Field(
+        default=False, description="true: delete the job's pods and free their resources until it is false again"
+    )
     backoff_limit: int = Field(
-        default=3, ge=0, le=1000, description="restarts after failures; preemption, drain and node loss are not counted"
+        default=3,
+        ge=0,
+        le=1000,
+        description="number of restarts after failures; preemption, drain and node loss do not count",
+    )
+    failure_policy: FailurePolicy = Field(
+        default=FailurePolicy(), description="which failures end the job, and which restart it"
     )
     active_deadline_seconds: int | None = Field(
-        default=None, ge=1, le=INT32, description="seconds after which the run is ended"
+        default=None, ge=1, le=INT32, description="seconds after which the run ends"
     )
     ttl_seconds_after_finished: int | None = Field(
-        default=None, ge=0, le=INT32, description="seconds after which a finished job is deleted; never by default"
+        default=None,
+        ge=0,
+        le=INT32,
+        description="seconds after which a finished job is deleted; by default it is kept",
     )
     clean_pod_policy: Literal["Running", "All", "None"] = Field(
-        default="Running", description="pods deleted when the job ends: those still running, all, or none"
+        default="Running",
+        description="which pods are deleted when the job ends: those that still run, all, or none",
     )
     managed_by: Annotated[
         str,
@@ -194,15 +281,16 @@ class RunPolicy(Part):
         ),
         Allowed("a domain, '/' and a name, at most 63 characters"),
     ] = Field(
-        default="topkube.dev/operator", description="who reconciles the job; another value keeps our operator away"
+        default="topkube.dev/operator",
+        description="the controller of the job; with another value, the TopKube operator ignores the job",
     )
     scheduling_policy: SchedulingPolicy = Field(
-        default=SchedulingPolicy(), description="for queues and gang schedulers"
+        default=SchedulingPolicy(), description="settings for queues and gang schedulers"
     )
 
 
 class Spec(Part):
-    """What is to run, and on how much."""
+    """What runs, and on how many ranks."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -214,48 +302,54 @@ class Spec(Part):
         )
     )
 
-    workers: int = Field(default=1, ge=1, le=10_000, description="pods")
+    workers: int = Field(default=1, ge=1, le=10_000, description="number of worker pods")
     slots_per_worker: int = Field(
-        default=1, ge=1, le=256, description="ranks per pod; also its GPUs when GPUs are asked for"
+        default=1,
+        ge=1,
+        le=256,
+        description="ranks per worker pod; also its number of GPUs if the template requests GPUs",
     )
     spread: Literal["Node", "None"] = Field(
-        default="Node", description="Node: one worker per node; None: wherever they fit"
+        default="Node", description="Node: at most one worker per node; None: workers may share a node"
     )
-    mpi_implementation: Literal["MPICH", "OpenMPI"] = Field(default="MPICH", description="the MPI in the image")
+    topology: Topology | None = Field(
+        default=None, description="places workers close to each other; by default anywhere, as `spread` allows"
+    )
+    mpi_implementation: Literal["MPICH", "OpenMPI"] = Field(default="MPICH", description="the MPI library in the image")
     template: Annotated[dict[str, JsonValue], WithJsonSchema(WORKER_TEMPLATE)] = Field(
-        description="a whole pod template for the workers, preserved as written; "
-        "the container called `worker` (or the only one) "
-        "needs image and command"
+        description="pod template of the workers, kept as written; the container called `worker` (or the only "
+        "container) needs image and command"
     )
     launcher: Launcher = Field(default=Launcher(), description="the pod that starts MPI")
     aggregation: Aggregation = Field(default=Aggregation(), description="how gradients are summed")
-    dataset: Dataset | None = Field(default=None, description="the training data and its node-local cache")
+    dataset: Dataset | None = Field(default=None, description="the training data and its cache on each node")
     checkpoint: Checkpoint | None = Field(default=None, description="where and how often the training state is saved")
-    run_policy: RunPolicy = Field(default=RunPolicy(), description="when the job starts, ends, and is tried again")
+    run_policy: RunPolicy = Field(default=RunPolicy(), description="when the job starts, ends and is restarted")
 
     @field_validator("template")
     @classmethod
     def _template(cls, template: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
-        problems(template_problems(template, info.data.get("slots_per_worker")))
+        raise_problems(template_problems(template, info.data.get("slots_per_worker")))
         return template
 
     @field_validator("dataset")
     @classmethod
     def _fits(cls, dataset: Dataset | None, info: ValidationInfo) -> Dataset | None:
-        """What the cache holds in memory counts against the container's limit: more than that ends in an OOM kill."""
+        """Refuse a cache that needs more memory than the container's limit: it would end in an OOM kill."""
         limit = memory_limit(info.data.get("template") or {})
         if dataset is None or limit is None:
             return dataset
-        cache, parts = dataset.cache, list[str]()
+        cache, sizes = dataset.cache, list[str]()
         if cache.medium == "Memory" and (cache.size_limit or cache.memory_limit):
-            parts.append(cache.size_limit or cache.memory_limit or "0")
+            sizes.append(cache.size_limit or cache.memory_limit or "0")
         if cache.memory_limit:
-            parts.append(cache.memory_limit)
-        if sum(map(in_bytes, parts)) > limit:
+            sizes.append(cache.memory_limit)
+        if sum(map(in_bytes, sizes)) > limit:
             field = "sizeLimit" if cache.medium == "Memory" and cache.size_limit else "memoryLimit"
-            text = f"{' and '.join(parts)} in memory are more than the worker's memory limit of {limit:,} bytes"
+            text = f"{' and '.join(sizes)} in memory are more than the worker's memory limit of {limit:,} bytes"
+            advice = "they count against it: raise resources.limits.memory, or lower the cache's limits"
             path: Path = ("cache", field)
-            problems([(path, f"{text}, which they count against: raise resources.limits.memory, or cache less")])
+            raise_problems([(path, f"{text}; {advice}")])
         return dataset
 
     @field_validator("run_policy")
@@ -267,5 +361,5 @@ class Spec(Part):
             pods = workers + (0 if launcher.colocate else 1)
             if wanted > pods:
                 path: Path = ("schedulingPolicy", "minAvailable")
-                problems([(path, f"{wanted} is more than the job's {pods} pods (workers and launcher)")])
+                raise_problems([(path, f"{wanted} is more than the job's {pods} pods (workers and launcher)")])
         return policy

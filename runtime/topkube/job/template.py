@@ -1,4 +1,4 @@
-"""The pod template: preserved as written, except that what we rely on must be there."""
+"""The pod template: kept as written; only the fields that TopKube relies on are checked."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CONTAINER_NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 
 # In CEL: `c` is not the container that trains.
 _OTHER = "(self.size() > 1 && (!has(c.name) || c.name != 'worker'))"
-# The part of a pod template that we rely on, as a JSON schema; everything else in it is kept unread. The fields of
-# containers are there for the rules to see.
+# The JSON schema of the fields that TopKube relies on; all other fields of a pod template are kept unread. The fields
+# of containers are listed so that the rules can read them.
 WORKER_TEMPLATE: dict[str, Any] = {
     "type": "object",
     KEEP: True,
@@ -43,7 +43,7 @@ WORKER_TEMPLATE: dict[str, Any] = {
                     **rules(
                         (
                             "self.size() == 1 || self.exists(c, has(c.name) && c.name == 'worker')",
-                            "no container is called 'worker': name the one that trains 'worker'",
+                            "no container is called 'worker': give this name to the container that trains",
                         ),
                         (
                             f"self.all(c, {_OTHER} || (has(c.image) && c.image != ''))",
@@ -62,26 +62,38 @@ WORKER_TEMPLATE: dict[str, Any] = {
 
 
 def without_nulls(value: Any) -> Any:
-    """A copy in which null means absent, as in Kubernetes."""
+    """Return a copy without nulls: null means absent, as in Kubernetes."""
     if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: without_nulls(below) for key, below in value.items() if below is not None}
+    return [without_nulls(below) for below in value] if isinstance(value, list) else value
+
+
+def with_nulls_of(value: Any, source: Any) -> Any:
+    """Return a copy of `value` with the nulls of `source` at the places that `value` has no entry for. A null in a
+    security context means that the cluster chooses the value; a stored status cannot hold nulls."""
+    if isinstance(value, dict) and isinstance(source, Mapping):
+        nulls = {key: None for key, below in source.items() if below is None and key not in value}
+        return {key: with_nulls_of(below, source.get(key)) for key, below in value.items()} | nulls
+    if isinstance(value, list) and isinstance(source, list) and len(value) == len(source):
+        return [with_nulls_of(below, other) for below, other in zip(value, source, strict=True)]
+    return value
 
 
 def worker_container(template: Mapping[str, Any]) -> Any:
-    """The container called `worker`, or the only one; None where neither exists."""
+    """Return the container called `worker`, or the only container; None if neither exists."""
     containers = _containers(template)
     if len(containers) == 1:
         return containers[0]
-    return next((one for one in containers if isinstance(one, dict) and one.get("name") == "worker"), None)
+    named = (container for container in containers if isinstance(container, dict) and container.get("name") == "worker")
+    return next(named, None)
 
 
 def memory_limit(template: Mapping[str, Any]) -> int | None:
-    """Bytes of the worker's memory limit; None where it has none, or one that is no quantity."""
-    found: Any = worker_container(template)
+    """Return the worker's memory limit in bytes; None if it has none, or if the limit is not a quantity."""
+    value: Any = worker_container(template)
     for key in ("resources", "limits", "memory"):
-        found = found.get(key) if isinstance(found, dict) else None
-    text = str(found) if isinstance(found, str | int) and not isinstance(found, bool) else ""
+        value = value.get(key) if isinstance(value, dict) else None
+    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
     return in_bytes(text) if re.fullmatch(QUANTITY, text) else None
 
 
@@ -92,80 +104,94 @@ def _containers(template: Mapping[str, Any]) -> list[Any]:
 
 
 def template_problems(template: Mapping[str, Any], slots: int | None) -> list[tuple[Path, str]]:
-    """Everything that would keep the workers' pods from starting, as (path inside the template, text).
+    """Return everything that would keep the workers' pods from starting, as (path inside the template, text).
 
-    `slots` is spec.slotsPerWorker, None where that is itself wrong.
+    `slots` is spec.slotsPerWorker, or None if that is itself invalid.
     """
-    found = mapping_problems(template)
+    mistakes = mapping_problems(template)
     containers = _containers(template)
-    here: Path = ("spec", "containers")
+    containers_path: Path = ("spec", "containers")
     if not containers:
-        return [*found, (here, "is required: a list with one container called 'worker' (image and command)")]
+        return [
+            *mistakes,
+            (containers_path, "is required: a list with one container called 'worker' (image and command)"),
+        ]
     if len(containers) > MOST_CONTAINERS:
-        found.append((here, f"{len(containers)} containers are more than {MOST_CONTAINERS}"))
+        return [*mistakes, (containers_path, f"{len(containers)} containers are more than {MOST_CONTAINERS}")]
     for index, container in enumerate(containers):
         if isinstance(container, dict):
-            found += [((*here, index, *path), text) for path, text in _container_problems(container)]
+            mistakes += [((*containers_path, index, *path), text) for path, text in _container_problems(container)]
         else:
-            found.append(((*here, index), "is not a mapping; allowed: a container (name, image, command, …)"))
-    names = [one.get("name") for one in containers if isinstance(one, dict)]
+            mistakes.append(
+                ((*containers_path, index), "is not a mapping; allowed: a container (name, image, command, …)")
+            )
+    names = [item.get("name") for item in containers if isinstance(item, dict)]
     for index, name in enumerate(names):
         if name is not None and name in names[:index]:
-            found.append(((*here, index, "name"), f"{name!r} is the name of another container too: give each its own"))
+            mistakes.append(
+                (
+                    (*containers_path, index, "name"),
+                    f"{name!r} is also the name of another container: give each container its own name",
+                )
+            )
     worker = worker_container(template)
     if worker is None:
         known = ", ".join(str(name or "(no name)") for name in names)
-        found.append((here, f"none of {known} is called 'worker': name the one that trains 'worker'"))
+        mistakes.append(
+            (containers_path, f"none of {known} is called 'worker': give this name to the container that trains")
+        )
     elif isinstance(worker, dict):
-        place: Path = (*here, containers.index(worker))
-        found += [((*place, *path), text) for path, text in _worker_problems(worker, slots)]
-    return found
+        place: Path = (*containers_path, containers.index(worker))
+        mistakes += [((*place, *path), text) for path, text in _worker_problems(worker, slots)]
+    return mistakes
 
 
 def mapping_problems(template: Mapping[str, Any]) -> list[tuple[Path, str]]:
-    """What keeps a template from being read at all: metadata, labels, annotations and spec are mappings."""
-    found: list[tuple[Path, str]] = []
+    """Return the reasons why a template cannot be read: metadata, labels, annotations and spec must be mappings."""
+    mistakes: list[tuple[Path, str]] = []
     for path in (("metadata",), ("metadata", "labels"), ("metadata", "annotations"), ("spec",)):
         value: Any = template
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
         if value is not None and not isinstance(value, dict):
-            found.append((path, "is not a mapping"))
+            mistakes.append((path, "is not a mapping"))
         elif len(path) == 2:
-            found += [
+            mistakes += [
                 ((*path, key), f'{text!r} is not text: quote it, "{text}"')
                 for key, text in (value or {}).items()
                 if not isinstance(text, str)
             ]
-    return found
+    return mistakes
 
 
 def _container_problems(container: dict[str, Any]) -> list[tuple[Path, str]]:
-    """What is wrong in any container, a sidecar's too."""
-    found: list[tuple[Path, str]] = []
+    """Return the mistakes in a container, of a worker or a sidecar."""
+    mistakes: list[tuple[Path, str]] = []
     name = container.get("name")
     if name is not None and not (isinstance(name, str) and len(name) <= 63 and re.fullmatch(CONTAINER_NAME, name)):
-        found.append((("name",), f"{name!r} is not lower-case letters, digits and '-', at most 63 characters"))
+        mistakes.append((("name",), f"{name!r} is not lower-case letters, digits and '-', at most 63 characters"))
     image = container.get("image")
     if image is not None and not isinstance(image, str):
-        found.append((("image",), f"{image!r} is not text: quote it"))
+        mistakes.append((("image",), f"{image!r} is not text: quote it"))
     for field in ("command", "args"):
-        found += _words_problems(field, container.get(field))
-    return found + _environment_problems(container.get("env"))
+        mistakes += _words_problems(field, container.get(field))
+    return mistakes + _environment_problems(container.get("env"))
 
 
 def _worker_problems(worker: dict[str, Any], slots: int | None) -> list[tuple[Path, str]]:
-    found: list[tuple[Path, str]] = []
+    mistakes: list[tuple[Path, str]] = []
     if worker.get("image") in (None, ""):
-        found.append((("image",), "is required: the image that holds the training script and topkube"))
+        mistakes.append((("image",), "is required: the image that holds the training script and topkube"))
     if worker.get("command") in (None, []):
-        found.append((("command",), "is required: what each rank runs, such as [python, train.py]"))
+        mistakes.append((("command",), "is required: what each rank runs, such as [python, train.py]"))
     resources = worker.get("resources")
     limits = resources.get("limits") if isinstance(resources, dict) else None
     if isinstance(limits, dict) and GPU in limits and slots is not None and str(limits[GPU]) != str(slots):
-        text = f"{limits[GPU]} GPUs for {slots} ranks: each rank has one GPU, so give as many as spec.slotsPerWorker"
-        found.append((("resources", "limits", GPU), text))
-    return found
+        text = (
+            f"{limits[GPU]} GPUs for {slots} ranks: each rank uses one GPU, so request as many as spec.slotsPerWorker"
+        )
+        mistakes.append((("resources", "limits", GPU), text))
+    return mistakes
 
 
 def _is_text(value: Any) -> bool:
@@ -189,13 +215,15 @@ def _environment_problems(entries: Any) -> list[tuple[Path, str]]:
         return []
     if not isinstance(entries, list):
         return [(("env",), "is not a list; allowed: a list of {name, value}")]
-    found: list[tuple[Path, str]] = []
+    mistakes: list[tuple[Path, str]] = []
     for index, entry in enumerate(entries):
         if not isinstance(entry, dict) or not _is_text(entry.get("name")):
-            found.append((("env", index), "is not a mapping with a name; allowed: {name, value}"))
+            mistakes.append((("env", index), "is not a mapping with a name; allowed: {name, value}"))
         elif entry.get("value") is not None and not isinstance(entry["value"], str):
             value = entry["value"]
-            found.append((("env", index, "value"), f'{value!r} is not text: quote it, "{value}"'))
+            mistakes.append((("env", index, "value"), f'{value!r} is not text: quote it, "{value}"'))
         elif "=" in entry["name"] or "\0" in entry["name"] + (entry.get("value") or ""):
-            found.append((("env", index), "holds '=' in its name or a zero byte; neither fits in an environment"))
-    return found
+            mistakes.append(
+                (("env", index), "contains '=' in its name, or a zero byte: environment variables cannot hold these")
+            )
+    return mistakes

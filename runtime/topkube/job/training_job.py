@@ -1,4 +1,4 @@
-"""The TrainingJob as a whole: read strictly from a person, leniently from a cluster; what ranks get from it."""
+"""The TrainingJob as a whole: read strictly from a file, leniently from a cluster; the settings of its ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pydantic import Field, ValidationError
 
 from topkube.errors import JobError
 from topkube.job.part import Part
-from topkube.job.problems import listed, shown
+from topkube.job.problems import list_problems, show_value
 from topkube.job.quantity import in_bytes
-from topkube.job.reading import Document, read, write
+from topkube.job.reading import Document, check_extent, read, write
 from topkube.job.spec import Metadata, Spec
 from topkube.job.status import Status
 from topkube.job.template import worker_container
@@ -26,17 +26,18 @@ KIND = "TrainingJob"
 
 
 class TrainingJob(Part):
-    """One training, from its YAML."""
+    """A training, as its YAML describes it."""
 
     api_version: Literal["topkube.dev/v1alpha1"] = Field(description=f"always {API_VERSION}")
     kind: Literal["TrainingJob"] = Field(description=f"always {KIND}")
     metadata: Metadata = Field(description="the name of the job, and labels")
-    spec: Spec = Field(description="what is to run, and on how much")
+    spec: Spec = Field(description="what runs, and on how many ranks")
     status: Status | None = Field(default=None, description="written by the operator")
 
     @classmethod
     def from_yaml(cls, source: str | bytes | FilePath) -> TrainingJob:
-        """The job in a YAML text or file. A `Path`, or one line that ends in .yaml, .yml or .json, is a file's path.
+        """Return the job of a YAML text or file. A `Path`, or one line that ends in .yaml, .yml or .json, is a file's
+        path.
 
         Raises JobError with all mistakes; unknown fields are mistakes.
         """
@@ -45,37 +46,40 @@ class TrainingJob(Part):
 
     @classmethod
     def parse(cls, data: Any) -> TrainingJob:
-        """The job in plain data (what YAML or JSON gives), as strictly as `from_yaml`."""
+        """Return the job of plain data (as YAML or JSON is read), as strictly as `from_yaml`."""
         return cls._validated(Document(data), "the job")
 
     @classmethod
     def from_cluster(cls, data: Mapping[str, Any]) -> TrainingJob:
-        """The job as a cluster stores it. Fields that this version does not know are kept and written back,
-        not refused: a rollback must not break stored objects."""
+        """Return the job that a cluster stores. Fields that this version does not know are kept and written back,
+        because a rollback must not break stored objects. Raises JobError."""
+        check_extent(data.get("spec"), "the stored job")
         try:
             return cls.model_validate(data, extra="allow", by_name=False)
         except ValidationError as error:
-            raise _invalid("the stored job", listed(error, cls, {})) from None
+            raise _invalid("the stored job", list_problems(error, cls, {})) from None
 
     @classmethod
     def _validated(cls, document: Document, name: str) -> TrainingJob:
         data = document.data
         if not isinstance(data, dict):
             raise JobError(
-                f"{name} holds {shown(data)}, not a {KIND}", next_step="start with apiVersion, kind, metadata, spec"
+                f"{name} holds {show_value(data)}, not a {KIND}",
+                next_step="start with apiVersion, kind, metadata, spec",
             )
         kind, version = data.get("kind"), data.get("apiVersion")
         if isinstance(kind, str) and kind.lower() != KIND.lower() and GROUP not in str(version):
             raise JobError(
-                f"{name} is of kind {shown(kind)} ({shown(version)}), not a {KIND}",
+                f"{name} is of kind {show_value(kind)} ({show_value(version)}), not a {KIND}",
                 cause="another kind of Kubernetes object",
                 next_step=f"give a file with apiVersion: {API_VERSION} and kind: {KIND}",
             )
         mistakes = document.mistakes
+        check_extent(data, name)
         try:
             job = cls.model_validate(data, extra="forbid", by_name=False)
         except ValidationError as error:
-            mistakes = mistakes + listed(error, cls, document.lines)
+            mistakes = mistakes + list_problems(error, cls, document.lines)
         if mistakes:
             raise _invalid(name, mistakes)
         return job
@@ -86,28 +90,28 @@ class TrainingJob(Part):
 
     @property
     def ranks(self) -> int:
-        """All ranks of the job."""
+        """The number of ranks of the job."""
         return self.spec.workers * self.spec.slots_per_worker
 
     @property
     def container(self) -> dict[str, Any]:
-        """The workers' container, as written."""
+        """The container of the workers, as written."""
         container: dict[str, Any] = worker_container(self.spec.template)
         return container
 
     @property
     def command(self) -> list[str]:
-        """What each rank runs: command and args."""
+        """The command line of each rank: command and args."""
         return [*self.container["command"], *(self.container.get("args") or [])]
 
     @property
     def plain_environment(self) -> dict[str, str]:
-        """The container's environment entries that have a value of their own (not valueFrom)."""
+        """The environment variables of the container that have a value (not valueFrom)."""
         entries = self.container.get("env") or []
         return {entry["name"]: entry.get("value") or "" for entry in entries if "valueFrom" not in entry}
 
     def scaled(self, workers: int | None = None, slots_per_worker: int | None = None) -> TrainingJob:
-        """The same job over other workers or slots, checked again. A GPU limit follows the slots."""
+        """Return the job with other workers or slots, validated again. A GPU limit follows the slots."""
         data = self.to_dict()
         if workers is not None:
             data["spec"]["workers"] = workers
@@ -119,7 +123,7 @@ class TrainingJob(Part):
         return self.parse(data)
 
     def settings(self, **changes: Any) -> Settings:
-        """What the ranks are told; `changes` are further fields of Settings."""
+        """Return the settings of the ranks; `changes` are further fields of Settings."""
         aggregation, checkpoint, dataset = self.spec.aggregation, self.spec.checkpoint, self.spec.dataset
         cache = dataset.cache if dataset else None
         settings = Settings(
@@ -130,6 +134,7 @@ class TrainingJob(Part):
             wire=aggregation.wire,
             selection=aggregation.selection,
             momentum_correction=aggregation.momentum_correction,
+            period=aggregation.period,
             dataset_uri=dataset.uri if dataset else "",
             dataset_mount=dataset.mount_path if dataset else "",
             cache_size_limit=in_bytes(cache.size_limit) if cache and cache.size_limit else 0,
@@ -142,11 +147,11 @@ class TrainingJob(Part):
         return dataclasses.replace(settings, **changes)
 
     def environment(self, **changes: Any) -> dict[str, str]:
-        """`settings` as environment variables."""
+        """Return `settings` as environment variables."""
         return self.settings(**changes).to_environment()
 
     def to_dict(self) -> dict[str, Any]:
-        """The job as plain data in YAML's names: what was written, without defaults."""
+        """Return the job as plain data with YAML's names: what was written, without defaults."""
         return self.model_dump(by_alias=True, exclude_unset=True)
 
     def to_yaml(self) -> str:
@@ -165,12 +170,12 @@ def _text(source: str | bytes | FilePath) -> tuple[str | bytes, str]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise JobError(
-            f"{str(source)!r} cannot be read: {reason}", next_step="give the path of a TrainingJob's YAML file"
+            f"{str(source)!r} cannot be read: {reason}", next_step="pass the path of a TrainingJob's YAML file"
         ) from None
 
 
 def _invalid(name: str, problems: list[str]) -> JobError:
     count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
     return JobError(
-        f"{name} has {count}", problems, next_step="correct them; every field is explained in docs/trainingjob.md"
+        f"{name} has {count}", problems, next_step="correct the file; docs/trainingjob.md explains every field"
     )

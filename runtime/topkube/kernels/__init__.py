@@ -21,9 +21,11 @@ from topkube.kernels.selection import (
     mstopk,
     topk,
 )
+from topkube.kernels.sign import SIGN_BLOCK, sign_pack_, sign_unpack_add_
 from topkube.kernels.wire import decode, decode_add_, encode, encoded_size, scatter_add_
 
 __all__ = [
+    "SIGN_BLOCK",
     "Effort",
     "Thresholds",
     "add_",
@@ -40,6 +42,8 @@ __all__ = [
     "mstopk",
     "scale_",
     "scatter_add_",
+    "sign_pack_",
+    "sign_unpack_add_",
     "simd",
     "simd_paths",
     "sum_",
@@ -49,26 +53,26 @@ __all__ = [
 
 
 def simd_paths() -> list[str]:
-    """The instruction sets that this processor can run, best first: some of "avx512", "avx2", "portable"."""
+    """Return the instruction sets that this processor can run, best first: some of "avx512", "avx2", "portable"."""
     return list(_kernels.simd_paths())
 
 
 def simd() -> str:
-    """The instruction set in use."""
+    """Return the instruction set in use."""
     return str(_kernels.simd())
 
 
 def use_simd(path: str) -> str:
-    """Takes the path called `path` ("auto": the best) in all threads of this process; returns the one that was in use.
+    """Use the instruction set `path` ("auto": the best) in all threads of this process. Return the previous one.
 
     The setting TOPKUBE_SIMD does the same when this module is loaded. Results are the same on every path.
-    Raises SettingsError where this processor cannot run it.
+    Raises SettingsError if this processor cannot run it.
     """
     before = simd()
     if not _kernels.use_simd(simd_paths()[0] if path == "auto" else path):
         raise SettingsError(
             f"this processor has no SIMD path {path!r}; it runs {', '.join(simd_paths())}",
-            next_step="unset TOPKUBE_SIMD, or set it to one of these",
+            next_step="unset TOPKUBE_SIMD, or set it to one of these paths",
         )
     return before
 

@@ -1,4 +1,4 @@
-"""What kernels ask of their arguments: checked before anything is written, the same words for NumPy and torch."""
+"""Checks of the kernels' arguments, made before anything is written, with the same messages for NumPy and torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ import operator
 
 import numpy as np
 
-from topkube.arrays import BFLOAT16, Array, flat_view
+from topkube.arrays import DTYPE_CODES, Array, flat_view
 from topkube.errors import ArgumentError
 from topkube.settings import Settings
 
 SETTINGS = Settings.from_environment()
 FLOAT32 = np.dtype(np.float32)
-CODES = {FLOAT32: 0, BFLOAT16: 1, np.dtype(np.float16): 2}  # csrc/cpu/dtype.hpp
-WIRES = {"fp32": 0, "bf16": 1, "fp16": 2}
+WIRES = dict(zip(("fp32", "bf16", "fp16"), DTYPE_CODES.values(), strict=True))
 MOST_ELEMENTS = 2**32 - 1
-
-
-def as_bytes(view: Array) -> Array:
-    """The bytes of a contiguous view: what the extension takes."""
-    return view.view(np.uint8)
 
 
 def same_length(name: str, length: int, other_name: str, other: int) -> None:
@@ -30,7 +24,7 @@ def same_length(name: str, length: int, other_name: str, other: int) -> None:
 
 
 def apart(name: str, view: Array, other_name: str, other: Array, *, same_allowed: bool = False) -> None:
-    """Raises ArgumentError where the two share memory; `same_allowed` lets through the very same elements."""
+    """Raise ArgumentError if the two share memory. `same_allowed` accepts arrays of exactly the same elements."""
     start, other_start = view.__array_interface__["data"][0], other.__array_interface__["data"][0]
     if start >= other_start + other.nbytes or other_start >= start + view.nbytes:
         return
@@ -42,13 +36,13 @@ def apart(name: str, view: Array, other_name: str, other: Array, *, same_allowed
 def overlapping(name: str, other_name: str) -> None:
     raise ArgumentError(
         f"{name} and {other_name} overlap in memory",
-        cause="two views of one array",
+        cause="both are views of one array",
         next_step=f"pass a copy of {other_name}",
     )
 
 
 def selectable(x: object, name: str) -> Array:
-    """A flat view whose elements 32-bit indices can count."""
+    """Return a flat view with few enough elements for 32-bit indices."""
     view = flat_view(x, name)
     indexable(view.size, name)
     return view
@@ -111,14 +105,14 @@ def length_of(length: int) -> int:
 def beyond(position: int, index: object, length: int) -> ArgumentError:
     return ArgumentError(
         f"indices[{position}] = {index} is outside dense (0..{length - 1})",
-        cause="indices of another array, or of another shard",
-        next_step="pass the array that the indices were selected from, or one of its length",
+        cause="the indices belong to another array, or to another shard",
+        next_step="pass the array that the indices were selected from, or an array of its length",
     )
 
 
 def disordered(position: int, index: object, length: int) -> ArgumentError:
     return ArgumentError(
         f"indices[{position}] = {index} is out of order or not below length = {length}",
-        cause="indices that are not ascending and distinct, or a wrong length",
+        cause="the indices are not ascending and distinct, or the length is wrong",
         next_step="pass the indices as topk or compress_ returned them",
     )

@@ -1,6 +1,6 @@
 """The compiled CUDA kernels (csrc/cuda/api.cu): a C library beside the extension, loaded when it is first needed.
 
-It takes device pointers and a stream as numbers, so it knows no torch; it is there where nvcc was found when the
+It takes device pointers and a stream as numbers, so it knows no torch; it is there if nvcc was found when the
 package was built, and loads without a driver.
 """
 
@@ -59,7 +59,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @dataclass(frozen=True)
 class EffortRead:
-    """What a selection's state says once its stream has passed."""
+    """The state of a selection, after its stream has finished."""
 
     from_the_data: bool
     candidates: int
@@ -68,7 +68,7 @@ class EffortRead:
 
 
 class CudaLibrary:
-    """The C functions by their names, with their errors as DeviceError."""
+    """The C functions by name; their errors are raised as DeviceError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,17 +84,17 @@ class CudaLibrary:
 
     @property
     def build(self) -> str:
-        """Which compiler made it, and for which devices: "nvcc 13.0: sm_80 sm_90 compute_90"."""
+        """The compiler that built the library, and the devices: "nvcc 13.0: sm_80 sm_90 compute_90"."""
         return str(self._build().decode())
 
     def needed(self, name: str, *arguments: Any) -> int:
-        """Bytes of workspace that `call` with the same arguments takes."""
+        """Return the bytes of workspace that `call` needs with the same arguments."""
         needed = _u64(0)
         self._check(name, self._functions[name](0, None, *arguments, None, ctypes.byref(needed)))
         return max(256, needed.value)
 
     def call(self, name: str, device: int, stream: int, *arguments: Any) -> None:
-        """Launches on `stream`; raises DeviceError where CUDA refuses."""
+        """Launch on `stream`. Raises DeviceError if CUDA refuses."""
         self._check(name, self._functions[name](device, stream, *arguments))
 
     def sum(self, device: int, stream: int, out: int, code: int, inputs: Sequence[int], *arguments: Any) -> None:
@@ -102,7 +102,7 @@ class CudaLibrary:
         self.call("sum", device, stream, out, code, ctypes.addressof(pointers), len(inputs), *arguments)
 
     def effort(self, state: bytes) -> EffortRead:
-        """What the bytes of a state, copied to the host, say."""
+        """Return the state that is stored in these bytes, which were copied to the host."""
         from_data, candidates = _u64(0), _u64(0)
         thresholds, above = (_float * 2)(), (_u64 * 2)()
         self._functions["effort"](
@@ -114,29 +114,29 @@ class CudaLibrary:
         if code:
             raise DeviceError(
                 f"CUDA refused {name}: {self._error(code).decode()} (error {code})",
-                cause="a driver older than the library, an earlier kernel that failed, or an unknown device",
+                cause="the driver is older than the library, an earlier kernel failed, or the device is unknown",
                 next_step=f"run `topkube doctor`; the library is {self.path.name}, built by {self.build}",
             )
 
 
 def path() -> Path | None:
-    """Where the library lies, None where the package was built without it."""
+    """Return the path of the library; None if the package was built without it."""
     beside = Path(_kernels.__file__).with_name(NAME)
     return beside if beside.exists() else None
 
 
 @functools.cache
 def load() -> CudaLibrary:
-    """The library. Raises DeviceError where it is not there or does not load."""
-    found = path()
-    if found is None:
+    """Return the library. Raises DeviceError if it is missing or does not load."""
+    library_path = path()
+    if library_path is None:
         raise DeviceError(
             "a CUDA tensor came, but this build of TopKube has no CUDA kernels",
-            cause="there was no nvcc when the package was built",
+            cause="the package was built without nvcc",
             next_step="install the CUDA toolkit and reinstall with TOPKUBE_CUDA=on, or pass tensor.cpu()",
         )
     try:
-        return CudaLibrary(found)
+        return CudaLibrary(library_path)
     except OSError as error:
         raise DeviceError(
             f"the CUDA kernels do not load: {error}", next_step="reinstall: pip install --force-reinstall topkube"

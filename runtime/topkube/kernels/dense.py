@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from topkube import _kernels
-from topkube.arrays import flat_view
+from topkube.arrays import DTYPE_CODES, as_bytes, flat_view
 from topkube.errors import ArgumentError
-from topkube.kernels.arguments import CODES, apart, as_bytes, same_length
+from topkube.kernels.arguments import apart, same_length
 from topkube.kernels.device import device_kernels
 
 
 def sum_(out: Any, inputs: Sequence[Any], scale: float = 1.0) -> Any:
-    """out = (inputs[0] + inputs[1] + ...) * scale, element by element, summed in the list's order; returns `out`.
+    """Compute out = (inputs[0] + inputs[1] + ...) * scale by element, summed in the list's order. Return `out`.
 
     Arithmetic is float32; a 16-bit `out` is rounded once, to nearest even. `inputs`: one or more arrays of one dtype
     and of `out`'s length; one of them may be `out` itself. Raises ArgumentError on mismatched lengths or dtypes, or
@@ -34,26 +34,30 @@ def sum_(out: Any, inputs: Sequence[Any], scale: float = 1.0) -> Any:
                 next_step="pass inputs of one dtype",
             )
         apart("out", to, f"inputs[{i}]", view, same_allowed=True)
-    _kernels.sum(as_bytes(to), CODES[to.dtype], [as_bytes(view) for view in views], CODES[views[0].dtype], scale)
+    _kernels.sum(
+        as_bytes(to), DTYPE_CODES[to.dtype], [as_bytes(view) for view in views], DTYPE_CODES[views[0].dtype], scale
+    )
     return out
 
 
 def add_(out: Any, x: Any) -> Any:
-    """out += x in float32, rounded once to `out`'s dtype; returns `out`. Same lengths and dtypes, no part overlap."""
+    """Compute out += x in float32, rounded once to `out`'s dtype. Return `out`. Lengths and dtypes must be equal, and
+    the arrays must not overlap in part."""
     return sum_(out, [out, x])
 
 
 def scale_(x: Any, factor: float) -> Any:
-    """x *= factor in float32, rounded once to x's dtype; returns `x`."""
+    """Compute x *= factor in float32, rounded once to x's dtype. Return `x`."""
     if device_kernels(x=x):
         return sum_(x, [x], factor)
     view = flat_view(x, "x", writable=True)
-    _kernels.scale(as_bytes(view), CODES[view.dtype], factor)
+    _kernels.scale(as_bytes(view), DTYPE_CODES[view.dtype], factor)
     return x
 
 
 def cast_(out: Any, x: Any) -> Any:
-    """out = x, rounded to nearest even where `out` is narrower (dtype.hpp says how); returns `out`. No overlap."""
+    """Compute out = x, rounded to nearest even if `out` is narrower (see dtype.hpp). Return `out`. The arrays must not
+    overlap."""
     if gpu := device_kernels(out=out, x=x):
         if out.dtype == x.dtype:
             gpu.check_copy(out, x)
@@ -67,14 +71,14 @@ def cast_(out: Any, x: Any) -> Any:
     if to.dtype == view.dtype:
         _kernels.copy(as_bytes(to), as_bytes(view))
     else:
-        _kernels.sum(as_bytes(to), CODES[to.dtype], [as_bytes(view)], CODES[view.dtype], 1.0)
+        _kernels.sum(as_bytes(to), DTYPE_CODES[to.dtype], [as_bytes(view)], DTYPE_CODES[view.dtype], 1.0)
     return out
 
 
 def is_finite(x: Any) -> bool:
-    """Whether no element of `x` is NaN or infinite. An empty array is finite. Waits for the device
-    where x is on one."""
+    """Return True if no element of `x` is NaN or infinite. An empty array is finite. Waits for the device
+    if x is on a device."""
     if gpu := device_kernels(x=x):
         return bool(gpu.words(gpu.finite_flag(x))[0])
     view = flat_view(x, "x")
-    return bool(_kernels.is_finite(as_bytes(view), CODES[view.dtype]))
+    return bool(_kernels.is_finite(as_bytes(view), DTYPE_CODES[view.dtype]))

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from topkube.arrays import is_tensor
+from topkube import _kernels
+from topkube.arrays import DTYPE_CODES, is_tensor
 from topkube.errors import ArgumentError, DeviceError
 from topkube.kernels import cuda_library
 from topkube.kernels.arguments import (
@@ -31,19 +32,18 @@ from topkube.kernels.cuda_library import MOST_INPUTS, STATE_BYTES, VERDICT_WORDS
 if TYPE_CHECKING:
     import torch
 
-_WIRE_ITEM = {0: 4, 1: 2, 2: 2}
 _ANY_LENGTH = 2**64 - 1
 NO_FAULT = 0xFFFFFFFF
 
 
 def device_kernels(**arrays: Any) -> DeviceKernels | None:
-    """The GPU's kernels where an argument is a CUDA tensor, None where all are arrays of the CPU. `arrays` are the
-    arguments by name; None is passed over. Raises ArgumentError where they lie on different devices, DeviceError where
+    """Return the GPU's kernels if an argument is a CUDA tensor, None if all are arrays on the CPU. `arrays` are the
+    arguments by name; None is ignored. Raises ArgumentError if they are on different devices, DeviceError if
     this build has no CUDA kernels."""
-    there = {name: x.device for name, x in arrays.items() if is_tensor(x) and x.device.type != "cpu"}
-    if not there:
+    devices = {name: x.device for name, x in arrays.items() if is_tensor(x) and x.device.type != "cpu"}
+    if not devices:
         return None
-    name, device = next(iter(there.items()))
+    name, device = next(iter(devices.items()))
     for other, x in arrays.items():
         if x is None or (is_tensor(x) and x.device == device):
             continue
@@ -64,13 +64,13 @@ def _of_cuda() -> DeviceKernels:
 
 
 class DeviceKernels:
-    """The functions of topkube.kernels for tensors that `library` can reach."""
+    """The functions of topkube.kernels for tensors on devices of `library`."""
 
     def __init__(self, library: CudaLibrary) -> None:
         self.library = library
         self.torch: Any = sys.modules["torch"]
         torch = self.torch
-        self._codes = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+        self._codes = {getattr(torch, dtype.name): code for dtype, code in DTYPE_CODES.items()}
         self._last = threading.local()
 
     # ---- dense
@@ -98,14 +98,14 @@ class DeviceKernels:
         )  # fmt: skip
 
     def check_copy(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Raises ArgumentError where x cannot be copied to out."""
+        """Raise ArgumentError if x cannot be copied to out."""
         self._floats(out, "out")
         self._floats(x, "x")
         same_length("x", x.numel(), "out", out.numel())
         self._apart("out", out, "x", x)
 
     def finite_flag(self, x: torch.Tensor) -> Any:
-        """1 where no element is NaN or infinite, else 0, as one int32 on the device."""
+        """Return 1 if no element is NaN or infinite, else 0, as one int32 on the device."""
         self._floats(x, "x")
         flag = self._new(x, 1, self.torch.int32)
         self.library.call("is_finite", *self._place(x), x.data_ptr(), self._codes[x.dtype], x.numel(), flag.data_ptr())
@@ -163,7 +163,7 @@ class DeviceKernels:
         return indices, values
 
     def last(self) -> tuple[int, EffortRead]:
-        """Passes over memory of the last selection, and its state. Waits for it."""
+        """Return the passes over memory of the last selection, and its state. Waits for the selection."""
         read = self.library.effort(bytes(self._last.state.cpu().numpy()))
         return self._last.passes[read.from_the_data], read
 
@@ -172,7 +172,7 @@ class DeviceKernels:
     def scatter_add_(
         self, dense: torch.Tensor, indices: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The verdict, and the indices that it counts in."""
+        """Return the verdict, and the indices that it refers to."""
         self._floats(dense, "dense")
         self._floats(values, "values")
         indexable(values.numel(), "values")
@@ -196,7 +196,7 @@ class DeviceKernels:
         residual: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The buffer (`out` where given), the verdict, and the indices that it counts in."""
+        """Return the buffer (`out` if given), the verdict, and the indices that it refers to."""
         self._floats(values, "values")
         at, code, length = self._indices(indices), wire_code(wire), length_of(length)
         same_length("values", values.numel(), "indices", at.numel())
@@ -220,16 +220,16 @@ class DeviceKernels:
         return buffer, verdict, at
 
     def check(self, buffer: torch.Tensor, length: int | None) -> Any:
-        """The verdict on a wire buffer."""
+        """Return the verdict on a wire buffer."""
         return self._decode(buffer, length, 0, None, None)
 
     def decode(self, buffer: torch.Tensor, length: int | None, entries: int) -> Any:
-        """(indices, values, verdict) of a buffer that holds so many entries."""
+        """Return (indices, values, verdict) of a buffer that holds this many entries."""
         indices, values = self._entries(buffer, entries, self.torch.float32)
         return indices, values, self._decode(buffer, length, entries, indices, values)
 
     def decode_add_(self, dense: torch.Tensor, buffer: torch.Tensor, scale: float) -> Any:
-        """The verdict: its word 1 is 0 where a value was not finite."""
+        """Return the verdict: its word 1 is 0 if a value was not finite."""
         self._floats(dense, "dense")
         raw = self._buffer(buffer)
         self._apart("dense", dense, "buffer", raw)
@@ -251,8 +251,8 @@ class DeviceKernels:
         return verdict
 
     def words(self, verdict: torch.Tensor) -> list[int]:
-        """A verdict's words. Waits for the device; raises ArgumentError inside a graph's capture, where that is
-        impossible."""
+        """Return a verdict's words. Waits for the device. Raises ArgumentError during the capture of a graph, which
+        makes that impossible."""
         if verdict.is_cuda and self.torch.cuda.is_current_stream_capturing():
             raise ArgumentError(
                 "this call waits for a verdict of the device, which a CUDA graph's capture forbids",
@@ -277,12 +277,12 @@ class DeviceKernels:
         if not x.is_contiguous():
             raise ArgumentError(
                 f"{name} is not contiguous (shape {tuple(x.shape)}, strides {x.stride()})",
-                cause="a transposed or sliced view",
+                cause="it is a transposed or sliced view",
                 next_step=f"pass a contiguous copy: {name}.contiguous()",
             )
 
     def _indices(self, indices: Any) -> Any:
-        """As uint32. What does not fit becomes 2^32 - 1, which no array has: the device finds it."""
+        """Return indices as uint32. A number that does not fit becomes 2^32 - 1, an index that the device refuses."""
         torch = self.torch
         if indices.dtype not in (torch.uint32, torch.int64, torch.int32, torch.uint64):
             raise ArgumentError(
@@ -307,7 +307,7 @@ class DeviceKernels:
         if buffer.data_ptr() % 8:
             raise ArgumentError(
                 "buffer is not aligned to 8 bytes",
-                cause="a view into a larger buffer at an odd offset",
+                cause="it is a view into a larger buffer at an odd offset",
                 next_step="pass buffer.clone(), or place buffers at multiples of 8 bytes",
             )
         return buffer.reshape(-1)
@@ -324,7 +324,7 @@ class DeviceKernels:
     # ---- memory and streams
 
     def _place(self, x: Any) -> tuple[int, int]:
-        """(device, stream) as the library takes them."""
+        """Return (device, stream) as the library takes them."""
         if not x.is_cuda:
             return 0, 0
         return x.device.index, self.torch.cuda.current_stream(x.device).cuda_stream
@@ -337,7 +337,7 @@ class DeviceKernels:
             raise DeviceError(
                 f"{like.device} has no room for {length * dtype.itemsize:,} bytes ({free:,} of {total:,} are free);"
                 " nothing was written",
-                cause="a model, batch or density that fills the device",
+                cause="the model, the batch or the selected entries fill the device",
                 next_step="lower the batch size, or select from smaller buckets (bucket_bytes)",
             ) from error
 
@@ -358,10 +358,10 @@ class DeviceKernels:
 
 
 def _dense(k: int, length: int) -> bool:
-    """Whether candidates are not tried (csrc/cuda/launch_select.hpp)."""
+    """Return True if the selection skips the candidates (csrc/cuda/launch_select.hpp)."""
     return length > 16384 and k > length // 4
 
 
 def wire_size(length: int, entries: int, wire: str) -> int:
-    """The size of an encoded shard (csrc/cpu/wire.hpp)."""
-    return 24 + 4 * -(-length // 65536) + -(-2 * entries // 4) * 4 + entries * _WIRE_ITEM[WIRES[wire]]
+    """Return the size of an encoded shard in bytes (csrc/cpu/wire/wire.hpp)."""
+    return int(_kernels.encoded_size(length, entries, WIRES[wire]))

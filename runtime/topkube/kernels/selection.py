@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from topkube import _kernels
-from topkube.arrays import flat_view, like
+from topkube.arrays import DTYPE_CODES, as_bytes, flat_view, like
 from topkube.errors import ArgumentError
 from topkube.kernels.arguments import (
-    CODES,
     FLOAT32,
     apart,
-    as_bytes,
     count_of,
     iterations_of,
     same_length,
@@ -26,7 +24,7 @@ from topkube.kernels.device import DeviceKernels, device_kernels
 
 
 class Effort(NamedTuple):
-    """What the last selection in this thread took: passes over memory (never more than 4), and candidates that its
+    """The effort of the last selection in this thread: passes over memory (never more than 4), and candidates that its
     filter left."""
 
     passes: int
@@ -34,7 +32,7 @@ class Effort(NamedTuple):
 
 
 class Thresholds(NamedTuple):
-    """Where MSTopK's last probes of either kind stood, and how many magnitudes reach them (Algorithm 1: thres1, k1,
+    """The last thresholds of MSTopK on both sides, and how many magnitudes reach them (Algorithm 1: thres1, k1,
     thres2, k2)."""
 
     upper: float
@@ -47,7 +45,7 @@ _last = threading.local()
 
 
 def last_effort() -> Effort:
-    """The effort of the last `topk`, `compress_` or `mstopk` that this thread called. Waits for the device where that
+    """Return the effort of the last `topk`, `compress_` or `mstopk` of this thread. Waits for the device if the call
     was on one."""
     if isinstance(_last.effort, DeviceKernels):
         passes, read = _last.effort.last()
@@ -56,7 +54,7 @@ def last_effort() -> Effort:
 
 
 def last_thresholds() -> Thresholds:
-    """The thresholds of the last `mstopk` that this thread called. Waits for the device where that was on one."""
+    """Return the thresholds of the last `mstopk` of this thread. Waits for the device if the call ran on one."""
     if isinstance(_last.thresholds, DeviceKernels):
         read = _last.thresholds.last()[1]
         return Thresholds(read.thresholds[0], read.above[0], read.thresholds[1], read.above[1])
@@ -64,21 +62,22 @@ def last_thresholds() -> Thresholds:
 
 
 def entries_kept(length: int, density: float) -> int:
-    """k = max(1, ceil(density * length)), at most `length`. Raises ArgumentError for a density outside (0, 1]."""
+    """Return k = max(1, ceil(density * length)), at most `length`. Raises ArgumentError for a density outside (0,
+    1]."""
     if not 0 < density <= 1:
         raise ArgumentError(
-            f"density = {density} is outside (0, 1]", next_step="give the share of entries to keep, for example 0.01"
+            f"density = {density} is outside (0, 1]", next_step="pass the share of entries to keep, for example 0.01"
         )
     return min(length, max(1, math.ceil(round(density * length, 6))))  # 0.07 * 100 is 7.000000000000001
 
 
 def topk(x: Any, k: int, *, threads: int | None = None) -> tuple[Any, Any]:
-    """The k entries of largest magnitude, exactly: (indices, values).
+    """Return exactly the k entries of largest magnitude: (indices, values).
 
     x: d elements of float32, bfloat16 or float16, NumPy or torch (CPU or CUDA), any shape, contiguous; indices count
     in its flat view. indices: (k,) uint32, ascending. values: (k,), x's dtype, with their signs. Of equal magnitudes
     at the threshold the lowest index wins; NaN and infinity are the largest. threads: default TOPKUBE_THREADS, of the
-    CPU; the result is the same with any number. Raises ArgumentError where k is outside 1..d or x cannot be used.
+    CPU; the result is the same with any number. Raises ArgumentError if k is outside 1..d or x cannot be used.
     """
     if gpu := device_kernels(x=x):
         _last.effort = gpu
@@ -86,19 +85,19 @@ def topk(x: Any, k: int, *, threads: int | None = None) -> tuple[Any, Any]:
     view = selectable(x, "x")
     k, threads = count_of(k, view.size), threads_of(threads)
     indices, values = np.empty(k, np.uint32), np.empty(k, view.dtype)
-    _last.effort = _kernels.topk(as_bytes(view), CODES[view.dtype], threads, indices, as_bytes(values))
+    _last.effort = _kernels.topk(as_bytes(view), DTYPE_CODES[view.dtype], threads, indices, as_bytes(values))
     return like(indices, x), like(values, x)
 
 
 def compress_(gradient: Any, residual: Any, k: int, *, out: Any = None, threads: int | None = None) -> tuple[Any, Any]:
-    """Error feedback and selection in one pass: acc = residual + gradient, its k largest entries as (indices, values).
+    """Compute acc = residual + gradient and return its k largest entries as (indices, values), in one pass.
 
     acc, with the selected entries cleared, is left in `gradient`'s memory (float32), or in `out` where given: it is
     the next residual. `residual` is unchanged, so the caller commits the step by swapping the two buffers, or drops
     it by not doing so. gradient: (d,) float32, bfloat16 or float16; residual: (d,) float32; out: (d,) float32,
     required with a 16-bit gradient. None of them overlap (`out` may be `gradient` itself). indices: (k,) uint32
-    ascending; values: (k,) float32, selected as by `topk`: where acc holds a NaN or an infinity, `values` does.
-    Raises ArgumentError, with nothing written, where an argument cannot be used.
+    ascending; values: (k,) float32, selected as by `topk`: if acc holds a NaN or an infinity, so does `values`.
+    Raises ArgumentError if an argument cannot be used; nothing is written then.
     """
     if gpu := device_kernels(gradient=gradient, residual=residual, out=out):
         _last.effort = gpu
@@ -121,19 +120,19 @@ def compress_(gradient: Any, residual: Any, k: int, *, out: Any = None, threads:
     k, threads = count_of(k, source.size), threads_of(threads)
     indices, values = np.empty(k, np.uint32), np.empty(k, np.float32)
     _last.effort = _kernels.compress(
-        as_bytes(source), CODES[source.dtype], as_bytes(old), as_bytes(acc), threads, indices, as_bytes(values)
+        as_bytes(source), DTYPE_CODES[source.dtype], as_bytes(old), as_bytes(acc), threads, indices, as_bytes(values)
     )
     return like(indices, gradient), like(values, gradient)
 
 
 def mstopk(x: Any, k: int, iterations: int = 30, seed: int = 0, *, threads: int | None = None) -> tuple[Any, Any]:
-    """Approximately the k largest magnitudes, by "Towards Scalable Distributed Training of Deep Learning on Public
-    Cloud Clusters", Algorithm 1 (MSTopK): (indices, values), exactly k of them, indices ascending.
+    """Return approximately the k largest magnitudes, by "Towards Scalable Distributed Training of Deep Learning on
+    Public Cloud Clusters", Algorithm 1 (MSTopK): (indices, values), exactly k of them, indices ascending.
 
     `iterations` bisections between the mean magnitude (a float64 sum of fixed shape) and the largest one find two
     thresholds, float32 each. All entries above the upper one are taken, and as many as are missing from one run of
     neighbours among those between the two, at an offset drawn from `seed`. Arguments, result and errors otherwise as
-    `topk`. Where x holds NaN or infinity the mean says nothing: the exact top k is returned, and they are in it.
+    `topk`. If x holds NaN or infinity, the mean is useless: the exact top k is returned, which contains them.
     """
     if gpu := device_kernels(x=x):
         _last.effort = _last.thresholds = gpu
@@ -142,7 +141,7 @@ def mstopk(x: Any, k: int, iterations: int = 30, seed: int = 0, *, threads: int 
     k, threads, iterations = count_of(k, view.size), threads_of(threads), iterations_of(iterations)
     indices, values = np.empty(k, np.uint32), np.empty(k, view.dtype)
     passes, candidates, *thresholds = _kernels.mstopk(
-        as_bytes(view), CODES[view.dtype], iterations, seed % 2**64, threads, indices, as_bytes(values)
+        as_bytes(view), DTYPE_CODES[view.dtype], iterations, seed % 2**64, threads, indices, as_bytes(values)
     )
     _last.effort, _last.thresholds = (passes, candidates), thresholds
     return like(indices, x), like(values, x)

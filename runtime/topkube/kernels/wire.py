@@ -8,13 +8,11 @@ import numpy as np
 import xxhash
 
 from topkube import _kernels
-from topkube.arrays import Array, flat_view
+from topkube.arrays import DTYPE_CODES, Array, as_bytes, flat_view
 from topkube.errors import ArgumentError, WireError
 from topkube.kernels.arguments import (
-    CODES,
     FLOAT32,
     apart,
-    as_bytes,
     beyond,
     disordered,
     length_of,
@@ -25,7 +23,7 @@ from topkube.kernels.device import NO_FAULT, device_kernels
 
 _INDEX_DTYPES = tuple(np.dtype(kind) for kind in (np.uint32, np.int64, np.int32, np.uint64))
 _UINT8 = np.dtype(np.uint8)
-_CHECKSUM = slice(16, 24)  # csrc/cpu/wire.hpp
+_CHECKSUM = slice(16, 24)  # csrc/cpu/wire/wire.hpp
 _FAULTS = (
     "",
     "it is shorter than a header",
@@ -42,31 +40,31 @@ _CHECKSUM_FAULT = 9  # and 10: another length than was expected (csrc/cuda/wire.
 
 
 def scatter_add_(dense: Any, indices: Any, values: Any, *, wait: bool = True) -> Any:
-    """dense[indices] += values, entry by entry in order; returns `dense`.
+    """Compute dense[indices] += values, entry by entry in order. Return `dense`.
 
     dense: (d,) float32, bfloat16 or float16 (each sum is rounded once). indices: (k,) uint32 as `topk` gives them, or
-    another integer type; repeated ones add up. values: (k,) float32, bfloat16 or float16. Raises ArgumentError where
-    an index is outside 0..d-1 or lengths differ; nothing is written then. On a GPU the call waits for that verdict;
-    with wait=False it does not, and bad indices write nothing in silence.
+    another integer type; repeated ones add up. values: (k,) float32, bfloat16 or float16. Raises ArgumentError if
+    an index is outside 0..d-1 or lengths differ; nothing is written then. On a GPU the call waits for the check;
+    with wait=False it does not wait, and invalid indices write nothing without an error.
     """
     if gpu := device_kernels(dense=dense, indices=indices, values=values):
         verdict, places = gpu.scatter_add_(dense, indices, values)
-        if wait and (bad := gpu.words(verdict)[0]) != NO_FAULT:
-            raise beyond(bad, int(places[bad]), dense.numel())
+        if wait and (position := gpu.words(verdict)[0]) != NO_FAULT:
+            raise beyond(position, int(places[position]), dense.numel())
         return dense
     to = flat_view(dense, "dense", writable=True)
     at, added = _indices(indices), flat_view(values, "values")
     same_length("values", added.size, "indices", at.size)
     apart("dense", to, "values", added)
     apart("dense", to, "indices", at)
-    bad = _kernels.scatter_add(as_bytes(to), CODES[to.dtype], at, as_bytes(added), CODES[added.dtype])
-    if bad < at.size:
-        raise beyond(bad, at[bad], to.size)
+    position = _kernels.scatter_add(as_bytes(to), DTYPE_CODES[to.dtype], at, as_bytes(added), DTYPE_CODES[added.dtype])
+    if position < at.size:
+        raise beyond(position, at[position], to.size)
     return dense
 
 
 def encoded_size(length: int, k: int, wire: str = "fp32") -> int:
-    """Bytes that `encode` makes of k entries of an array of `length` elements: a receiver knows it before the
+    """Return the bytes of k encoded entries of an array of `length` elements: a receiver computes them before the
     message."""
     return int(_kernels.encoded_size(length, k, wire_code(wire)))
 
@@ -74,52 +72,58 @@ def encoded_size(length: int, k: int, wire: str = "fp32") -> int:
 def encode(
     indices: Any, values: Any, length: int, *, wire: str = "fp32", residual: Any = None, wait: bool = True
 ) -> Any:
-    """A sparse shard as bytes: (encoded_size(length, k, wire),) uint8. csrc/cpu/wire.hpp has the format.
+    """Encode a sparse shard as bytes: (encoded_size(length, k, wire),) uint8. csrc/cpu/wire/wire.hpp has the format.
 
     indices: (k,) ascending, below `length`; values: (k,) float32, bfloat16 or float16, rounded to `wire` ("fp32",
-    "bf16" or "fp16") to nearest even; what is beyond fp16 becomes infinite. residual: (length,) float32 or None;
-    where given, value minus rounded value is added at each index, so that the error is sent in a later step. Raises
-    ArgumentError where indices are out of order or out of range; nothing is written then. On a GPU the call waits for
-    that verdict; with wait=False it does not, and bad indices make a buffer that no reader takes.
-    """
+    "bf16" or "fp16") to nearest even; a value beyond the range of fp16 becomes infinite. residual: (length,) float32 or
+    None; if given, value minus rounded value is added at each index, so that the error is sent in a later step. Raises
+    ArgumentError if indices are out of order or out of range; nothing is written then. On a GPU the call waits for the
+    check; with wait=False it does not wait, and invalid indices make a buffer that readers refuse."""
     if gpu := device_kernels(indices=indices, values=values, residual=residual):
         encoded, verdict, places = gpu.encode(indices, values, length, wire, residual)
-        if wait and (bad := gpu.words(verdict)[0]) != NO_FAULT:
-            raise disordered(bad, int(places[bad]), length)
+        if wait and (position := gpu.words(verdict)[0]) != NO_FAULT:
+            raise disordered(position, int(places[position]), length)
         return encoded
-    at, kept = _indices(indices), flat_view(values, "values")
-    same_length("values", kept.size, "indices", at.size)
+    at, flat_values = _indices(indices), flat_view(values, "values")
+    same_length("values", flat_values.size, "indices", at.size)
     length, code = length_of(length), wire_code(wire)
     left = None if residual is None else flat_view(residual, "residual", writable=True, dtypes=(FLOAT32,))
     if left is not None:
         if left.size != length:
             raise ArgumentError(
-                f"residual has {left.size} elements, length is {length}", next_step="pass the whole shard's"
+                f"residual has {left.size} elements, length is {length}",
+                next_step="pass the residual of the whole shard",
             )
-        apart("residual", left, "values", kept)
+        apart("residual", left, "values", flat_values)
         apart("residual", left, "indices", at)
     buffer = np.empty(_kernels.encoded_size(length, at.size, code), np.uint8)
-    bad = _kernels.encode(
-        at, as_bytes(kept), CODES[kept.dtype], length, code, None if left is None else as_bytes(left), buffer
+    position = _kernels.encode(
+        at,
+        as_bytes(flat_values),
+        DTYPE_CODES[flat_values.dtype],
+        length,
+        code,
+        None if left is None else as_bytes(left),
+        buffer,
     )
-    if bad < at.size:
-        raise disordered(bad, at[bad], length)
+    if position < at.size:
+        raise disordered(position, at[position], length)
     buffer[_CHECKSUM] = _checksum(buffer)
     return buffer
 
 
 def decode(buffer: Any, *, length: int | None = None) -> tuple[Any, Any]:
-    """The (indices, values) of an encoded shard: (k,) uint32 ascending, (k,) float32. Values are exactly those on the
-    wire.
+    """Return the (indices, values) of an encoded shard: (k,) uint32 ascending, (k,) float32. Values are exactly those
+    on the wire.
 
-    buffer: bytes, or a uint8 array or tensor (on a GPU the call waits for it). Raises WireError where it is truncated,
-    damaged, foreign, or for another `length`.
+    buffer: bytes, or a uint8 array or tensor (on a GPU the call waits for it). Raises WireError if it is truncated,
+    corrupt, in another format, or for another `length`.
     """
     if gpu := device_kernels(buffer=buffer):
         fault, _, entries, declared = gpu.words(gpu.check(buffer, length))
-        _tell(buffer.numel(), fault, declared, length)
-        places, kept, _ = gpu.decode(buffer, length, entries)
-        return places, kept
+        _raise_fault(buffer.numel(), fault, declared, length)
+        places, flat_values, _ = gpu.decode(buffer, length, entries)
+        return places, flat_values
     raw, (_, entries) = _checked(buffer, length)
     indices, values = np.empty(entries, np.uint32), np.empty(entries, np.float32)
     _kernels.decode(raw, indices, as_bytes(values))
@@ -127,24 +131,24 @@ def decode(buffer: Any, *, length: int | None = None) -> tuple[Any, Any]:
 
 
 def decode_add_(dense: Any, buffer: Any, scale: float = 1.0, *, wait: bool = True) -> Any:
-    """dense[indices] += values * scale of an encoded shard, without arrays in between; returns whether all values
-    were finite.
+    """Compute dense[indices] += values * scale of an encoded shard, without intermediate arrays. Return True if all
+    values were finite.
 
-    dense: (length,) float32, bfloat16 or float16. Raises WireError as `decode` does, also where the shard's length is
-    not dense's; nothing is written then. On a GPU the call waits for the verdict; with wait=False it returns at once,
-    a bool tensor of the device that is also False where the buffer cannot be decoded, which then adds nothing.
+    dense: (length,) float32, bfloat16 or float16. Raises WireError as `decode` does, also if the shard's length is
+    not dense's; nothing is written then. On a GPU the call waits for the check; with wait=False it returns at once,
+    a bool tensor on the device that is also False if the buffer cannot be decoded, which then adds nothing.
     """
     if gpu := device_kernels(dense=dense, buffer=buffer):
         verdict = gpu.decode_add_(dense, buffer, scale)
         if not wait:
             return (verdict[:2] == -1).all()
         fault, finite, _, declared = gpu.words(verdict)
-        _tell(buffer.numel(), fault, declared, dense.numel())
+        _raise_fault(buffer.numel(), fault, declared, dense.numel())
         return finite != 0
     to = flat_view(dense, "dense", writable=True)
     raw, _ = _checked(buffer, to.size)
     apart("dense", to, "buffer", raw)
-    return bool(_kernels.decode_add(raw, as_bytes(to), CODES[to.dtype], scale))
+    return bool(_kernels.decode_add(raw, as_bytes(to), DTYPE_CODES[to.dtype], scale))
 
 
 def _indices(indices: object) -> Array:
@@ -163,7 +167,7 @@ def _checksum(buffer: Array) -> Array:
 
 
 def _checked(buffer: Any, length: int | None) -> tuple[Array, tuple[int, int]]:
-    """The buffer as a uint8 view, its length and its number of entries, once nothing is wrong with it."""
+    """Return a valid buffer as a uint8 view, its length and its number of entries. Raises WireError."""
     raw = (
         np.frombuffer(buffer, np.uint8)
         if isinstance(buffer, (bytes, bytearray, memoryview))
@@ -172,21 +176,21 @@ def _checked(buffer: Any, length: int | None) -> tuple[Array, tuple[int, int]]:
     fault, declared, entries, _ = _kernels.check_wire(raw)
     if not fault and not np.array_equal(raw[_CHECKSUM], _checksum(raw)):
         fault = _CHECKSUM_FAULT
-    _tell(raw.size, fault or NO_FAULT, declared, length)
+    _raise_fault(raw.size, fault or NO_FAULT, declared, length)
     return raw, (declared, entries)
 
 
-def _tell(size: int, fault: int, declared: int, length: int | None) -> None:
-    """Raises WireError where something is wrong with a buffer of `size` bytes."""
+def _raise_fault(size: int, fault: int, declared: int, length: int | None) -> None:
+    """Raise WireError if `fault` names a fault of a buffer of `size` bytes."""
     if fault <= _CHECKSUM_FAULT:
         raise WireError(
             f"the buffer of {size} bytes cannot be decoded: {_FAULTS[fault]}",
-            cause="a truncated or damaged message, or one of another program",
+            cause="the message is truncated or corrupt, or comes from another program",
             next_step="check that sender and receiver run the same version and post the same sizes",
         )
     if length is not None and declared != length:
         raise WireError(
             f"the buffer holds a shard of {declared} elements, {length} were expected",
-            cause="ranks that cut their arrays differently",
+            cause="ranks divided their arrays differently",
             next_step="pass arrays of equal length on all ranks",
         )

@@ -1,44 +1,50 @@
-"""One attempt on one worker: the proxy, the ranks below it, and what they leave behind as they run and end."""
+"""An attempt on one worker: the proxy, the ranks that it starts, and the reports of both."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
 
-from topkube import pulse
+from topkube import heartbeat
 from topkube.errors import LaunchError
+from topkube.launch.connection.messages import NodeCache, ProxyEnded, Report, Running, Start, StepDone
 from topkube.launch.contract import NODE_NAME_VARIABLE, Message
 from topkube.launch.dataset import DatasetProcess
-from topkube.launch.environment import defaults, home, single_copy_off, without_peeking
-from topkube.launch.memory import memory_kills
-from topkube.launch.messages import NodeCache, ProxyEnded, Report, Running, Start, StepDone
-from topkube.launch.mpi import Mpi
-from topkube.launch.processes import children, descendants, dies_with_parent, kill_descendants, signal_all
-from topkube.launch.proxies import proxy_command
-from topkube.launch.rank import commands_among, leave_command
-from topkube.launch.report import TAIL_BYTES, RankReport, log_path, report_path, tail
+from topkube.launch.host import torch_environment
+from topkube.launch.host.environment import disable_single_copy, set_defaults, set_home
+from topkube.launch.host.memory_kills import memory_kills
+from topkube.launch.host.processes import children, descendants, dies_with_parent, kill_descendants, signal_all
+from topkube.launch.mpi.mpi_library import Mpi
+from topkube.launch.mpi.proxies import proxy_command
+from topkube.launch.output.pod_output import PodOutput
+from topkube.launch.output.rank_report import RankReport, log_path, report_path, tail
+from topkube.launch.rank import commands_among, without_shims, write_command
 from topkube.telemetry.cache_counters import read_totals, reads
-from topkube.telemetry.progress import PROGRESS_FILE, read_records
+from topkube.telemetry.progress import PROGRESS_FILE, StepRecord, read_records
 
 _STEP_SECONDS = 0.5
 _LIFE_SECONDS = 2.0
-"""Between two signs of life other than steps."""
-_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-_PUNCH_BYTES = 4 << 20
-_libc = ctypes.CDLL(None, use_errno=True)
+"""Between two reports of signs of life other than steps."""
+_KEEPERS_SECONDS = 0.5
+"""How long the shims of killed ranks may take to write the last output and their reports."""
+_KILLING_SECONDS = 0.2
+"""How long one try to kill the remaining processes may take. It is short, because the worker must send heartbeats."""
+_STUCK_SECONDS = 5.0
+"""A process that was killed and still lives after this time is reported."""
+_MOST_NAMED = 16
+_REPORT_CHARACTERS = 8192
+"""The longest traceback and the longest tail of a log in a report to the launcher, which may receive 4,096 at once."""
 
 
 class Attempt:
-    """Starts the proxy at once. `poll` gives what is new; `stop` and `kill` end it."""
+    """An attempt, whose proxy starts when it is made. `poll` returns messages for the launcher; `stop` and `kill` end
+    the ranks."""
 
     def __init__(
         self,
@@ -47,34 +53,42 @@ class Attempt:
         command: list[str],
         mpi: Mpi,
         control_port: int,
-        inherited: Mapping[str, str],
+        environment: Mapping[str, str],
         dataset: DatasetProcess,
+        output: PodOutput,
     ) -> None:
-        """Raises LaunchError where the proxy cannot be started."""
-        self._dataset = dataset
-        self._node = inherited.get(NODE_NAME_VARIABLE, "")
+        """Raises LaunchError if the proxy cannot be started."""
+        self._dataset, self._output = dataset, output
+        self._node = environment.get(NODE_NAME_VARIABLE, "")
         self.ranks, self.directory = start.ranks, directory
         self.reports: dict[int, RankReport] = {}
         self.exit_code = 0
-        """The worst of the ranks that have ended."""
-        self._logs = {rank: _Log(log_path(directory, rank), rank) for rank in start.ranks}
-        self._running = self._over = False
+        """The highest exit code of the ranks that have ended."""
+        self.lost: dict[int, tuple[int, str]] = {}
+        """Bytes of output that the ranks' logs did not take, and why, by rank."""
+        self._running = False
+        self.has_ended = False
+        """True if no process of the attempt is left and `poll` has returned its end."""
         self._progress = 0
-        self._told_step = self._told_life = 0.0
+        self._steps_reported_at = self._life_reported_at = 0.0
         self._collectives: dict[int, int] = {}
         self._printed = 0
         self._cache: NodeCache | None = None
         self._kills = memory_kills()
-        self._kill_at = float("inf")
+        self._kill_at = self._end_at = float("inf")
+        self._stuck: list[int] = []
+        self._invalid_record_reported = False
+        self._killed = float("inf")
+        """When the worker killed the ranks (Unix time)."""
         directory.mkdir(parents=True)
-        leave_command(directory, command, os.getcwd())
+        write_command(directory, command, os.getcwd())
         temporary = str(directory.parent)
-        environment = {**inherited, **start.environment, "TOPKUBE_RUN_DIRECTORY": str(directory)}
+        environment = {**environment, **start.environment, "TOPKUBE_RUN_DIRECTORY": str(directory)}
         environment.update(mpi.environment())
-        defaults(environment, len(start.ranks))
-        single_copy_off(environment)
-        without_peeking(environment)
-        home(environment, temporary)
+        set_defaults(environment, len(start.ranks))
+        environment.setdefault(torch_environment.MASTER_PORT, str(torch_environment.DEFAULT_PORT))
+        disable_single_copy(environment)
+        set_home(environment, temporary)
         words = proxy_command(start.proxy, mpi, control_port)
         try:
             self.proxy = subprocess.Popen(
@@ -87,32 +101,35 @@ class Attempt:
             )
         except OSError as error:
             raise LaunchError(f"{words[0]} cannot be run: {error.strerror}", exit_code=126) from None
+        self._logs = {rank: output.follow(log_path(directory, rank), rank) for rank in start.ranks}
 
     @property
     def oom_kills(self) -> int:
+        """How many processes the kernel has killed for memory during this attempt."""
         return memory_kills() - self._kills
 
     def poll(self) -> list[Message]:
-        """What has happened since the last call; prints what the ranks wrote."""
-        said: list[Message] = []
-        for log in self._logs.values():
-            log.relay(sys.stdout.buffer)
+        """Return the messages about what has happened since the last call."""
+        messages: list[Message] = []
         if not self._running and all(log.path.exists() for log in self._logs.values()):
             self._running = True
-            said.append(Running())
-        endings = [] if self._over else self._endings()
-        said += self._steps()
-        said += endings
-        if time.monotonic() > self._kill_at:
-            self.kill()
-        return said
+            messages.append(Running())
+        endings = [] if self.has_ended else self._endings()
+        messages += self._steps()
+        messages += endings
+        now = time.monotonic()
+        if not self.has_ended and now > self._end_at:
+            self._end(_KILLING_SECONDS)
+        elif not self.has_ended and now > self._kill_at and self._end_at == float("inf"):
+            self._kill_commands()
+        return messages
 
     def _steps(self) -> list[Message]:
         now = time.monotonic()
-        if now - self._told_step < _STEP_SECONDS and not self._over:
+        if now - self._steps_reported_at < _STEP_SECONDS and not self.has_ended:
             return []
-        self._told_step = now
-        new = list(read_records(self.directory / PROGRESS_FILE, self._progress))
+        self._steps_reported_at = now
+        new = self._new_records()
         record = new[-1][0] if new else None
         self._progress = new[-1][1] if new else self._progress
         cache = self._read_cache()
@@ -120,56 +137,93 @@ class Attempt:
         if record is None and not collectives and not printed and (cache is None or cache == self._cache):
             return []
         self._cache = cache
-        said = dataclasses.asdict(record) if record else {}
-        return [StepDone(record=said, cache=cache, collectives=collectives, printed=printed)]
+        values = dataclasses.asdict(record) if record else {}
+        return [StepDone(record=values, cache=cache, collectives=collectives, printed=printed)]
+
+    def _new_records(self) -> list[tuple[StepRecord, int]]:
+        """Return the new step records. A script may write anything into their file: an invalid record is skipped, and
+        reported once."""
+        try:
+            return list(read_records(self.directory / PROGRESS_FILE, self._progress))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            self._progress = self._progress_size()
+            if self._invalid_record_reported:
+                return []
+            self._invalid_record_reported = True
+            self._output.say(
+                f"{PROGRESS_FILE} holds an invalid step record: {error}. Likely cause: the script writes "
+                "into the run's directory. Next: report steps with run.progress(...) only"
+            )
+            return []
+
+    def _progress_size(self) -> int:
+        try:
+            return (self.directory / PROGRESS_FILE).stat().st_size
+        except OSError:
+            return 0
 
     def _life(self, now: float) -> tuple[dict[int, int], bool]:
-        """Which ranks have entered collectives, how many so far, and whether one has printed, since the last time."""
-        if now - self._told_life < _LIFE_SECONDS and not self._over:
+        """Return the number of collectives of the ranks that have entered some since the last call, and True if a rank
+        has printed something."""
+        if now - self._life_reported_at < _LIFE_SECONDS and not self.has_ended:
             return {}, False
-        self._told_life = now
-        counts = {rank: pulse.read(self.directory, rank) for rank in self.ranks}
+        self._life_reported_at = now
+        counts = {rank: heartbeat.read(self.directory, rank) for rank in self.ranks}
         new = {rank: count for rank, count in counts.items() if count != self._collectives.get(rank, 0)}
         self._collectives |= new
         before, self._printed = self._printed, sum(log.size for log in self._logs.values())
         return new, self._printed != before
 
     def _read_cache(self) -> NodeCache | None:
-        """None where there is no dataset."""
-        counted, said = read_totals(self.directory), self._dataset.said()
-        if not counted and not said:
+        """Return the counters of the node's cache; None if the job has no dataset."""
+        totals, report = read_totals(self.directory), self._dataset.read_report()
+        if not totals and not report:
             return None
-        requests, misses = reads(counted)
+        requests, misses = reads(totals)
         return NodeCache(
             node=self._node,
             requests=requests,
             misses=misses,
-            remote_bytes=int(counted.get("remote_bytes", 0)) + int(said.get("remoteBytes") or 0),
-            cached_bytes=int(said.get("cachedBytes") or 0),
+            remote_bytes=int(totals.get("remote_bytes", 0)) + int(report.get("remoteBytes") or 0),
+            cached_bytes=int(report.get("cachedBytes") or 0),
         )
 
     def _endings(self) -> list[Message]:
         ended = self.proxy.poll() is not None and not descendants(but=self._dataset.pids())
         open_ranks = [rank for rank in self.ranks if rank not in self.reports]
-        there = [path for rank in open_ranks if (path := report_path(self.directory, rank)).exists()]
-        said: list[Message] = [self._take(RankReport.read(path)) for path in there]
-        if ended and (self.exit_code or self._dataset.told()):
-            begun = [rank for rank in self.ranks if rank not in self.reports and self._logs[rank].path.exists()]
-            said += [self._take(self._vanished(rank)) for rank in begun]
-            self._over = True
-            for log in self._logs.values():
-                log.relay(sys.stdout.buffer, all_of_it=True)
+        reported = [rank for rank in open_ranks if report_path(self.directory, rank).exists()]
+        messages: list[Message] = [self._keep(self._read(rank)) for rank in reported]
+        if ended and (self.exit_code or self._dataset.has_final_report()):
+            started = [rank for rank in self.ranks if rank not in self.reports and self._logs[rank].path.exists()]
+            messages += [self._keep(self._missing_report(rank)) for rank in started]
+            self.has_ended = True
+            self._finish_logs()
             code = self.proxy.returncode
-            said.append(ProxyEnded(exit_code=code if code >= 0 else 128 - code))
-        return said
+            messages.append(ProxyEnded(exit_code=code if code >= 0 else 128 - code))
+        return messages
 
-    def _take(self, report: RankReport) -> Report:
+    def _read(self, rank: int) -> RankReport:
+        try:
+            report = RankReport.read(report_path(self.directory, rank))
+        except (OSError, ValueError):  # a script wrote the file, not the shim
+            return self._missing_report(rank)
+        return report if report.rank == rank else self._missing_report(rank)
+
+    def _keep(self, report: RankReport) -> Report:
+        if report.signal == "SIGKILL" and report.ended >= self._killed:
+            report = dataclasses.replace(report, told_to_end=True)
         self.reports[report.rank] = report
         self.exit_code = max(self.exit_code, report.exit_code)
-        return Report(report=dataclasses.asdict(report), oom_kills=self.oom_kills)
+        if report.lost_bytes:
+            self.lost[report.rank] = (report.lost_bytes, report.lost_why)
+            self._output.say(
+                f"{report.lost_bytes} bytes of rank {report.rank}'s output are lost: {report.lost_why}. Likely cause: "
+                "the pod's disk is full. Next: print less, or raise the container's ephemeral-storage limit"
+            )
+        return Report(report=dataclasses.asdict(report.brief(_REPORT_CHARACTERS)), oom_kills=self.oom_kills)
 
-    def _vanished(self, rank: int) -> RankReport:
-        """A rank whose shim was killed together with it."""
+    def _missing_report(self, rank: int) -> RankReport:
+        """Return a report for a rank whose shim was killed together with it."""
         now = time.time()
         lines, traceback = tail(log_path(self.directory, rank))
         return RankReport(
@@ -186,73 +240,55 @@ class Attempt:
             tail=lines,
         )
 
-    def all_told(self) -> bool:
-        """Whether every rank has been reported or lives. One whose process has ended is about to be reported."""
+    def are_ranks_known(self) -> bool:
+        """Return True if every rank has a report or still runs. A rank whose process has ended reports soon."""
         return len(self.reports) + len(commands_among(descendants(but=self._dataset.pids()))) >= len(self.ranks)
 
-    @property
-    def over(self) -> bool:
-        """Whether nothing of it runs any more, and `poll` has said so."""
-        return self._over
-
     def stop(self, grace_seconds: float) -> None:
-        """SIGTERM to the ranks, SIGKILL to all after `grace_seconds`. 0 kills at once."""
+        """Send SIGTERM to the ranks, and SIGKILL to all after `grace_seconds`. 0 kills at once."""
         if grace_seconds > 0:
             if self._kill_at == float("inf"):
-                signal_all(children(self.proxy.pid), signal.SIGTERM)  # the shims' fronts, which pass it on
+                signal_all(
+                    children(self.proxy.pid), signal.SIGTERM
+                )  # the front processes of the shims, which pass it on
             self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
         else:
             self._kill_at = min(self._kill_at, time.monotonic())
-            self.kill()
+            self._kill_commands()
+
+    def _kill_commands(self) -> None:
+        """Kill everything but the shims, which then write the last output and their reports, and end by themselves."""
+        if self._end_at < float("inf"):
+            return
+        now = time.monotonic()
+        self._kill_at, self._end_at = min(self._kill_at, now), now + _KEEPERS_SECONDS
+        self._killed = time.time()
+        below = descendants(but=self._dataset.pids())
+        signal_all(without_shims(below), signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kills everything below this worker."""
-        left = kill_descendants(self._dataset.pids())
+        """Kill every process below this worker now."""
+        self._kill_at = min(self._kill_at, time.monotonic())
+        self._end(_STUCK_SECONDS)
+        self._finish_logs()
+
+    def _finish_logs(self) -> None:
+        """Note that nothing prints any more."""
+        for rank, log in self._logs.items():
+            report = self.reports.get(rank)
+            log.finish(report.log_bytes if report is not None else None)
+
+    def _end(self, seconds: float) -> None:
+        left = kill_descendants(self._dataset.pids(), seconds)
         self.proxy.poll()
-        if left:
-            print(f"topkube worker: could not end processes {left}", file=sys.stderr, flush=True)
+        late = time.monotonic() - self._end_at > _STUCK_SECONDS or seconds >= _STUCK_SECONDS
+        if left and late and left != self._stuck:
+            self._stuck = left
+            self._output.say(
+                f"processes {left[:_MOST_NAMED]} cannot be killed. Likely cause: they wait in the kernel for a volume "
+                "or a GPU that does not answer. Next: read the node's kernel log"
+            )
 
     def remove(self) -> None:
-        """Removes the attempt's files."""
+        """Remove the attempt's files."""
         shutil.rmtree(self.directory, ignore_errors=True)
-
-
-class _Log:
-    """A rank's log, copied on line by line with the rank in front. What has been copied is given back to the disk,
-    except the end, so that a run of weeks does not fill it."""
-
-    def __init__(self, path: Path, rank: int) -> None:
-        self.path = path
-        self._prefix = f"[rank {rank}] ".encode()
-        self._file: BinaryIO | None = None
-        self._partial = b""
-        self._read = self._punched = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes that were printed."""
-        return self._read
-
-    def relay(self, out: BinaryIO, all_of_it: bool = False) -> None:
-        if self._file is None:
-            try:
-                self._file = self.path.open("r+b", buffering=0)
-            except OSError:
-                return
-        for _ in range(64):  # one rank that prints without end must not keep us from the others
-            if not (data := self._file.read(1 << 16)):
-                break
-            self._read += len(data)
-            *lines, self._partial = (self._partial + data).split(b"\n")
-            if len(self._partial) > 1 << 16:
-                lines, self._partial = [*lines, self._partial], b""
-            out.write(b"".join(self._prefix + line + b"\n" for line in lines))
-        if all_of_it and self._partial:
-            out.write(self._prefix + self._partial + b"\n")
-            self._partial = b""
-        out.flush()
-        keep = max(0, self._read - TAIL_BYTES)
-        if keep - self._punched > _PUNCH_BYTES:
-            offset, length = ctypes.c_longlong(self._punched), ctypes.c_longlong(keep - self._punched)
-            _libc.fallocate(self._file.fileno(), _PUNCH_HOLE, offset, length)
-            self._punched = keep

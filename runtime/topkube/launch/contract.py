@@ -1,9 +1,9 @@
-"""What the operator and the pods of one job agree on: ports, files, variables, plans, the status and the last words.
+"""The contract between the operator and the pods of a job: ports, files, variables, plans, the launcher's status and
+the termination messages.
 
 The operator imports this module (it loads neither torch nor MPI nor NumPy), writes the plans into the pods' environment
 and reads `LauncherStatus` over TLS and `Ending`s from the pods' termination messages. The runtime in the image may be
-older or newer than the operator: readers pass over fields that they do not know, and every field that was added later
-has a default.
+older or newer than the operator: readers ignore unknown fields, and every field that was added later has a default.
 """
 
 from __future__ import annotations
@@ -11,23 +11,30 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
 from topkube.errors import LaunchError
 from topkube.job import CacheStatus, FirstFailure, Progress
+from topkube.job.part import INT32
+from topkube.job.status import MOST_WORKERS
 
 LAUNCHER_PORT = 7077
-"""TLS, on the launcher's pod and its Service: workers join, the operator asks for the status. No other port of the
-launcher needs to be reachable."""
+"""The port of the launcher's pod and its Service, with TLS: workers join, and the operator reads the status. No other
+port of the launcher needs to be reachable."""
 METRICS_PORT = 9477
-"""Prometheus, on the workers."""
+"""The port of the workers' Prometheus metrics."""
 JOIN_PATH = "/v1/join"
-"""A worker's session (a WebSocket)."""
+"""The path of a worker's session (a WebSocket)."""
 STATUS_PATH = "/v1/status"
-"""GET with `Authorization: Bearer OPERATOR_TOKEN` gives a LauncherStatus."""
+"""GET with `Authorization: Bearer OPERATOR_TOKEN` returns a LauncherStatus."""
+DOMAINS_HEADER = "X-Topkube-Domains"
+"""Header of the same request: the zone, rack or block of each worker, as numbers by index such as 0,1,0,1."""
+LONGEST_DOMAINS = 8000
+"""Characters. An HTTP server takes a little more in one header."""
 
 PLAN_VARIABLE = "TOPKUBE_LAUNCH"
 """Holds a LaunchPlan in the launcher's container."""
@@ -40,7 +47,7 @@ NODE_NAME_VARIABLE = "TOPKUBE_NODE_NAME"
 
 CREDENTIALS_DIRECTORY = "/etc/topkube/credentials"
 CERTIFICATE_FILE = "tls.crt"
-"""In both pods. Workers and the operator trust this certificate and no other; the names in it mean nothing."""
+"""In both pods. Workers and the operator trust this certificate only; they do not check the names in it."""
 CERTIFICATE_NAME = "topkube-launcher"
 """The certificate's common name and subject alternative name."""
 KEY_FILE = "tls.key"
@@ -52,21 +59,28 @@ OPERATOR_TOKEN_FILE = "operator.token"
 TOKEN_FILE = "token"
 """In a worker's pod: its own token, item `token_item(index, attempt)` of the Secret."""
 LONGEST_NAME = 63
-"""Of a label's value or a hostname."""
+"""The longest value of a label, and the longest hostname."""
 VARIABLE_BYTES = 128 << 10
-"""What Linux takes of one environment variable, its name included."""
+"""The longest environment variable that Linux takes, with its name."""
+UNREACHABLE_REASON, REFUSED_REASON = "LauncherUnreachable", "LauncherRefused"
+"""`firstFailure.reason` in the termination message of a worker whose calls to the launcher get no answer, or are
+rejected. The message states what was tried, the likely causes and the next command."""
+UNREACHABLE_CODE = 69
+"""Exit code of a worker whose calls failed for `WorkerPlan.unreachable_seconds` (EX_UNAVAILABLE of sysexits.h)."""
 TERMINATION_MESSAGE_BYTES = 4096
-"""What Kubernetes keeps of /dev/termination-log."""
+"""How many bytes of /dev/termination-log Kubernetes keeps."""
 
 State = Literal["Waiting", "Starting", "Running", "Succeeded", "Failed"]
-"""Waiting for workers; starting MPI; ranks run; over."""
+"""Waiting: for workers. Starting: MPI. Running: the ranks run. Succeeded and Failed: the attempt has ended."""
 
+
+MOST_REFUSALS, REASON_CHARACTERS = 8, 400
 
 _LONG_TEXT = VARIABLE_BYTES // 4  # quotation may double it
 
 
 def child_name(*parts: str | int) -> str:
-    """The parts joined by '-', cut and given a hash where they would be longer than a label or hostname may be."""
+    """Return the parts joined by '-'. A name that is too long for a label or hostname is cut and gets a hash."""
     name = "-".join(str(part) for part in parts)
     if len(name) <= LONGEST_NAME:
         return name
@@ -75,26 +89,26 @@ def child_name(*parts: str | int) -> str:
 
 
 def worker_name(job: str, index: int, attempt: int) -> str:
-    """The name of the pod of worker `index` that was made in `attempt`."""
+    """Return the name of the pod of worker `index` that was created in `attempt`."""
     return child_name(job, "worker", index, attempt)
 
 
 def token_item(index: int, attempt: int) -> str:
-    """The Secret's key that holds the token of worker `index` made in `attempt`."""
+    """Return the key in the Secret of the token of worker `index` that was created in `attempt`."""
     return f"worker-{index}-{attempt}"
 
 
 def worker_token(key: str, job_uid: str, index: int, attempt: int) -> str:
-    """The token of the worker pod `index` that was made in `attempt` (64 hexadecimal digits).
+    """Return the token of the worker pod `index` that was created in `attempt` (64 hexadecimal digits).
 
-    `key` is the content of launcher.key; white space around it does not count.
+    `key` is the content of launcher.key; white space around it is ignored.
     """
     text = f"topkube worker {job_uid} {index}/{attempt}".encode()
     return hmac.new(key.strip().encode(), text, hashlib.sha256).hexdigest()
 
 
 class Message(BaseModel):
-    """Plain data between the operator and pods: camelCase in JSON, unknown fields passed over."""
+    """A message between the operator and pods: plain data with camelCase names in JSON. Unknown fields are ignored."""
 
     model_config = ConfigDict(
         frozen=True, extra="ignore", alias_generator=to_camel, validate_by_name=True, validate_by_alias=True
@@ -103,73 +117,79 @@ class Message(BaseModel):
 
     @classmethod
     def read(cls, text: str | bytes) -> Self:
-        """The message in JSON `text`. Raises LaunchError that names what is wrong with it."""
+        """Return the message in the JSON `text`. Raises LaunchError, which names the invalid fields."""
         try:
             return cls.model_validate_json(text, extra="ignore")
         except ValidationError as error:
-            found = "; ".join(
-                f"{'.'.join(str(step) for step in one['loc']) or 'the text'}: {one['msg']}"
-                for one in error.errors()[:5]
+            problems = "; ".join(
+                f"{'.'.join(str(step) for step in entry['loc']) or 'the text'}: {entry['msg']}"
+                for entry in error.errors()[:5]
             )
             raise LaunchError(
-                f"{cls.called} is unusable: {found}",
+                f"{cls.called} is invalid: {problems}",
                 exit_code=2,
                 cause="it was written by hand, or by an operator of another version",
-                next_step="install the operator and the image of one release",
+                next_step="use the operator and the image of the same release",
             ) from None
 
     def text(self) -> str:
-        """As JSON on one line, without what is None."""
+        """Return the message as JSON on one line, without fields that are None."""
         return self.model_dump_json(by_alias=True, exclude_none=True)
 
     def data(self) -> dict[str, Any]:
-        """As plain data with YAML's names, without what is None."""
+        """Return the message as plain data with the names of YAML, without fields that are None."""
         return self.model_dump(by_alias=True, exclude_none=True)
 
 
 class ExpectedWorker(Message):
-    """A worker pod that the launcher waits for; it refuses all others."""
+    """A worker pod that the launcher waits for. The launcher rejects all others."""
 
     index: int = Field(ge=0)
     attempt: int = Field(ge=1)
-    """The attempt in which the pod was made; a pod that lives on keeps it."""
+    """The attempt in which the pod was created. It stays the same when the pod takes part in later attempts."""
     pod: str
 
 
 class LaunchPlan(Message):
-    """What the launcher is told. One launcher pod lives for one attempt."""
+    """The plan of a launcher. A launcher's pod runs one attempt."""
 
     called: ClassVar[str] = f"the launch plan ({PLAN_VARIABLE})"
 
     name: str
     namespace: str
     uid: str
-    """The TrainingJob's."""
+    """The uid of the TrainingJob."""
     attempt: int = Field(ge=1)
     workers: tuple[ExpectedWorker, ...] = Field(min_length=1)
-    """By index, 0 to n-1. Where the text would not fit a variable, it holds `made` instead: the attempts alone, from
+    """By index, 0 to n-1. If the text is too long for a variable, it holds `made` instead: only the attempts, from
     which the names of the pods follow."""
     slots: int = Field(default=1, ge=1)
     """Ranks per worker."""
     mpi: Literal["MPICH", "OpenMPI"] = "MPICH"
     rendezvous_seconds: float = Field(default=600.0, gt=0)
-    """How long all workers may take to call; then the attempt ends, and names the missing ones."""
+    """How long the workers may take to join. Then the attempt fails and names the missing workers."""
     stall_seconds: float = Field(default=0.0, ge=0)
-    """The attempt ends when no rank has finished a step for so long, after the first step; 0: never."""
+    """After the first step, the attempt fails if no rank finishes a step for this time; 0: never."""
     startup_seconds: float = Field(default=0.0, ge=0)
-    """The same for the first step of the attempt, from the start of the ranks; 0: never."""
+    """The same limit for the first step of the attempt, from the start of the ranks; 0: never."""
     lost_seconds: float = Field(default=20.0, gt=0)
-    """How long a worker may be silent before the attempt ends without it. A cut of the network that is shorter is
-    survived."""
+    """How long a worker may be silent before the attempt fails. Shorter interruptions of the network have no effect."""
     grace_seconds: float = Field(default=25.0, ge=0)
-    """Between SIGTERM and SIGKILL to the ranks: time for a checkpoint."""
+    """Time between SIGTERM and SIGKILL to the ranks, for a checkpoint."""
+    domains_seconds: float = Field(default=0.0, ge=0)
+    """How long to wait for the operator's DOMAINS_HEADER, after all workers have joined; 0: ranks are in the order of
+    the workers' indexes. With the header, the workers of each domain have consecutive ranks."""
+    order: tuple[int, ...] = ()
+    """Indexes of the workers in the order of their ranks; empty: by index. The launcher sets it."""
     check_address: bool = True
-    """Whether a worker must call from the pod IP that it claims. False only where the network rewrites addresses."""
+    """True if a worker must call from the pod IP in its hello. Use False only if the network rewrites addresses: a
+    service mesh, whose sidecar forwards calls from 127.0.0.6, or a Service with SNAT. Tokens and the certificate are
+    checked in any case."""
     address: str = ""
-    """Where the launcher listens; every address of the pod by default."""
+    """The address on which the launcher listens; every address of the pod by default."""
     port: int = Field(default=LAUNCHER_PORT, ge=0, le=65535)
     environment: dict[str, str] = Field(default={})
-    """What the ranks get on top of their container's environment, the same on all workers."""
+    """Variables of the ranks besides those of their container, the same on all workers."""
 
     @model_validator(mode="before")
     @classmethod
@@ -183,41 +203,63 @@ class LaunchPlan(Message):
         ]
         return {**data, "workers": workers}
 
+    def ordered_by(self, domains: Sequence[int]) -> Self:
+        """Return the plan with consecutive ranks for the workers of each domain. `domains` holds a number per worker,
+        by index."""
+        order = sorted(range(len(self.workers)), key=lambda index: (domains[index], index))
+        return self.model_copy(update={"order": tuple(order)})
+
+    def worker_of(self, rank: int) -> ExpectedWorker:
+        """Return the worker that runs a rank."""
+        position = min(rank // self.slots, len(self.workers) - 1)
+        return self.workers[self.order[position] if self.order else position]
+
     def text(self) -> str:
         text = super().text()
         if len(text) <= _LONG_TEXT:
             return text
-        followed = tuple(
-            ExpectedWorker(index=index, attempt=one.attempt, pod=worker_name(self.name, index, one.attempt))
-            for index, one in enumerate(self.workers)
+        derived = tuple(
+            ExpectedWorker(index=index, attempt=worker.attempt, pod=worker_name(self.name, index, worker.attempt))
+            for index, worker in enumerate(self.workers)
         )
-        if followed != self.workers:
+        if derived != self.workers:
             return text
         data = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"workers"})
         return json.dumps({**data, "made": [worker.attempt for worker in self.workers]}, separators=(",", ":"))
 
 
+def parse_domains(text: str, workers: int) -> tuple[int, ...] | None:
+    """Return the domains of DOMAINS_HEADER; None if the text does not hold a number for each of `workers`."""
+    parts = text.split(",") if len(text) <= LONGEST_DOMAINS else []
+    if len(parts) != workers or not all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts):
+        return None
+    return tuple(map(int, parts))
+
+
 class WorkerPlan(Message):
-    """What a worker is told. It outlives attempts: a launcher tells it the attempt when it joins."""
+    """The plan of a worker. A worker outlives attempts: the launcher sends the attempt when the worker joins."""
 
     called: ClassVar[str] = f"the worker's plan ({WORKER_VARIABLE})"
 
     name: str
     namespace: str
     uid: str
-    """The TrainingJob's."""
+    """The uid of the TrainingJob."""
     index: int = Field(ge=0)
     attempt: int = Field(ge=1)
-    """The attempt in which this pod was made."""
+    """The attempt in which this pod was created."""
     pod: str
     slots: int = Field(default=1, ge=1)
     workers: int = Field(default=1, ge=1)
-    """Of the job: each brings its share of the dataset."""
+    """The number of workers of the job. Each fetches its share of the dataset."""
     launcher: str
-    """HOST:PORT of the launcher, usually its Service's ClusterIP and LAUNCHER_PORT; [HOST]:PORT for IPv6, also where it
-    was written without the brackets, from a pod's address that was not known yet."""
+    """HOST:PORT of the launcher, usually its Service's ClusterIP and LAUNCHER_PORT; [HOST]:PORT for IPv6. Missing
+    brackets are added: Kubernetes may insert the address of a pod that the operator did not know yet."""
     grace_seconds: float = Field(default=25.0, ge=0)
-    """Between SIGTERM and SIGKILL to the ranks: less than the pod's terminationGracePeriodSeconds."""
+    """Time between SIGTERM and SIGKILL to the ranks: less than the pod's terminationGracePeriodSeconds."""
+    unreachable_seconds: float = Field(default=0.0, ge=0)
+    """If all its calls fail for this time, the worker ends with UNREACHABLE_CODE and the reason in its termination
+    message; 0: it calls for as long as its pod lives. A worker that is asked to end writes the reason in any case."""
 
     @field_validator("launcher")
     @classmethod
@@ -226,56 +268,74 @@ class WorkerPlan(Message):
         return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else launcher
 
 
+class Refusal(Message):
+    """A worker that the launcher rejects although its token is right."""
+
+    index: int = Field(ge=0)
+    reason: str = Field(max_length=REASON_CHARACTERS)
+
+
 class LauncherStatus(Message):
-    """What the launcher answers the operator."""
+    """The launcher's answer to the operator. Any code may run in its pod, so the fields have limits, here and in
+    `topkube.job.status`."""
 
     called: ClassVar[str] = "the launcher's status"
 
-    attempt: int
+    attempt: int = Field(ge=0, le=INT32)
     state: State
-    joined: int = 0
-    """Workers that have called."""
-    missing: tuple[int, ...] = ()
-    """Indexes of the workers that have not."""
+    joined: int = Field(default=0, ge=0, le=MOST_WORKERS)
+    """The number of workers that have joined."""
+    missing: Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST_WORKERS)], ...], FailFast()] = Field(
+        default=(), max_length=MOST_WORKERS
+    )
+    """Indexes of the workers that have not joined."""
+    refused: tuple[Refusal, ...] = ()
+    """Missing workers that call and are rejected, with the reason; at most MOST_REFUSALS."""
     progress: Progress | None = None
     first_failure: FirstFailure | None = None
     cache: CacheStatus | None = None
 
 
 class Ending(Message):
-    """The last words of a launcher or a worker: its container's termination message."""
+    """The termination message of a launcher's or a worker's container. Any code may write it, so the fields have
+    limits, here and in `topkube.job.status`."""
 
     called: ClassVar[str] = "the termination message"
 
-    attempt: int
-    """The attempt that the launcher ran, or the last one that the worker was in."""
+    attempt: int = Field(ge=0, le=INT32)
+    """The attempt that the launcher ran, or the last attempt of the worker."""
     state: Literal["Succeeded", "Failed"]
-    exit_code: int
-    """Also the container's."""
-    index: int | None = None
+    exit_code: int = Field(ge=-INT32, le=INT32)
+    """The exit code of the container."""
+    index: int | None = Field(default=None, ge=0, lt=MOST_WORKERS)
     """The worker's index; None from a launcher."""
-    oom_kills: int = 0
+    oom_kills: int = Field(default=0, ge=0, le=INT32)
     """Processes that the kernel killed for memory in the worker's cgroup."""
     first_failure: FirstFailure | None = None
     """The rank or pod that failed first, and why; from a worker, the first among its own ranks."""
     progress: Progress | None = None
     cache: CacheStatus | None = None
-    """What the nodes' caches have done in the whole attempt."""
+    """The counters of the nodes' caches over the whole attempt."""
+    lost_output_bytes: int = 0
+    """Bytes that ranks printed and that no log contains, because a disk was full or nobody read the pod's output. A
+    launcher reports the sum of all workers. Training is not affected."""
 
     def message(self) -> str:
-        """As JSON of at most TERMINATION_MESSAGE_BYTES bytes: the cache's nodes give way first, then the log tail (from
-        its start), then the failure's message."""
+        """Return the ending as JSON of at most TERMINATION_MESSAGE_BYTES bytes. If it is too long, the cache is left
+        out first, then the start of the log tail, then the end of the failure's message."""
         ending = self
         if ending.cache is not None and len(ending.text().encode()) > TERMINATION_MESSAGE_BYTES:
             ending = ending.model_copy(update={"cache": None})
-        while (over := len((text := ending.text()).encode()) - TERMINATION_MESSAGE_BYTES) > 0:
+        while (excess := len((text := ending.text()).encode()) - TERMINATION_MESSAGE_BYTES) > 0:
             failure = ending.first_failure
             if failure is None or not (failure.log_tail or failure.message):
                 break
             if failure.log_tail:
-                shorter = failure.log_tail[max(1, over // 6) :]
+                shorter = failure.log_tail[max(1, excess // 6) :]
                 failure = failure.model_copy(update={"log_tail": shorter or None})
             else:
-                failure = failure.model_copy(update={"message": (failure.message or "")[: -max(1, over // 6)] or None})
+                failure = failure.model_copy(
+                    update={"message": (failure.message or "")[: -max(1, excess // 6)] or None}
+                )
             ending = ending.model_copy(update={"first_failure": failure})
         return text

@@ -1,6 +1,6 @@
 """The process beside a worker's ranks that fills the pod's cache and shows the dataset's files (`data/companion.py`).
 
-It is a process of its own: whatever happens to it, the ranks go on, and read from the remote what is not there.
+It is a separate process, so that the ranks continue if it fails. They then read the missing samples from the remote.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from topkube.launch.processes import dies_with_parent
+from topkube.launch.host.processes import dies_with_parent
 from topkube.settings import Settings
 
 _AGAIN_SECONDS = 10.0
 _END_SECONDS = 3.0
-_TELL_SECONDS = 2.0
+_ANSWER_SECONDS = 2.0
 _NICENESS = 5
 REPORT_FILE, _QUESTION_FILE = "dataset.json", "dataset.asked"
 
 
 class DatasetProcess:
-    """Runs from `look` to `end`; started again when it has died. `share=(i, n)`: this is worker i of n."""
+    """The dataset process of a worker, from `start_if_needed` to `end`. It is started again if it has died. `share` is
+    (i, n) for worker i of n; `say` prints a line."""
 
-    def __init__(self, settings: Settings, share: tuple[int, int], directory: Path) -> None:
+    def __init__(self, settings: Settings, share: tuple[int, int], directory: Path, say: Callable[[str], None]) -> None:
+        self._say = say
         self._wanted = bool(settings.dataset_uri and settings.dataset_view)
         self._report = directory / REPORT_FILE
         self._command = [sys.executable, "-m", "topkube.data.companion", "--share", f"{share[0]}/{share[1]}"]
@@ -39,8 +42,8 @@ class DatasetProcess:
         self._begun = float("-inf")
         self._asked: tuple[str, float] | None = None
 
-    def look(self) -> None:
-        """Starts it where it does not run."""
+    def start_if_needed(self) -> None:
+        """Start the process if it does not run and the job has a dataset."""
         now = time.monotonic()
         if not self._wanted or (self._process is not None and self._process.poll() is None):
             return
@@ -58,23 +61,23 @@ class DatasetProcess:
                 self._command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=prepare
             )
         except OSError as error:
-            print(f"topkube worker: {self._command[0]} cannot be run: {error.strerror}", flush=True)
+            self._say(f"{self._command[0]} cannot be run: {error.strerror}")
 
     def pids(self) -> frozenset[int]:
-        """What must not be taken for a rank's process."""
+        """Return the process ids that do not belong to ranks."""
         return frozenset() if self._process is None else frozenset([self._process.pid])
 
-    def said(self) -> dict[str, Any]:
-        """What it last reported; empty where it has not."""
+    def read_report(self) -> dict[str, Any]:
+        """Return its last report; empty if there is none."""
         try:
-            found = json.loads(self._report.read_text(encoding="utf-8"))
+            report = json.loads(self._report.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return report if isinstance(report, dict) else {}
 
-    def told(self) -> bool:
-        """Asks it what its cache holds now, when an attempt has ended; True once that is in its report, or it will not
-        say."""
+    def has_final_report(self) -> bool:
+        """Return True if the report is younger than the end of the attempt. The first call asks for a report. Without
+        an answer, the method returns True after `_ANSWER_SECONDS`."""
         if self._process is None or self._process.poll() is not None:
             return True
         if self._asked is None:
@@ -82,12 +85,13 @@ class DatasetProcess:
             with contextlib.suppress(OSError):
                 self._question.write_text(self._asked[0], encoding="utf-8")
         token, since = self._asked
-        if self.said().get("asked") != token and time.monotonic() - since < _TELL_SECONDS:
+        if self.read_report().get("asked") != token and time.monotonic() - since < _ANSWER_SECONDS:
             return False
         self._asked = None
         return True
 
     def end(self) -> None:
+        """End the process."""
         if self._process is None:
             return
         self._process.terminate()

@@ -1,4 +1,4 @@
-"""A run on this machine: mpiexec in a session of its own, watched, and nothing left of it when it is over."""
+"""A run on this machine: mpiexec and its ranks in their own session. No process of the run is left when it ends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pathlib import Path
 
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
-from topkube.launch.environment import defaults
-from topkube.launch.mpi import Mpi
-from topkube.launch.processes import (
+from topkube.launch.host import torch_environment
+from topkube.launch.host.arguments import check_arguments
+from topkube.launch.host.environment import set_defaults
+from topkube.launch.host.processes import (
     adopt_orphans,
     descendants,
     dies_with_parent,
@@ -23,11 +24,13 @@ from topkube.launch.processes import (
     reap_orphans,
     signal_all,
 )
-from topkube.launch.report import RankReport, diagnose, first_failure, read_all
+from topkube.launch.mpi.mpi_library import Mpi
+from topkube.launch.output.rank_report import RankReport, diagnose, first_failure, read_all
+from topkube.launch.rank import write_command
 from topkube.settings import Settings
 
 GRACE_SECONDS = 10.0
-"""Between asking a run to end and killing it: time for a checkpoint."""
+"""How long a run may take to end after it was asked to, for a checkpoint; then it is killed."""
 MPIEXEC_LOG = "mpiexec.log"
 _PERSONAL = (
     "simd",
@@ -37,21 +40,21 @@ _PERSONAL = (
     "cache_memory_directory",
     "cache_free_percent",
 )
-"""Settings that no job determines: the person's environment holds."""
+"""Settings that a TrainingJob does not contain: they come from the environment of `topkube run`."""
 
 
 def rank_environment(
     job: TrainingJob, mpi: Mpi, run_directory: Path, inherited: Mapping[str, str], deadline_seconds: float | None = None
 ) -> dict[str, str]:
-    """The environment of each rank: this process's, then the container's plain entries, then what the job says.
+    """Return the environment of the ranks: `inherited`, then the container's plain entries, then the job's settings.
 
-    Raises SettingsError where a variable holds something unusable.
+    Raises SettingsError if a variable has an invalid value.
     """
     fields = Settings.__dataclass_fields__
     determined = {fields[name].metadata["variable"] for name in fields if name not in _PERSONAL}
     environment = {name: value for name, value in inherited.items() if name not in determined}
     environment.update(mpi.environment())
-    defaults(environment, job.ranks)
+    set_defaults(environment, job.ranks)
     environment.update({name: value for name, value in job.plain_environment.items() if name not in determined})
     environment.update(
         job.environment(
@@ -60,6 +63,9 @@ def rank_environment(
             checkpoint_directory=str((run_directory / "checkpoints").resolve()) if job.spec.checkpoint else "",
         )
     )
+    environment[torch_environment.MASTER_ADDRESS] = "127.0.0.1"
+    port = job.plain_environment.get(torch_environment.MASTER_PORT) or str(torch_environment.free_port())
+    environment[torch_environment.MASTER_PORT] = port
     if deadline_seconds is not None:
         environment["TOPKUBE_DEADLINE_SECONDS"] = str(deadline_seconds)
     Settings.from_environment(environment)
@@ -67,7 +73,7 @@ def rank_environment(
 
 
 def rank_command(job: TrainingJob, environment: Mapping[str, str]) -> list[str]:
-    """The job's command for this machine: `python` is this Python, $(NAME) is replaced as Kubernetes does."""
+    """Return the job's command for this machine: `python` is this Python, and $(NAME) is replaced as in Kubernetes."""
     command = [expanded(word, environment) for word in job.command]
     if command[0] in ("python", "python3"):
         command[0] = sys.executable
@@ -75,7 +81,8 @@ def rank_command(job: TrainingJob, environment: Mapping[str, str]) -> list[str]:
 
 
 def expanded(word: str, environment: Mapping[str, str]) -> str:
-    """$(NAME) becomes the variable's value, an unknown name stays as it is, $$ is a dollar."""
+    """Return `word` with $(NAME) replaced by the variable's value. An unknown name stays as it is; $$ becomes a
+    dollar."""
 
     def value(match: re.Match[str]) -> str:
         return "$" if match.group() == "$$" else environment.get(match.group(1), match.group())
@@ -84,11 +91,14 @@ def expanded(word: str, environment: Mapping[str, str]) -> str:
 
 
 class LocalRun:
-    """All ranks of one job on this machine. Use `with`: leaving it ends every process."""
+    """The ranks of a job on this machine. Use it in a `with` statement: the end of the block ends every process."""
 
     def __init__(self, job: TrainingJob, mpi: Mpi, run_directory: Path, environment: Mapping[str, str]) -> None:
+        """Raises LaunchError if Linux would not start the job's command with `environment`."""
         self.job, self.mpi, self.directory = job, mpi, run_directory
         self._environment = dict(environment)
+        self._command = rank_command(job, environment)
+        check_arguments(self._command, environment)
         self._mpiexec: subprocess.Popen[bytes] | None = None
         self._others: frozenset[int] = frozenset()
         self._kill_at = float("inf")
@@ -96,8 +106,10 @@ class LocalRun:
     def __enter__(self) -> LocalRun:
         adopt_orphans()
         self._others = frozenset(descendants())
-        shim = [sys.executable, "-m", "topkube.launch.rank", "--no-echo", "--"]
-        command = self.mpi.command(self.job.ranks, [*shim, *rank_command(self.job, self._environment)])
+        # As in pods: the command does not go through mpiexec and its proxies, which have limits of their own.
+        write_command(self.directory, self._command, os.getcwd())
+        shim = [sys.executable, "-m", "topkube.launch.rank", "--no-echo"]
+        command = self.mpi.command(self.job.ranks, shim)
         with (self.directory / MPIEXEC_LOG).open("wb") as log:
             self._mpiexec = subprocess.Popen(
                 command,
@@ -105,7 +117,7 @@ class LocalRun:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
-                start_new_session=True,  # a terminal's Ctrl-C reaches us alone, and we end the rest in order
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the ranks in order
                 preexec_fn=dies_with_parent(signal.SIGTERM),
             )
         return self
@@ -115,7 +127,7 @@ class LocalRun:
         self._process.wait()
         reap_orphans(self._others)
         if left:
-            print(f"topkube run: could not end processes {left}", file=sys.stderr)
+            print(f"topkube run: processes {left} could not be killed", file=sys.stderr)
 
     @property
     def _process(self) -> subprocess.Popen[bytes]:
@@ -123,7 +135,7 @@ class LocalRun:
         return self._mpiexec
 
     def wait(self, seconds: float) -> bool:
-        """Waits up to `seconds`; true when every process of the run has ended."""
+        """Wait for up to `seconds`. Return True if every process of the run has ended."""
         if time.monotonic() > self._kill_at:
             kill_descendants(self._others)
         try:
@@ -133,12 +145,14 @@ class LocalRun:
         reap_orphans(self._others | {self._process.pid})
         if not descendants(but=self._others):
             return True
-        self._kill_at = min(self._kill_at, time.monotonic() + GRACE_SECONDS + 5)  # the keepers' own grace, and a little
+        self._kill_at = min(
+            self._kill_at, time.monotonic() + GRACE_SECONDS + 5
+        )  # longer than the grace period of the shims
         time.sleep(min(seconds, 0.05))
         return False
 
     def stop(self) -> None:
-        """Asks all ranks to end; those that have not after GRACE_SECONDS are killed. A second call kills at once."""
+        """Ask all ranks to end, and kill those that still run after GRACE_SECONDS. A second call kills at once."""
         if self._kill_at <= time.monotonic() + GRACE_SECONDS:
             self._kill_at = 0.0
             return
@@ -147,20 +161,31 @@ class LocalRun:
 
     @property
     def mpiexec_code(self) -> int | None:
+        """The exit code of mpiexec; None while it runs."""
         return self._process.returncode
 
     def node_of(self, rank: int) -> int:
+        """Return the number of the node that `rank` belongs to."""
         return rank // self.job.spec.slots_per_worker
 
     def failed_report(self) -> RankReport | None:
-        """The report of the rank that failed first, None where none has."""
+        """Return the report of the rank that failed first; None if no rank failed."""
         return first_failure(read_all(self.directory, self.job.ranks))
 
+    def lost_output(self) -> list[str]:
+        """Return a line for each rank whose log lacks output of the rank."""
+        return [
+            f"{report.lost_bytes} bytes of rank {report.rank}'s output are lost: {report.lost_why}"
+            for report in read_all(self.directory, self.job.ranks)
+            if report.lost_bytes
+        ]
+
     def failure(self) -> LaunchError | None:
-        """Why the run failed, with the first failing rank's traceback and exit code; None where it did not."""
+        """Return why the run failed, with the traceback and the exit code of the rank that failed first; None if it did
+        not fail."""
         report = self.failed_report()
         if report is not None:
-            what, cause, next_step = diagnose(report, self.node_of(report.rank))
+            what, cause, next_step = diagnose(report, f"node {self.node_of(report.rank)}")
             lines = report.traceback or "\n".join(report.tail)
             return LaunchError(
                 what + (":\n\n" + _indented(lines) + "\n" if lines else ""),
@@ -169,11 +194,11 @@ class LocalRun:
                 next_step=next_step.replace("in the run directory", f"in {self.directory}"),
             )
         if self.mpiexec_code:
-            said = (self.directory / MPIEXEC_LOG).read_text(errors="replace").strip()
+            text = (self.directory / MPIEXEC_LOG).read_text(errors="replace").strip()
             code = self.mpiexec_code if self.mpiexec_code > 0 else 128 - self.mpiexec_code
             return LaunchError(
-                f"mpiexec ended with exit code {code}, and no rank says why"
-                + (":\n\n" + _indented("\n".join(said.splitlines()[-20:])) + "\n" if said else ""),
+                f"mpiexec ended with exit code {code}, and no rank reports why"
+                + (":\n\n" + _indented("\n".join(text.splitlines()[-20:])) + "\n" if text else ""),
                 exit_code=code,
                 cause="the ranks could not be started, or were killed together with their shims",
                 next_step=f"read {self.directory / MPIEXEC_LOG}; try `topkube doctor`",
@@ -186,10 +211,11 @@ def _indented(text: str) -> str:
 
 
 def fresh_directory(wanted: Path | None, job: TrainingJob, now: time.struct_time) -> Path:
-    """The run's directory, made if need be: `wanted`, or runs/NAME-TIME. What an earlier run in it reported is removed;
-    its checkpoints stay.
+    """Return the run's directory: `wanted`, or runs/NAME-TIME. Create it if needed. Reports of an earlier run in it are
+    removed; its checkpoints stay.
 
-    Raises LaunchError where it cannot be written, or holds files that no run has left: they could be a person's own.
+    Raises LaunchError if the directory cannot be written, or if it is not empty and not the directory of an earlier
+    run.
     """
     directory = wanted or Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
     number = 1
@@ -198,10 +224,10 @@ def fresh_directory(wanted: Path | None, job: TrainingJob, now: time.struct_time
         directory = directory.with_name(f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', now)}-{number}")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / MPIEXEC_LOG).exists():
         raise LaunchError(
-            f"{directory} is not empty, and no earlier run's directory",
+            f"{directory} is not empty, and it is not the directory of an earlier run",
             exit_code=2,
-            cause="the run would overwrite files there that have the names of its own",
-            next_step="give a new directory with --run-directory",
+            cause="the directory holds your own files, which the run could overwrite",
+            next_step="pass another directory with --run-directory",
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -210,7 +236,7 @@ def fresh_directory(wanted: Path | None, job: TrainingJob, now: time.struct_time
             "rank-*.log",
             "rank-*.part",
             "metrics-*.bin",
-            "metrics-*.part",
+            ".*.part",
             "progress.jsonl",
             MPIEXEC_LOG,
             "summary.json",
@@ -223,11 +249,11 @@ def fresh_directory(wanted: Path | None, job: TrainingJob, now: time.struct_time
         raise LaunchError(
             f"the run directory {directory} cannot be written: {error.strerror}",
             exit_code=2,
-            next_step="give another with --run-directory",
+            next_step="pass another directory with --run-directory",
         ) from None
     return directory
 
 
 def is_this_python(command: list[str]) -> bool:
-    """Whether the ranks run in this Python, so that its MPI can be checked before they start."""
+    """Return True if the ranks run in this Python, so that its MPI can be checked before they start."""
     return os.path.realpath(command[0]) == os.path.realpath(sys.executable)

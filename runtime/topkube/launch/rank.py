@@ -1,15 +1,15 @@
-"""`topkube rank -- COMMAND`: the shim around each rank. It keeps the rank's log and writes down how it ended.
+"""`topkube rank -- COMMAND`: the shim around each rank. It writes the rank's log and a report of how the rank ended.
 
-MPI's own launchers do not tell: Hydra kills what it started the moment one rank aborts, so a shim that Hydra knows
-could not
-report. Hence two processes: the one that MPI started only waits (the front), and its child, in a session of its own,
-runs the
-command and survives long enough to report (the keeper). Imports are few: this is started once per rank.
+MPI's launchers do not report that: Hydra kills the processes that it started as soon as a rank aborts, so a shim that
+Hydra started could not write a report. The shim therefore has two processes. The process that MPI starts only waits
+(the front). Its child runs the command in a separate session and survives long enough to report (the keeper). The
+module imports little, because it is started once per rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -18,29 +18,45 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, NoReturn
+from types import MappingProxyType
+from typing import NoReturn
 
-from topkube.errors import SettingsError
-from topkube.launch.memory import memory_kills
-from topkube.launch.mpi import rank_of
-from topkube.launch.processes import dies_with_parent, parent_of
-from topkube.launch.report import RankReport, abort_code, killed_for_memory, log_path, signal_name, tail
+from topkube.errors import LaunchError, SettingsError
+from topkube.launch.host.arguments import check_arguments, shortened
+from topkube.launch.host.memory_kills import memory_kills
+from topkube.launch.host.processes import dies_with_parent, parent_of
+from topkube.launch.host.torch_environment import rank_variables
+from topkube.launch.output.rank_log import Copy, Echo, RankLogWriter
+from topkube.launch.output.rank_report import (
+    RankReport,
+    abort_code,
+    killed_for_memory,
+    log_path,
+    reserve,
+    signal_name,
+    tail,
+)
 from topkube.roll_call import RollCall
-from topkube.settings import Settings
+from topkube.settings import Settings, launched_rank, process_environment
 
 COMMAND_FILE = "command.json"
-"""In the run's directory: what a shim without a command of its own runs, and where."""
+"""The file in the run's directory with the command of the ranks and its working directory."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OWN_END_SECONDS = 0.5
-"""How long a command may take to end by itself once its front is gone: a rank that called MPI_Abort is about to."""
+"""How long a command may take to end by itself once its front is gone: a rank that called MPI_Abort does so."""
 _GRACE_SECONDS = 10.0
-"""Between SIGTERM and SIGKILL to a command whose front is gone."""
+"""Time between SIGTERM and SIGKILL to a command whose front is gone."""
+_REST_SECONDS, _QUIET_SECONDS = 2.0, 0.2
+"""How long processes that a command leaves behind, such as `tee`, may take to print the rest: in total, and between
+two pieces of output."""
+_PROGRAM_CHARACTERS = 1024
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Runs `arguments`, a command behind optional --no-echo and --, and ends as it ended. Without a command it takes
-    the one that a worker has left in the run's directory."""
+    """Run `arguments`, a command after optional --no-echo and --, and exit with its exit code. Without a command, run
+    the command in the run's directory (`write_command`)."""
     echo = True
     if arguments[:1] == ["--no-echo"]:
         echo, arguments = False, arguments[1:]
@@ -48,12 +64,12 @@ def main(arguments: list[str]) -> NoReturn:
     try:
         settings = Settings.from_environment()
         if not command and settings.run_path is not None:
-            command = _left_command(settings.run_path)
+            command = _read_command(settings.run_path)
     except (SettingsError, OSError, ValueError, KeyError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
     if not command:
-        print("topkube rank: no command.\nNext: topkube rank -- python train.py", file=sys.stderr)
+        print("topkube rank: there is no command.\nNext: topkube rank -- python train.py", file=sys.stderr)
         raise SystemExit(2)
     front = os.getpid()
     keeper = os.fork()
@@ -61,26 +77,35 @@ def main(arguments: list[str]) -> NoReturn:
         _wait(keeper)
     dies_with_parent_now(front)
     os.setsid()
-    code = Keeper(command, rank_of(os.environ) or 0, settings.run_path, echo, front).run()
+    rank = launched_rank() or 0
+    variables = rank_variables(rank, settings)
+    code = Keeper(command, rank, settings.run_path, echo, front, variables).run()
     os._exit(code)
 
 
-def leave_command(directory: Path, command: list[str], working_directory: str) -> None:
-    """For the shims of ranks that mpiexec starts without knowing their command."""
+def write_command(directory: Path, command: list[str], working_directory: str) -> None:
+    """Write the command for shims that mpiexec starts without a command."""
     text = json.dumps({"command": command, "directory": working_directory})
     (directory / COMMAND_FILE).write_text(text, encoding="utf-8")
 
 
-def _left_command(directory: Path) -> list[str]:
-    left = json.loads((directory / COMMAND_FILE).read_text(encoding="utf-8"))
-    os.chdir(left["directory"])
-    return [str(word) for word in left["command"]]
+def _read_command(directory: Path) -> list[str]:
+    stored = json.loads((directory / COMMAND_FILE).read_text(encoding="utf-8"))
+    os.chdir(stored["directory"])
+    return [str(word) for word in stored["command"]]
 
 
 def commands_among(pids: list[int]) -> list[int]:
-    """Those of these living processes that are ranks' commands: children of a shim that are no shims themselves."""
+    """Return the processes among `pids` that are ranks' commands: children of a shim that are not shims themselves."""
     shims = {pid for pid in pids if _is_shim(pid)}
     return [pid for pid in pids if pid not in shims and parent_of(pid) in shims]
+
+
+def without_shims(pids: list[int]) -> list[int]:
+    """Return the processes among `pids` that are neither shims nor parents of shims."""
+    shims = {pid for pid in pids if _is_shim(pid)}
+    parents = {parent_of(pid) for pid in shims}
+    return [pid for pid in pids if pid not in shims and pid not in parents]
 
 
 def _is_shim(pid: int) -> bool:
@@ -91,14 +116,14 @@ def _is_shim(pid: int) -> bool:
 
 
 def dies_with_parent_now(front: int) -> None:
-    """This process gets SIGTERM when the front ends."""
+    """Make the kernel send this process SIGTERM when the front ends."""
     for number in _STOPS:
         signal.signal(number, lambda *_: None)
     dies_with_parent(signal.SIGTERM, front)()
 
 
 def _wait(keeper: int) -> NoReturn:
-    """The front: passes signals on and ends as the keeper ends."""
+    """Pass signals on to the keeper, and exit with its exit code. The front runs this."""
     for number in _STOPS:
         signal.signal(number, lambda received, _: _pass_on(keeper, received))
     _, status = os.waitpid(keeper, 0)
@@ -111,19 +136,32 @@ def _pass_on(pid: int, number: int) -> None:
 
 
 class Keeper:
-    """Runs one command: output to the log (and on, where `echo`), signals passed on, the report at the end."""
+    """The process that runs a rank's command: it copies the output to the log (and to its own output if `echo`), passes
+    signals on, and writes the report at the end."""
 
-    def __init__(self, command: list[str], rank: int, directory: Path | None, echo: bool, front: int) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        rank: int,
+        directory: Path | None,
+        echo: bool,
+        front: int,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.command, self.rank, self.directory, self.front = command, rank, directory, front
+        self.variables = variables
         self.echo = echo or directory is None
         self._stop_at = self._kill_at = float("inf")
-        self._told = False
+        self._told_to_end = False
         self._front_ended: float | None = None
 
     def run(self) -> int:
-        """Returns the exit code: the command's, or 128 and its signal's number."""
+        """Run the command. Returns its exit code, or 128 plus the number of the signal that ended it."""
         started, kills = time.time(), memory_kills()
-        log = log_path(self.directory, self.rank).open("ab") if self.directory else None
+        log = None
+        if self.directory:
+            reserve(self.directory, self.rank)
+            log = RankLogWriter(self.directory, self.rank)
         selector = selectors.DefaultSelector()
         wake, waker = socket.socketpair()
         for end in (wake, waker):
@@ -131,64 +169,62 @@ class Keeper:
         signal.set_wakeup_fd(waker.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         selector.register(wake, selectors.EVENT_READ)
-        output = subprocess.PIPE if self.echo and log else (log or None)
         try:
+            # A pipe, not the log file: a command that opens /dev/stdout would truncate the file.
             child = subprocess.Popen(
                 self.command,
-                stdout=output,
-                stderr=output if output in (None, subprocess.PIPE) else subprocess.STDOUT,
-                close_fds=False,  # MPI talks to its launcher through an inherited socket
+                stdout=subprocess.PIPE if log else None,
+                stderr=None if log is None else subprocess.PIPE if self.echo else subprocess.STDOUT,
+                close_fds=False,  # MPI reaches its launcher through an inherited socket
                 process_group=0,
                 preexec_fn=dies_with_parent(signal.SIGKILL),
+                env={**process_environment(), **self.variables},
             )
         except OSError as error:
-            reason = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be run: {error.strerror}"
-            text = f"the program {self.command[0]!r} {reason}"
+            text = _not_started(self.command, error)
             print(f"topkube rank: {text}", file=sys.stderr, flush=True)
             code = 127 if isinstance(error, FileNotFoundError) else 126
-            self._report(started, time.time(), code, None, False, not_started=text)
+            self._report(log, started, time.time(), code, None, False, not_started=text)
             return code
-        if log and output == subprocess.PIPE:
+        if log:
             for stream, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
-                assert stream is not None
-                os.set_blocking(stream.fileno(), False)
-                selector.register(stream, selectors.EVENT_READ, target.buffer)
+                if stream is not None:
+                    os.set_blocking(stream.fileno(), False)
+                    echo = Echo(target.fileno(), lambda: _is_asked_to_end(wake)) if self.echo else None
+                    selector.register(stream, selectors.EVENT_READ, Copy(stream.fileno(), log, echo))
         while child.poll() is None:
-            self._turn(selector, wake, child, log)
+            self._turn(selector, wake, child)
         ended = time.time()
         if os.getppid() != self.front:
             self._front_ended = self._front_ended or ended
-        if log and output == subprocess.PIPE:
-            self._copy_rest(selector, wake, log)
+        selector.unregister(wake)
+        copies = [key.data for key in selector.get_map().values()]
+        _copy_rest(selector)
         with contextlib.suppress(
             ProcessLookupError, PermissionError
         ):  # what the command left behind, such as data loaders
             os.killpg(child.pid, signal.SIGKILL)
+        for copy in copies:
+            copy.copy_last()
         number = -child.returncode if child.returncode < 0 else None
         code = 128 + number if number else child.returncode
-        self._report(started, ended, code, number, memory_kills() > kills)
+        self._report(log, started, ended, code, number, memory_kills() > kills)
         return code
 
-    def _turn(
-        self,
-        selector: selectors.BaseSelector,
-        wake: socket.socket,
-        child: subprocess.Popen[bytes],
-        log: IO[bytes] | None,
-    ) -> None:
+    def _turn(self, selector: selectors.BaseSelector, wake: socket.socket, child: subprocess.Popen[bytes]) -> None:
         now = time.monotonic()
         next_look = min(self._stop_at, self._kill_at)
         for key, _ in selector.select(max(0.0, next_look - now) if next_look < float("inf") else None):
             if key.fileobj is not wake:
-                assert log is not None
-                _copy(selector, key, log)
+                if not key.data.copy_some():
+                    selector.unregister(key.fileobj)
                 continue
             for number in wake.recv(4096):
                 if number in _STOPS:
                     self._stop(child, number)
         now = time.monotonic()
         if now >= self._stop_at:
-            self._stop_at, self._told = float("inf"), True
+            self._stop_at, self._told_to_end = float("inf"), True
             self._kill_at = now + _GRACE_SECONDS
             child.send_signal(signal.SIGTERM)
         if now >= self._kill_at:
@@ -197,22 +233,16 @@ class Keeper:
 
     def _stop(self, child: subprocess.Popen[bytes], number: int) -> None:
         if os.getppid() != self.front:
-            # MPI has ended this rank. If the command itself asked for that it ends now, with the code that tells why.
+            # MPI has ended this rank. If the command asked for that (MPI_Abort), it ends now with its own exit code.
             self._front_ended = self._front_ended or time.time()
             self._stop_at = min(self._stop_at, time.monotonic() + _OWN_END_SECONDS)
         else:
-            self._told = True
+            self._told_to_end = True
             child.send_signal(number)
-
-    @staticmethod
-    def _copy_rest(selector: selectors.BaseSelector, wake: socket.socket, log: IO[bytes]) -> None:
-        selector.unregister(wake)
-        while selector.get_map() and (ready := selector.select(0)):
-            for key, _ in ready:
-                _copy(selector, key, log)
 
     def _report(
         self,
+        log: RankLogWriter | None,
         started: float,
         ended: float,
         code: int,
@@ -220,47 +250,73 @@ class Keeper:
         kernel_killed: bool,
         not_started: str | None = None,
     ) -> None:
-        if self.directory is None:
+        if self.directory is None or log is None:
             return
         lines, traceback = tail(log_path(self.directory, self.rank))
-        told, aborted = self._told, abort_code(lines)
+        told_to_end, aborted = self._told_to_end, abort_code(lines)
         if self._front_ended:
-            # MPI ended this rank first. With MPICH it may have asked for that itself: MPI_Abort waits to be killed.
-            ended, told = self._front_ended, not aborted
+            # MPI ended this rank first. With MPICH the rank may have asked for that: MPI_Abort waits to be killed.
+            ended, told_to_end = self._front_ended, not aborted
             code, number = (aborted, None) if aborted else (code, number)
         roll_call = RollCall.read(self.directory, self.rank, since=started)
-        RankReport(
+        report = RankReport(
             rank=self.rank,
             host=socket.gethostname(),
-            command=self.command,
+            command=shortened(self.command),
             started=started,
             ended=ended,
             exit_code=code,
             signal=signal_name(number) if number else None,
-            told_to_end=told,
+            told_to_end=told_to_end,
             aborted=aborted is not None,
             out_of_memory=kernel_killed and killed_for_memory(signal_name(number) if number else None, code, lines),
             not_started=not_started,
             missing=roll_call.missing if roll_call and code else [],
             traceback=traceback if code else None,
             tail=lines if code else [],
-        ).write(self.directory)
+            log_bytes=log.written_bytes,
+            lost_bytes=log.lost_bytes,
+            lost_why=log.lost_why,
+        )
+        try:
+            report.write(self.directory)
+        except OSError as error:
+            print(
+                f"topkube rank: the report of rank {self.rank} cannot be written: {error}", file=sys.stderr, flush=True
+            )
 
 
-def _copy(selector: selectors.BaseSelector, key: selectors.SelectorKey, log: IO[bytes]) -> None:
-    """Copies what a pipe holds to the log and to our own output."""
+def _is_asked_to_end(wake: socket.socket) -> bool:
+    """Return True if a signal to end has arrived and was not passed on yet."""
     try:
-        data = os.read(key.fd, 1 << 16)
+        return any(number in _STOPS for number in wake.recv(4096, socket.MSG_PEEK))
     except BlockingIOError:
-        return
-    if not data:
-        selector.unregister(key.fileobj)
-        return
-    log.write(data)
-    log.flush()
-    with contextlib.suppress(BrokenPipeError):
-        key.data.write(data)
-        key.data.flush()
+        return False
+
+
+def _copy_rest(selector: selectors.BaseSelector) -> None:
+    """Copy the rest of the output after the command has ended, until every pipe is closed. Processes that it left
+    behind may hold a pipe open, for at most `_REST_SECONDS`, and `_QUIET_SECONDS` without output."""
+    end = time.monotonic() + _REST_SECONDS
+    while selector.get_map() and (left := end - time.monotonic()) > 0:
+        ready = selector.select(min(_QUIET_SECONDS, left))
+        if not ready:
+            return
+        for key, _ in ready:
+            if not key.data.copy_some():
+                selector.unregister(key.fileobj)
+
+
+def _not_started(command: list[str], error: OSError) -> str:
+    """Return why the command could not be started."""
+    if isinstance(error, FileNotFoundError):
+        return f"the program {command[0][:_PROGRAM_CHARACTERS]!r} does not exist"
+    if error.errno == errno.E2BIG:
+        try:
+            check_arguments(command, process_environment())
+        except LaunchError as problem:
+            return str(problem)
+    return f"the program {command[0][:_PROGRAM_CHARACTERS]!r} cannot be run: {error.strerror}"
 
 
 if __name__ == "__main__":

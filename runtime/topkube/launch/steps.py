@@ -1,60 +1,87 @@
-"""How far the training is, from what workers send: step records (rank 0's), and what their nodes' caches do; and
-whether it still moves."""
+"""The progress of training, from the messages of workers: rank 0's step records, the counters of the nodes' caches, and
+signs that a stalled job lacks."""
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 from topkube.job import CachedNode, CacheStatus, Progress
-from topkube.launch.messages import NodeCache
+from topkube.launch.connection.messages import NodeCache
 from topkube.telemetry.progress import StepRecord
+from topkube.timestamps import format_timestamp
 
 _WINDOW = 30
-"""Records over which the rate of steps is taken."""
+"""Number of records over which the rate of steps is computed."""
+_MOST_STEPS, _LATEST = 10**15, 253402300799.0
+"""The highest step that a record may have; the end of the year 9999 in Unix seconds."""
 _MOST_NAMED, _MOST_NODES = 8, 256
 
 
-def together(caches: Iterable[NodeCache]) -> CacheStatus | None:
-    """What all workers' caches say, as status.cache; None where the job has no dataset. Workers on one node may share
-    its cache: the node counts once."""
-    said = list(caches)
-    if not said:
+def combine_caches(caches: Iterable[NodeCache]) -> CacheStatus | None:
+    """Return status.cache from the counters of all workers; None if the job has no dataset. Workers on the same node
+    may share its cache: its bytes count once."""
+    reports = list(caches)
+    if not reports:
         return None
-    requests, misses = sum(one.requests for one in said), sum(one.misses for one in said)
-    held: dict[str, int] = {}
-    for one in said:
-        if one.node:
-            held[one.node] = max(held.get(one.node, 0), one.cached_bytes)
+    requests, misses = sum(report.requests for report in reports), sum(report.misses for report in reports)
+    cached_bytes: dict[str, int] = {}
+    for report in reports:
+        if report.node:
+            cached_bytes[report.node] = max(cached_bytes.get(report.node, 0), report.cached_bytes)
     return CacheStatus(
         hit_ratio=f"{1 - min(misses, requests) / requests:.4f}" if requests else None,
-        remote_bytes=sum(one.remote_bytes for one in said),
-        nodes=[CachedNode(name=name, cached_bytes=size) for name, size in sorted(held.items())[:_MOST_NODES]],
+        remote_bytes=sum(report.remote_bytes for report in reports),
+        nodes=[CachedNode(name=name, cached_bytes=size) for name, size in sorted(cached_bytes.items())[:_MOST_NODES]],
     )
 
 
+def parse_record(values: Mapping[str, Any]) -> StepRecord | None:
+    """Return the step record that a worker sent; None if `values` are no valid record. Ranks write the records, and a
+    script may write anything into their file."""
+    try:
+        record = StepRecord.from_json(json.dumps(values))
+    except (TypeError, ValueError, RecursionError):
+        return None
+    whole = isinstance(record.step, int) and isinstance(record.total_steps, int | None)
+    numbers = (record.time, record.samples_per_second, 0.0 if record.loss is None else record.loss)
+    if not whole or not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        return None
+    if not 0 <= record.step <= _MOST_STEPS or not 0 <= (record.total_steps or 0) <= _MOST_STEPS:
+        return None
+    return record if 0 <= record.time <= _LATEST else None
+
+
 class Steps:
-    """The newest record, and when it came."""
+    """The step records of a run, and when the ranks last showed a sign of progress."""
 
     def __init__(self) -> None:
         self._records: deque[StepRecord] = deque(maxlen=_WINDOW)
         self._moved: float | None = None
         self._started: float | None = None
+        self._saved_at = 0.0
+        """Time of the first record with the newest checkpoint, in Unix seconds."""
         self._collectives: dict[int, int] = {}
-        """Entered so far, by rank."""
+        """The number of collectives that each rank has entered."""
 
-    def started(self) -> None:
-        """The ranks are being started."""
+    def start(self) -> None:
+        """Start the clock: the ranks are being started."""
         self._started = time.monotonic()
 
     def add(self, record: StepRecord) -> None:
+        newest = self._records[-1].checkpoint_step if self._records else None
+        if record.checkpoint_step and record.checkpoint_step != newest:
+            self._saved_at = record.time
         self._records.append(record)
         self._moved = time.monotonic()
 
     def progress(self) -> Progress | None:
-        """As status.progress; None before the first step."""
+        """Return status.progress; None before the first step."""
         if not self._records:
             return None
         last, first = self._records[-1], self._records[0]
@@ -71,26 +98,29 @@ class Steps:
             eta_seconds=max(0, eta) if eta is not None else None,
             loss=f"{last.loss:.4g}" if last.loss is not None else None,
             samples_per_second=round(last.samples_per_second, 1) or None,
-            updated_at=datetime.fromtimestamp(last.time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            checkpoint_step=last.checkpoint_step,
+            checkpoint_at=format_timestamp(datetime.fromtimestamp(self._saved_at, UTC)) if self._saved_at else None,
+            failed_checkpoints=last.failed_checkpoints or None,
+            updated_at=format_timestamp(datetime.fromtimestamp(last.time, UTC)),
         )
 
-    def heard(self, collectives: Mapping[int, int], printed: bool) -> None:
-        """Signs of life besides steps: how many collectives ranks have entered; and output, which counts where a rank
-        says nothing else, because a program that uses none of ours has no other way."""
+    def note_activity(self, collectives: Mapping[int, int], printed: bool) -> None:
+        """Note signs of life other than steps: the number of collectives that ranks have entered, and output. Output
+        counts only if there is no other sign: a program that does not use TopKube's collectives shows nothing else."""
         if any(count > self._collectives.get(rank, 0) for rank, count in collectives.items()):
             self._moved = time.monotonic()
         self._collectives |= collectives
         if printed and not self._records and not self._collectives:
             self._moved = time.monotonic()
 
-    def behind(self) -> list[int]:
-        """The ranks that have entered fewer collectives than others: others wait for them."""
+    def ranks_behind(self) -> list[int]:
+        """Return the ranks that have entered fewer collectives than other ranks, which wait for them."""
         furthest = max(self._collectives.values(), default=0)
         return sorted(rank for rank, count in self._collectives.items() if count < furthest)
 
-    def stalled(self, stall_seconds: float, startup_seconds: float) -> str:
-        """What to say when nothing has moved for `stall_seconds` since the last step, or for `startup_seconds` where
-        there was no step yet (0: no limit); empty while all is well."""
+    def describe_stall(self, stall_seconds: float, startup_seconds: float) -> str:
+        """Return a message if there was no sign of life for `stall_seconds` since the last step, or for
+        `startup_seconds` if there was no step yet (0: no limit); else an empty string."""
         limit = stall_seconds if self._records else startup_seconds
         last = self._moved or self._started
         if not limit or last is None or time.monotonic() - last <= limit:
@@ -104,10 +134,10 @@ class Steps:
         else:
             what = f"no rank has finished a first step within {limit:g} s of its start"
             cause = "slow imports or data, or a hang before the first step"
-        return f"{what}{self._behind_words()}. Likely cause: {cause}. Next: read the ranks' logs"
+        return f"{what}{self._describe_ranks_behind()}. Likely cause: {cause}. Next: read the ranks' logs"
 
-    def _behind_words(self) -> str:
-        behind, furthest = self.behind(), max(self._collectives.values(), default=0)
+    def _describe_ranks_behind(self) -> str:
+        behind, furthest = self.ranks_behind(), max(self._collectives.values(), default=0)
         if not behind:
             return ""
         shown = ", ".join(map(str, behind[:_MOST_NAMED])) + (", …" if len(behind) > _MOST_NAMED else "")

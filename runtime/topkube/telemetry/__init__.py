@@ -1,1 +1,1 @@
-"""What a run tells about itself: seconds per phase, bytes per level, steps. Knows nothing of MPI or torch."""
+"""Telemetry of a run: seconds per phase, bytes per level, steps. It imports neither MPI nor torch."""

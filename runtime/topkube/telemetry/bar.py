@@ -1,4 +1,4 @@
-"""Progress for people: one bar at the bottom of a terminal, or a plain line now and then where there is none."""
+"""The progress display: a bar at the bottom of a terminal, or a plain line every few seconds without a terminal."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import Progress, ProgressColumn, Task
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from topkube.telemetry.history import History
 
 PLAIN_SECONDS = 5.0
-"""Between two plain lines."""
+"""Seconds between two plain lines."""
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 
 
 def size(number: float) -> str:
-    """Bytes for people: 12 MB, 1.3 GB (powers of 1000)."""
+    """Return a number of bytes as text: 12 MB, 1.3 GB (powers of 1000)."""
     units = iter(("B", "kB", "MB", "GB", "TB"))
     unit = next(units)
     while number >= 999.5 and unit != "TB":
@@ -27,7 +29,7 @@ def size(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 41 s, 3 min 20 s, 2 h 5 min."""
+    """Return seconds as text: 41 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"
     minutes = round(seconds) // 60
@@ -39,7 +41,7 @@ def rate(per_second: float) -> str:
 
 
 def reduction(history: History, nodes: int, ranks: int) -> str:
-    """Bytes sent so far between nodes (inside the node where there is only one), and how many times less than dense."""
+    """Return the bytes sent between nodes (inside the node if there is one node), compared with dense, as text."""
     sent, dense = bytes_sent(history, nodes, ranks)
     if not dense:
         return ""
@@ -48,32 +50,30 @@ def reduction(history: History, nodes: int, ranks: int) -> str:
     factor = dense / sent
     # A number below 1.05 either way is "as dense": dense algorithms differ by a few bytes.
     if factor >= 1.05:
-        against = f"{factor:.0f}x less than dense" if factor >= 9.95 else f"{factor:.1f}x less than dense"
+        comparison = f"{factor:.0f}x less than dense" if factor >= 9.95 else f"{factor:.1f}x less than dense"
     else:
-        against = "as dense" if factor > 0.95 else f"{1 / factor:.1f}x more than dense"
-    return f"{size(sent)}, {against}"
+        comparison = "as dense" if factor > 0.95 else f"{1 / factor:.1f}x more than dense"
+    return f"{size(sent)}, {comparison}"
 
 
 def bytes_sent(history: History, nodes: int, ranks: int) -> tuple[int, int]:
-    """Bytes that crossed between nodes, and those that a dense ring over all ranks would have sent there: of a ring's
-    `ranks`
-    links, `nodes` join two nodes. With one node: bytes inside it, and the whole ring."""
+    """Return the bytes that were sent between nodes, and the bytes that a dense ring over all ranks would have sent
+    between nodes. A ring has `ranks` links, and `nodes` of them connect two nodes. With one node: the bytes sent inside
+    the node, and the bytes of the whole ring."""
     if nodes == 1:
         return sum(history.sent), sum(history.dense)
     return sum(history.between), sum(history.dense) * nodes // ranks
 
 
 class ProgressDisplay:
-    """Shows `history` as it grows, and the ranks' lines above. Use `with`."""
+    """Shows the progress in `history`, and above it the lines that ranks print. Use it in a `with` statement."""
 
     def __init__(self, console: Console, history: History, name: str, nodes: int, ranks: int) -> None:
         self.console, self.history, self._nodes, self._ranks = console, history, nodes, ranks
         self._live = console.is_terminal
         self._shown_step, self._shown_at = 0, time.monotonic()
         self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
-            _Facts(history, nodes, ranks),
+            _Line(console, history, nodes, ranks),
             console=console,
             refresh_per_second=5,
             disable=not self._live,
@@ -93,7 +93,7 @@ class ProgressDisplay:
             self._plain()
 
     def update(self) -> None:
-        """Shows what the history holds now."""
+        """Show the current state of the history."""
         last = self.history.last
         if self._live:
             if last is not None:
@@ -102,7 +102,7 @@ class ProgressDisplay:
             self._plain()
 
     def line(self, node: int, rank: int, text: str) -> None:
-        """One line that a rank printed."""
+        """Show a line that a rank printed."""
         prefix = f"[node{node}.rank{rank}] "
         if self._live:
             shown = Text(prefix, style=_COLOURS[rank % len(_COLOURS)])
@@ -111,7 +111,7 @@ class ProgressDisplay:
             self.note(prefix + text)
 
     def note(self, text: str) -> None:
-        """A line of our own, never wrapped."""
+        """Show a line without wrapping it."""
         self.console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
     def _plain(self) -> None:
@@ -122,29 +122,51 @@ class ProgressDisplay:
             self.note(facts(self.history, self._nodes, self._ranks))
 
 
-def facts(history: History, nodes: int, ranks: int) -> str:
-    """step 120/200  loss 1.83  5,120 samples/s  12 MB, 43x less than dense  41 s left"""
+def facts(history: History, nodes: int, ranks: int, width: int | None = None) -> str:
+    """Return the state of a run in one line: "step 120/200  loss 1.83  5,120 samples/s  12 MB, 43x less than dense
+    41 s left". If `width` is set, the least important parts are left out until the line fits: first the bytes, then
+    skipped steps, the rate and the loss."""
     last = history.last
     if last is None:
         return "starting"
-    parts = [f"step {last.step}" + (f"/{last.total_steps}" if last.total_steps else "")]
-    if last.loss is not None and math.isfinite(last.loss):
-        parts.append(f"loss {last.loss:.4g}")
-    if last.samples_per_second:
-        parts.append(f"{rate(last.samples_per_second)} samples/s")
-    parts.append(reduction(history, nodes, ranks))
-    if last.skipped_steps:
-        parts.append(f"{last.skipped_steps} skipped")
+    step = f"step {last.step}" + (f"/{last.total_steps}" if last.total_steps else "")
+    loss = f"loss {last.loss:.4g}" if last.loss is not None and math.isfinite(last.loss) else ""
+    speed = f"{rate(last.samples_per_second)} samples/s" if last.samples_per_second else ""
+    skipped = f"{last.skipped_steps} skipped" if last.skipped_steps else ""
     eta = history.eta_seconds()
-    if eta and last.total_steps and last.step < last.total_steps:
-        parts.append(f"{duration(eta)} left")
-    return "  ".join(part for part in parts if part)
+    left = f"{duration(eta)} left" if eta and last.total_steps and last.step < last.total_steps else ""
+    parts = [step, loss, speed, reduction(history, nodes, ranks), skipped, left]
+    for least_important in (None, 3, 4, 2, 1):
+        if least_important is not None:
+            parts[least_important] = ""
+        line = "  ".join(part for part in parts if part)
+        if width is None or len(line) <= width:
+            break
+    return line
 
 
-class _Facts(ProgressColumn):
-    def __init__(self, history: History, nodes: int, ranks: int) -> None:
+class _Line(ProgressColumn):
+    """The line of a run: its name, a bar, and as much text as fits into the terminal."""
+
+    _BAR_LEAST, _NAME_MOST = 8, 20
+
+    def __init__(self, console: Console, history: History, nodes: int, ranks: int) -> None:
         super().__init__()
-        self._arguments = (history, nodes, ranks)
+        self._console, self._arguments = console, (history, nodes, ranks)
 
-    def render(self, task: Task) -> Text:
-        return Text(facts(*self._arguments), no_wrap=True)
+    def render(self, task: Task) -> Table:
+        name = Text(task.description, style="bold", no_wrap=True, overflow="ellipsis")
+        name.truncate(min(self._NAME_MOST, self._console.width // 4), overflow="ellipsis")
+        room = self._console.width - name.cell_len - self._BAR_LEAST - 4
+        known = Text(facts(*self._arguments, width=room), no_wrap=True)
+        bar = ProgressBar(
+            total=task.total,
+            completed=task.completed,
+            width=max(1, self._console.width - name.cell_len - known.cell_len - 4),
+            pulse=task.total is None,
+            complete_style="cyan",
+            finished_style="green",
+        )
+        line = Table.grid(padding=(0, 2, 0, 0))
+        line.add_row(name, bar, known)
+        return line

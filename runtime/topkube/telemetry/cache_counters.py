@@ -1,7 +1,7 @@
-"""What open datasets count, in a file of the run's directory: whoever starts the ranks reads it, whatever they do.
+"""The counters of open datasets, in files of the run's directory. The process that starts the ranks reads them.
 
-The ranks' processes add to it in shared memory; no call, no lock. One file per dataset object: a table of float64, one
-row per process, in the order of NAMES.
+The processes of the ranks count in shared memory without a lock. There is one file per dataset object: a table of
+float64 with one row per process and one column per entry of NAMES.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ NAMES = (
     "corruptions",
     "takeovers",
 )
-"""Requests and misses count samples; *_bytes are bytes read from a tier, from the store, from other nodes; fetches
-count shards; seconds are summed over processes; corruptions count quarantined shards, evictions removed datasets,
-takeovers shards fetched because their first fetcher stood still."""
+"""Requests and misses count samples. *_bytes are bytes read from a tier, from the store, or from other nodes. Fetches
+count shards. Seconds are sums over processes. Corruptions count quarantined shards, evictions count removed datasets,
+and takeovers count shards that were fetched because the process that had begun made no progress."""
 ROWS = 257
 PATTERN = "dataset-*.counters"
 
 
 def read_totals(directory: Path) -> dict[str, float]:
-    """The sums over all datasets of all ranks that report to `directory`; empty where none was opened."""
+    """Return the sums over all datasets of all ranks that report to `directory`; empty if no dataset was opened."""
     total: dict[str, float] = {}
     for path in directory.glob(PATTERN):
         table = array("d")
@@ -49,6 +49,6 @@ def read_totals(directory: Path) -> dict[str, float]:
 
 
 def reads(totals: Mapping[str, float]) -> tuple[int, int]:
-    """Samples that were read, and those of them that the node did not have."""
+    """Return the number of samples that were read, and the number of those that were not in the node's cache."""
     hits_in_memory = totals.get("memory_requests", 0.0) - totals.get("memory_misses", 0.0)
     return int(hits_in_memory + totals.get("disk_requests", 0.0)), int(totals.get("disk_misses", 0.0))

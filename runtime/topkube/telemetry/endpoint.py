@@ -1,4 +1,5 @@
-"""/metrics: one endpoint for all ranks of a pod, or of a run on this machine. It reads their files when it is asked."""
+"""/metrics: an endpoint for all ranks of a pod, or of a run on this machine. Every scrape reads the files of the
+ranks."""
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ _BY_JOB = {
     metrics.GRADIENT_NORM: "gradient_norm",
     metrics.DENSITY: "density",
     metrics.SKIPPED: "skipped_steps",
+    metrics.DIFFERING_RANKS: "differing_ranks",
 }
 
 
@@ -54,8 +56,8 @@ _CACHE = {
 
 
 class RunCollector(Collector):
-    """The series of all ranks that write into `directory`, which may change from one attempt to the next. It keeps
-    nothing from one scrape to the next."""
+    """Collects the series of all ranks that write to `directory`. The directory may change between attempts. The
+    collector keeps no state between scrapes."""
 
     def __init__(self, directory: Callable[[], Path], job_name: str) -> None:
         self._directory, self._job = directory, job_name
@@ -74,10 +76,12 @@ class RunCollector(Collector):
         yield self._phases(ranks)
         yield self._sent(ranks)
         for metric, name in _BY_RANK.items():
-            yield self._family(metric, [((self._job, str(one.rank)), one[name]) for one in ranks])
+            yield self._family(
+                metric, [((self._job, str(rank_values.rank)), rank_values[name]) for rank_values in ranks]
+            )
         if ranks[0].rank == 0:
             yield from self._job_wide(ranks[0])
-        if any(one["cache disk_state"] != ABSENT for one in ranks):
+        if any(rank_values["cache disk_state"] != ABSENT for rank_values in ranks):
             yield from self._cache(ranks)
 
     def _job_wide(self, first: RankValues) -> Iterator[Family]:
@@ -88,18 +92,18 @@ class RunCollector(Collector):
             yield self._family(metrics.PROGRESS, [((self._job,), min(1.0, first["step"] / first["total_steps"]))])
 
     def _cache(self, ranks: list[RankValues]) -> Iterator[Family]:
-        """The data cache of this pod: what its ranks counted, and the worst state that one of them saw."""
+        """Yield the families of the data cache: the sums over the ranks of this pod, and the worst state of a rank."""
 
         def values(name: str) -> list[float]:
-            return [value for one in ranks if (value := one[f"cache {name}"]) != ABSENT]
+            return [value for rank_values in ranks if (value := rank_values[f"cache {name}"]) != ABSENT]
 
         def total(name: str) -> float:
             return sum(values(name))
 
-        asked = {tier: total(f"{tier}_requests") for tier in metrics.TIERS}
-        missed = {tier: total(f"{tier}_misses") for tier in metrics.TIERS}
-        yield self._family(metrics.CACHE_REQUESTS, [((self._job, tier), asked[tier]) for tier in metrics.TIERS])
-        hits = [((self._job, tier), asked[tier] - missed[tier]) for tier in metrics.TIERS]
+        requests = {tier: total(f"{tier}_requests") for tier in metrics.TIERS}
+        misses = {tier: total(f"{tier}_misses") for tier in metrics.TIERS}
+        yield self._family(metrics.CACHE_REQUESTS, [((self._job, tier), requests[tier]) for tier in metrics.TIERS])
+        hits = [((self._job, tier), requests[tier] - misses[tier]) for tier in metrics.TIERS]
         yield self._family(metrics.CACHE_HITS, hits)
         read = [((self._job, source), total(f"{source}_bytes")) for source in metrics.SOURCES]
         yield self._family(metrics.CACHE_READ_BYTES, read)
@@ -117,17 +121,25 @@ class RunCollector(Collector):
     def _steps(self, ranks: list[RankValues]) -> Family:
         family = HistogramMetricFamily(metrics.STEP_SECONDS.name, metrics.STEP_SECONDS.help, labels=metrics.RANK)
         bounds = [*(str(bound) for bound in STEP_BUCKETS), "+Inf"]
-        for one in ranks:
-            cumulated = list(zip(bounds, itertools.accumulate(one.buckets), strict=True))
-            family.add_metric((self._job, str(one.rank)), cumulated, sum_value=one["step_seconds"])
+        for rank_values in ranks:
+            cumulated = list(zip(bounds, itertools.accumulate(rank_values.buckets), strict=True))
+            family.add_metric((self._job, str(rank_values.rank)), cumulated, sum_value=rank_values["step_seconds"])
         return family
 
     def _phases(self, ranks: list[RankValues]) -> Family:
-        rows = [((self._job, str(one.rank), phase), one[f"phase {phase}"]) for one in ranks for phase in PHASES]
+        rows = [
+            ((self._job, str(rank_values.rank), phase), rank_values[f"phase {phase}"])
+            for rank_values in ranks
+            for phase in PHASES
+        ]
         return self._family(metrics.PHASE_SECONDS, rows)
 
     def _sent(self, ranks: list[RankValues]) -> Family:
-        rows = [((self._job, str(one.rank), level), one[f"{level}_bytes"]) for one in ranks for level in LEVELS]
+        rows = [
+            ((self._job, str(rank_values.rank), level), rank_values[f"{level}_bytes"])
+            for rank_values in ranks
+            for level in LEVELS
+        ]
         return self._family(metrics.SENT_BYTES, rows)
 
     @staticmethod
@@ -141,10 +153,8 @@ class RunCollector(Collector):
 
 
 class MetricsEndpoint:
-    """Serves /metrics for the ranks that write into `directory`, asked for at every scrape. Use `with`, or call
-    `close`.
-
-    Raises LaunchError where the port cannot be had.
+    """Serves /metrics for the ranks that write to `directory()`, which is called at every scrape. Use it in a `with`
+    statement, or call `close`. Raises LaunchError if the port cannot be used.
     """
 
     def __init__(self, directory: Callable[[], Path], job_name: str, port: int, address: str) -> None:
@@ -156,8 +166,8 @@ class MetricsEndpoint:
             raise LaunchError(
                 f"/metrics cannot be served on {address}:{port}: {getattr(error, 'strerror', None) or error}",
                 exit_code=2,
-                cause="another process has the port",
-                next_step="give another one, or 0 for any that is free",
+                cause="another process uses the port",
+                next_step="pass another port, or 0 for any free port",
             ) from None
         self.port: int = self._server.server_port
 

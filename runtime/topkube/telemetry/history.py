@@ -1,17 +1,17 @@
-"""The steps of a run in little memory: what the bar, the summary and the plot need."""
+"""The history of a run: the columns over steps that the bar, the summary and the plot need."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from topkube.telemetry.progress import PROGRESS_FILE, StepRecord, read_records
 
 PARTS = ("compute", "select", "inside node", "between nodes")
-"""How a step's time is told. Exchanges overlap with the backward pass, so compute is the part of the step in which
-nothing was
-exchanged: the four add up to the step."""
+"""The parts of a step's time. The exchange overlaps with the backward pass, so compute is the time without an exchange,
+and the four parts add up to the step."""
 
 
 @dataclass
@@ -29,7 +29,8 @@ class History:
     last: StepRecord | None = None
 
     def add(self, record: StepRecord) -> None:
-        """Takes one more step. A step that is here already was done again after a restart: the later one counts."""
+        """Add a step. If the history already has this step or later steps, they were repeated after a restart: the new
+        record replaces them."""
         while self.steps and self.steps[-1] >= record.step:
             for column in self._columns():
                 column.pop()
@@ -54,13 +55,13 @@ class History:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Over the whole run, from the first record to the last."""
+        """The rate over the whole run, from the first record to the last."""
         if len(self.times) < 2 or self.times[-1] <= self.times[0]:
             return self.last.samples_per_second if self.last and self.last.samples_per_second else None
         return sum(self.samples[1:]) / (self.times[-1] - self.times[0])
 
     def eta_seconds(self, recent: int = 50) -> float | None:
-        """Expected seconds to the last step, from the pace of the `recent` steps; None where unknown."""
+        """Return the expected seconds until the last step, by the pace of the `recent` steps; None if unknown."""
         if self.total_steps is None or len(self.times) < 2:
             return None
         span = min(recent, len(self.times) - 1)
@@ -70,39 +71,39 @@ class History:
 
 
 def split(seconds: dict[str, float]) -> dict[str, float]:
-    """Seconds per phase as seconds per part. select, intra and inter run beside backward, which waits for them at its
-    end."""
+    """Return seconds per part, given seconds per phase. select, intra and inter overlap with backward, which waits for
+    them at its end."""
     step = sum(seconds.get(phase, 0.0) for phase in ("data", "forward", "backward", "update"))
     exchange = [seconds.get(phase, 0.0) for phase in ("select", "intra", "inter")]
     compute = step - sum(exchange)
-    if compute < 0:  # several buckets at once, or clocks that disagree: keep the step's length
+    if compute < 0:  # several buckets at the same time, or clocks that differ: keep the step's length
         exchange = [value * step / sum(exchange) for value in exchange]
         compute = 0.0
     return dict(zip(PARTS, [compute, *exchange], strict=True))
 
 
 class ProgressReader:
-    """Reads what rank 0 has written since the last look."""
+    """Reads the records that rank 0 has written since the last call."""
 
     def __init__(self, directory: Path) -> None:
         self._path, self._offset = directory / PROGRESS_FILE, 0
 
     def read(self) -> list[StepRecord]:
-        found = []
+        records = []
         for record, offset in read_records(self._path, self._offset):
-            found.append(record)
+            records.append(record)
             self._offset = offset
-        return found
+        return records
 
 
 class LogFollower:
-    """Whole lines that a growing log has gained since the last look."""
+    """Reads the whole lines that were added to a log since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._rest = path, 0, b""
 
     def read(self, most: int = 1 << 20) -> list[str]:
-        """The new lines; at most about `most` bytes of them at once."""
+        """Return the new lines, at most about `most` bytes."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -115,15 +116,16 @@ class LogFollower:
             lines, self._rest = [*lines, self._rest], b""
         return [_shown(line) for line in lines]
 
-    def finish(self) -> list[str]:
-        """All that is left, and a last line without its end."""
-        lines: list[str] = []
-        while more := self.read():
-            lines += more
+    def finish(self) -> Iterator[list[str]]:
+        """Yield the remaining lines in parts of about 1 MiB, and then a last line without its end."""
+        before = -1
+        while self._offset != before:
+            before = self._offset
+            yield self.read()
         rest, self._rest = self._rest, b""
-        return [*lines, _shown(rest)] if rest else lines
+        yield [_shown(rest)] if rest else []
 
 
 def _shown(line: bytes) -> str:
-    # A script's own progress bar overwrites its line: what it showed last is what counts.
+    # The progress bar of a script overwrites its line, so only the last version of the line is shown.
     return line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]

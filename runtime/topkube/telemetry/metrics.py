@@ -1,8 +1,8 @@
-"""Every metric of the runtime: its name, kind, labels and what it says. The endpoint, the reference page and the tests
-of dashboards and alerts all take them from here.
+"""The metrics of the runtime: name, kind, labels and help text. The endpoint, the reference page and the tests of
+dashboards and alerts use these definitions.
 
-Seconds and bytes, ratios from 0 to 1. `training_job` is the TrainingJob's name; Prometheus adds the namespace and the
-pod where it finds its targets through Kubernetes.
+Units are seconds and bytes; ratios are from 0 to 1. `training_job` is the name of the TrainingJob. Prometheus adds the
+namespace and the pod if it finds its targets through Kubernetes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Kind = Literal["counter", "gauge", "histogram", "info"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric family. `name` is what a query says, `_total` and `_info` included; a histogram's is without `_bucket`,
-    `_sum` and `_count`. `job_wide` ones are the same on all ranks and come from rank 0 alone."""
+    """A metric family. `name` is the name in queries, with `_total` or `_info`; the name of a histogram is without
+    `_bucket`, `_sum` and `_count`. A `job_wide` metric is the same on all ranks; only rank 0 reports it."""
 
     name: str
     kind: Kind
@@ -28,7 +28,7 @@ class Metric:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The names under which Prometheus stores it."""
+        """The names under which Prometheus stores the metric."""
         if self.kind == "histogram":
             return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
         return (self.name,)
@@ -37,7 +37,7 @@ class Metric:
 RANK = ("training_job", "rank")
 JOB = ("training_job",)
 LEVELS = ("intra", "inter")
-"""Inside a node, between nodes."""
+"""Inside a node, and between nodes."""
 STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the step histogram, seconds."""
 
@@ -45,7 +45,7 @@ STEP_SECONDS = Metric("topkube_step_seconds", "histogram", "Seconds from one fin
 PHASE_SECONDS = Metric(
     "topkube_step_phase_seconds_total",
     "counter",
-    f"Seconds of steps by phase: {', '.join(PHASES)}. select, intra and inter are the exchange; they overlap with "
+    f"Seconds of steps by phase: {', '.join(PHASES)}. select, intra and inter are the exchange, which overlaps with "
     "backward.",
     (*RANK, "phase"),
 )
@@ -65,28 +65,30 @@ DENSE_BYTES = Metric(
 BOUND_SECONDS = Metric(
     "topkube_exchange_bound_seconds_total",
     "counter",
-    "Seconds that the bytes sent between nodes need at least, by the link's rate measured at the start. Against "
-    "phase inter it tells how much of the link the exchange reaches.",
+    "Shortest time in which the bytes sent between nodes can cross the link, at the rate measured at the start. The "
+    "ratio to phase inter shows how much of the link's rate the exchange reaches.",
     RANK,
 )
 LINK_RATE = Metric(
     "topkube_link_bytes_per_second",
     "gauge",
     "Bytes per second from this rank to another node while all ranks of its node send, measured at the start. "
-    "Absent with one node.",
+    "Absent if there is one node.",
     RANK,
 )
 RESIDUAL_NORM = Metric(
     "topkube_residual_norm",
     "gauge",
-    "Euclidean norm of what error feedback holds back on this rank, in units of the mean gradient; sampled. Absent "
-    "where nothing is held back.",
+    "Euclidean norm of the residuals of error feedback on this rank, in units of the mean gradient; sampled. Absent "
+    "if there are no residuals.",
     RANK,
 )
-LAST_STEP = Metric("topkube_last_step_timestamp_seconds", "gauge", "When this rank finished its last step.", RANK)
-STEP = Metric("topkube_job_step", "gauge", "Steps of the job that are finished.", JOB, job_wide=True)
+LAST_STEP = Metric(
+    "topkube_last_step_timestamp_seconds", "gauge", "Time at which this rank finished its last step.", RANK
+)
+STEP = Metric("topkube_job_step", "gauge", "Finished steps of the job.", JOB, job_wide=True)
 PROGRESS = Metric(
-    "topkube_job_progress_ratio", "gauge", "Share of the job's steps that is finished, 0 to 1.", JOB, job_wide=True
+    "topkube_job_progress_ratio", "gauge", "Share of the job's steps that are finished, 0 to 1.", JOB, job_wide=True
 )
 LOSS = Metric("topkube_loss", "gauge", "Mean loss over all samples of the last step.", JOB, job_wide=True)
 GRADIENT_NORM = Metric(
@@ -99,7 +101,7 @@ GRADIENT_NORM = Metric(
 DENSITY = Metric(
     "topkube_density_ratio",
     "gauge",
-    "Share of the gradient's entries that is sent between nodes, 0 to 1; falls during warm-up, 1 where dense.",
+    "Share of the gradient's entries that are sent between nodes, 0 to 1. It falls during warm-up; dense is 1.",
     JOB,
     job_wide=True,
 )
@@ -110,58 +112,75 @@ SKIPPED = Metric(
     JOB,
     job_wide=True,
 )
-ATTEMPT = Metric("topkube_job_attempt", "gauge", "Number of the attempt that trains now, from 1.", JOB, job_wide=True)
+DIFFERING_RANKS = Metric(
+    "topkube_differing_ranks",
+    "gauge",
+    "Ranks whose weights differed from those of most ranks at the last comparison. Above 0 only with "
+    "TOPKUBE_CHECK_WEIGHTS=warn; by default the job fails.",
+    JOB,
+    job_wide=True,
+)
+ATTEMPT = Metric("topkube_job_attempt", "gauge", "Number of the current attempt, from 1.", JOB, job_wide=True)
 BUILD = Metric(
     "topkube_build_info",
     "info",
-    "Always 1; the version of what is asked, by component: runtime, operator.",
+    "Always 1. The labels are the component (runtime, operator) and its version.",
     ("component", "version"),
 )
 
 TIERS = ("memory", "disk")
 SOURCES = ("memory", "disk", "peer", "remote")
-"""Where bytes come from: the node's memory and disk tiers, other nodes of the job, the remote store."""
+"""The sources of bytes: the node's memory and disk tiers, other nodes of the job (peer), and the remote store."""
 TIER_STATES = ("open", "frozen", "dropped")
 TIER = ("training_job", "tier")
 CACHE_REQUESTS = Metric(
-    "topkube_cache_requests_total", "counter", "Samples asked of a tier of the data cache: memory, disk.", TIER
+    "topkube_cache_requests_total", "counter", "Samples requested from a tier of the data cache: memory, disk.", TIER
 )
-CACHE_HITS = Metric("topkube_cache_hits_total", "counter", "Samples that a tier had: memory, disk.", TIER)
+CACHE_HITS = Metric("topkube_cache_hits_total", "counter", "Requested samples that the tier had: memory, disk.", TIER)
 CACHE_READ_BYTES = Metric(
     "topkube_cache_read_bytes_total",
     "counter",
-    "Bytes of the dataset by where they came from: memory, disk (this node), peer (other nodes), remote (the store).",
+    "Bytes of the dataset by source: memory, disk (this node), peer (other nodes), remote (the store).",
     ("training_job", "source"),
 )
 CACHE_FETCHES = Metric("topkube_cache_fetches_total", "counter", "Shards fetched from the remote store.", JOB)
 CACHE_FETCH_SECONDS = Metric(
-    "topkube_cache_fetch_seconds_total", "counter", "Seconds of fetching shards, summed over all that fetch.", JOB
+    "topkube_cache_fetch_seconds_total",
+    "counter",
+    "Seconds of fetching shards, summed over processes and threads.",
+    JOB,
 )
 CACHE_WAIT_SECONDS = Metric(
-    "topkube_cache_wait_seconds_total", "counter", "Seconds of waiting for a shard that somebody else fetches.", JOB
+    "topkube_cache_wait_seconds_total", "counter", "Seconds of waiting for shards that another process fetches.", JOB
 )
 CACHE_TAKEOVERS = Metric(
-    "topkube_cache_takeovers_total", "counter", "Shards fetched because their first fetcher stood still.", JOB
+    "topkube_cache_takeovers_total",
+    "counter",
+    "Shards fetched because the process that had begun made no progress.",
+    JOB,
 )
 CACHE_EVICTIONS = Metric("topkube_cache_evictions_total", "counter", "Datasets removed to make room.", JOB)
 CACHE_CORRUPTIONS = Metric(
-    "topkube_cache_corruptions_total", "counter", "Shards whose checksum was wrong: quarantined, fetched again.", JOB
+    "topkube_cache_corruptions_total",
+    "counter",
+    "Shards with a wrong checksum, which were quarantined and fetched again.",
+    JOB,
 )
 CACHE_MEMORY_USED = Metric("topkube_cache_memory_used_bytes", "gauge", "Bytes in this node's memory tier.", JOB)
 CACHE_TIER_STATE = Metric(
     "topkube_cache_tier_state",
     "gauge",
-    "1 for the state of a tier (memory, disk): open (takes shards), frozen (takes no more), dropped (not used any "
-    "more).",
+    "1 for the current state of a tier (memory, disk): open (takes shards), frozen (takes no more shards), dropped (no "
+    "longer used).",
     (*TIER, "state"),
 )
 CACHE = (
     *(CACHE_REQUESTS, CACHE_HITS, CACHE_READ_BYTES, CACHE_FETCHES, CACHE_FETCH_SECONDS, CACHE_WAIT_SECONDS),
     *(CACHE_TAKEOVERS, CACHE_EVICTIONS, CACHE_CORRUPTIONS, CACHE_MEMORY_USED, CACHE_TIER_STATE),
 )
-"""Summed over the pod's ranks; absent where a job uses no CachedDataset."""
+"""Sums over the ranks of the pod. Absent if a job uses no CachedDataset."""
 
 METRICS = (
     *(STEP_SECONDS, PHASE_SECONDS, SAMPLES, LAST_STEP, STEP, PROGRESS, ATTEMPT, LOSS, GRADIENT_NORM, RESIDUAL_NORM),
-    *(SKIPPED, DENSITY, SENT_BYTES, DENSE_BYTES, BOUND_SECONDS, LINK_RATE, BUILD),
+    *(SKIPPED, DIFFERING_RANKS, DENSITY, SENT_BYTES, DENSE_BYTES, BOUND_SECONDS, LINK_RATE, BUILD),
 )

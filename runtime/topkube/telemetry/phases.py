@@ -1,4 +1,4 @@
-"""Where a step's time and bytes went. Collectives and training add to `current`; progress takes it each step."""
+"""Seconds per phase and bytes per level of a step. Collectives and training add to `current`; every step takes it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 PHASES = ("data", "forward", "backward", "select", "intra", "inter", "update")
-"""The phases of a step: `select` compression, `intra` inside the node, `inter` between nodes. These three run in the
-communication thread and overlap with `backward`."""
+"""The phases of a step. `select` is the compression, `intra` the exchange inside the node, `inter` that between nodes.
+These three run in the communication thread and overlap with `backward`."""
 
 
 @dataclass
 class Snapshot:
-    """Totals since the last `take`: seconds per phase; bytes this rank sent inside the node and between nodes, and what
-    a dense ring all-reduce of the same gradients would have sent per rank."""
+    """Totals since the last `take`: seconds per phase, the bytes that this rank sent inside the node and between nodes,
+    and the bytes per rank of a dense ring all-reduce of the same gradients."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     intra_bytes: int = 0
@@ -35,6 +35,7 @@ class Phases:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
+        """Count the seconds of a `with` block for `phase`."""
         start = time.perf_counter()
         try:
             yield
@@ -47,14 +48,14 @@ class Phases:
             self._seconds[phase] += seconds
 
     def sent(self, *, intra: int = 0, inter: int = 0, dense: int = 0) -> None:
-        """Counts bytes sent by this rank, and the dense equivalent."""
+        """Count bytes that this rank sent, and the bytes that dense would have sent."""
         with self._lock:
             self._intra += intra
             self._inter += inter
             self._dense += dense
 
     def take(self) -> Snapshot:
-        """Everything since the last call, and starts again at zero."""
+        """Return the totals since the last call, and reset them to zero."""
         with self._lock:
             snapshot = Snapshot(dict(self._seconds), self._intra, self._inter, self._dense)
             self._seconds.clear()
@@ -63,4 +64,4 @@ class Phases:
 
 
 current = Phases()
-"""The process's accumulator."""
+"""The accumulator of this process."""

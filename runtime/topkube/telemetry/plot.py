@@ -1,4 +1,4 @@
-"""A run as a picture: the loss, and where each step's time went. Needs matplotlib."""
+"""The plot of a run: the loss, and the parts of each step's time. It needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from topkube.errors import TopKubeError
 from topkube.telemetry.history import PARTS, History
+from topkube.telemetry.summary import edge_losses, over_steps
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 LOSS = "#2f6fb7"
@@ -22,19 +23,19 @@ _ABOVE: Any = {
     "handlelength": 1.1,
     "columnspacing": 1.4,
 }
-"""Legends stand above their panel, where they hide nothing."""
+"""Legends are above their panel, so that they hide nothing."""
 MOST_POINTS = 400
-"""Columns in the time panel; longer runs are averaged over neighbours."""
+"""The most columns of the time panel. Longer runs are averaged over neighbours."""
 
 Values = npt.NDArray[np.float64]
 
 
 class PlotError(TopKubeError, RuntimeError):
-    """The picture could not be drawn; the run itself is not affected."""
+    """The plot could not be drawn. The run is not affected."""
 
 
 def draw(history: History, path: Path, title: str) -> None:
-    """Writes the picture (PNG, or what the file's ending asks for). Raises PlotError where it cannot."""
+    """Write the plot to `path` in the format of its ending. Raises PlotError."""
     try:
         import matplotlib
 
@@ -77,25 +78,27 @@ def draw(history: History, path: Path, title: str) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path)
         except (OSError, ValueError) as error:
-            raise PlotError(f"the plot {path} cannot be written: {error}", next_step="give another --plot") from None
+            raise PlotError(f"the plot {path} cannot be written: {error}", next_step="pass another --plot") from None
         finally:
             pyplot.close(figure)
 
 
 def _losses(axes: Any, steps: Values, losses: Values) -> None:
     axes.set_ylabel("loss")
-    seen = np.isfinite(losses)
-    if not seen.any():
+    has_loss = np.isfinite(losses)
+    if not has_loss.any():
         axes.text(0.5, 0.5, "the script reported no loss", transform=axes.transAxes, ha="center", color=MUTED)
         return
-    steps, losses = steps[seen], losses[seen]
-    smooth = smoothed(losses)
+    steps, losses = steps[has_loss], losses[has_loss]
+    smooth = smooth_values(losses)
     axes.plot(steps, losses, color=LOSS, alpha=0.28, linewidth=1, label="each step")
     axes.plot(steps, smooth, color=LOSS, linewidth=2.2, label="smoothed")
-    axes.plot(steps[-1:], smooth[-1:], "o", color=LOSS, markersize=6, clip_on=False, zorder=5)
+    _, final, count = edge_losses(losses)  # the same number as in the summary
+    assert final is not None
+    axes.plot(steps[-1:], [final], "o", color=LOSS, markersize=6, clip_on=False, zorder=5)
     axes.annotate(
-        f"{smooth[-1]:.3g}",
-        (steps[-1], smooth[-1]),
+        f"{final:.4g} ({over_steps(count)})",
+        (steps[-1], final),
         (-8, 10),
         textcoords="offset points",
         ha="right",
@@ -121,19 +124,19 @@ def _times(axes: Any, steps: Values, history: History) -> None:
     bottom = np.zeros(len(edges) - 1)
     mean = float(np.mean(total))
     for part, column in columns.items():
-        heights = averaged(column, group)
+        heights = average_groups(column, group)
         share = float(np.mean(column)) / mean
         axes.stairs(
             bottom + heights, edges, baseline=bottom, fill=True, color=COLOURS[part], label=f"{part} {share:.0%}"
         )
         bottom = bottom + heights
-    # The first steps warm caches and can be far slower; they may leave the panel.
+    # The first steps can be far slower because caches are cold; they may be cut off.
     axes.set_ylim(0, 1.08 * max(float(np.quantile(bottom, 0.98)), float(np.median(bottom))))
     axes.legend(**_ABOVE, ncols=4)
 
 
-def smoothed(values: Values) -> Values:
-    """The exponential mean over about 3% of the steps, without the bias of its start. Same shape, (n,)."""
+def smooth_values(values: Values) -> Values:
+    """Return the exponential mean over about 3% of the steps, without the bias of its start. (n,) -> (n,)."""
     keep = 1 - 1 / max(2.0, 0.03 * len(values))
     result, mean, weight = np.empty_like(values), 0.0, 0.0
     for index, value in enumerate(values):
@@ -142,8 +145,8 @@ def smoothed(values: Values) -> Values:
     return result
 
 
-def averaged(values: Values, group: int) -> Values:
-    """Means over runs of `group` neighbours; the last run may be shorter. (n,) -> (ceil(n / group),)."""
+def average_groups(values: Values, group: int) -> Values:
+    """Return the means of groups of `group` neighbours; the last group may be smaller. (n,) -> (ceil(n / group),)."""
     starts = np.arange(0, len(values), group)
     counts = np.diff(np.append(starts, len(values)))
     return np.add.reduceat(values, starts) / counts

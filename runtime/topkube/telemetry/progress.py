@@ -1,7 +1,7 @@
-"""Progress of a run: one `StepRecord` per step, one JSON line each, in the run's directory.
+"""The progress file of a run: one `StepRecord` per step, as a line of JSON, in the run's directory.
 
-Rank 0 appends, anything may read at the same time: a reader takes whole lines only. After a restart the file grows
-on, and a step may stand in it twice; the later line counts.
+Rank 0 appends lines. Other processes may read at the same time; they read whole lines only. After a restart the file
+is continued. It may then contain a step twice; the later line is valid.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ PROGRESS_FILE = "progress.jsonl"
 class StepRecord:
     """One finished step of the whole job.
 
-    Counts (`samples`, the bytes) are sums over all ranks; `loss` is the mean over all samples of the step, None where
-    the script reports none or it is not finite; `seconds` are rank 0's. `samples_per_second` covers the time since
-    the previous record. `dense_bytes` is what a dense ring all-reduce of the same gradients would have sent.
-    `density` is the one in force (warm-up included), 1 for dense steps. `skipped_steps` counts from the start of the
+    `samples` and the bytes are sums over all ranks. `loss` is the mean over all samples of the step; None if the script
+    reports no loss or the loss is not finite. `seconds` are those of rank 0. `samples_per_second` covers the time since
+    the previous record. `dense_bytes` are the bytes of a dense ring all-reduce of the same gradients. `density` is the
+    current density (it changes during warm-up), 1 for dense steps. `skipped_steps` are counted from the start of the
     run, across restarts. `time` is Unix time.
     """
 
     step: int
     """Steps finished so far, from 1."""
     total_steps: int | None
-    """Steps of the whole run, None where unknown."""
+    """Steps of the whole run, None if unknown."""
     epoch: int = 0
     loss: float | None = None
     samples: int = 0
@@ -45,19 +45,19 @@ class StepRecord:
     density: float = 1.0
     skipped_steps: int = 0
     checkpoint_step: int | None = None
-    """Step of the newest checkpoint; None where there is none."""
+    """Step of the newest checkpoint; None if there is no checkpoint."""
     failed_checkpoints: int = 0
-    """Checkpoints that the disk refused since the start of this attempt."""
+    """Checkpoints that could not be written since the start of this attempt."""
     time: float = 0.0
 
     def to_json(self) -> str:
-        """One line without its end. Numbers that JSON has no word for (a NaN loss) become null."""
+        """Return the line without its end. Numbers that JSON cannot represent (a NaN loss) become null."""
         values = dataclasses.asdict(self)
         return json.dumps({name: _finite(value) for name, value in values.items()}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
-        """The record of one line; names that this version does not know are passed over."""
+        """Return the record in a line. Names that this version does not know are ignored."""
         known = {entry.name for entry in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in json.loads(line).items() if name in known})
 
@@ -83,8 +83,8 @@ class ProgressWriter:
 
 
 def read_records(path: Path, offset: int = 0) -> Iterator[tuple[StepRecord, int]]:
-    """Records of the file from byte `offset` on, each with the offset behind it, for the next call. Nothing where
-    there is no file yet; a line still being written waits for the next call."""
+    """Yield the records of the file from byte `offset` on, each with the offset after it, for the next call. Yields
+    nothing if the file does not exist. A line that is still being written is left for the next call."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

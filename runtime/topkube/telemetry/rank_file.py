@@ -1,7 +1,7 @@
-"""What a rank tells about itself: a small file of fixed size in the run's directory, rewritten in place every step.
+"""The metrics file of a rank: a small file of fixed size in the run's directory that is overwritten after every step.
 
-One write of about half a kilobyte is a few microseconds, needs no lock, no socket and no thread, and survives the rank.
-The process that serves /metrics reads the files of all its ranks when it is asked.
+A write of about half a kilobyte takes a few microseconds, needs no lock, socket or thread, and the values survive the
+rank. The process that serves /metrics reads the files of all its ranks at every scrape.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from topkube.files import replacing
 from topkube.telemetry.metrics import STEP_BUCKETS
 from topkube.telemetry.phases import PHASES, Snapshot
 
 ABSENT = float("-inf")
-"""A value that nothing has set: its series is left out."""
+"""The value of a field that was never set. The endpoint leaves out its series."""
 _HEADER = struct.Struct("<8sIIiiQ")
 _MAGIC = b"tkmetric"
-_VERSION = 1
+_VERSION = 2
 _COUNTERS = ("steps", "step_seconds", "samples", "intra_bytes", "inter_bytes", "dense_bytes", "bound_seconds")
-_GAUGES = ("loss", "gradient_norm", "residual_norm", "density", "last_step", "step", "total_steps", "link_rate")
+_GAUGES = (
+    *("loss", "gradient_norm", "residual_norm", "density", "last_step", "step", "total_steps", "link_rate"),
+    "differing_ranks",
+)
 CACHE = (
     *("memory_requests", "memory_misses", "disk_requests", "disk_misses"),
     *("memory_bytes", "disk_bytes", "remote_bytes", "peer_bytes"),
     *("fetches", "fetch_seconds", "waits_seconds", "evictions", "corruptions", "takeovers"),
     *("disk_state", "memory_state", "memory_used_bytes"),
 )
-"""What the data cache of this rank has counted, under the names of `topkube.data`."""
+"""The counters of this rank's data cache, with the names of `topkube.data`."""
 FIELDS = (
     *_COUNTERS,
     "skipped_steps",
@@ -41,9 +45,9 @@ FIELDS = (
     *(f"cache {name}" for name in CACHE),
     *(f"bucket {index}" for index in range(len(STEP_BUCKETS) + 1)),
 )
-"""The values, in the file's order. Buckets count steps of their own range, not cumulated."""
-_AT = {name: index for index, name in enumerate(FIELDS)}
-_BUCKET, _PHASE = _AT["bucket 0"], {phase: _AT[f"phase {phase}"] for phase in PHASES}
+"""The fields in the order of the file. A bucket counts the steps of its range; buckets are not cumulative."""
+_INDEX = {name: index for index, name in enumerate(FIELDS)}
+_BUCKET, _PHASE = _INDEX["bucket 0"], {phase: _INDEX[f"phase {phase}"] for phase in PHASES}
 _SIZE = _HEADER.size + 8 * len(FIELDS) + 8
 _ATTEMPTS_TO_READ = 5
 
@@ -53,8 +57,8 @@ def metrics_path(directory: Path, rank: int) -> Path:
 
 
 class RankMetrics:
-    """A rank's values; `step` after each step puts them on disk. Where the directory cannot be written, it says so once
-    and training goes on without metrics."""
+    """The metrics of a rank. `step` writes them to disk after each step. If the directory cannot be written, a message
+    is printed once and training continues without metrics."""
 
     def __init__(self, directory: Path, rank: int, attempt: int = 1) -> None:
         self.values = array("d", [0.0] * len(FIELDS))
@@ -63,43 +67,42 @@ class RankMetrics:
         self._lock = threading.Lock()
         for name in (*_GAUGES, *(f"cache {name}" for name in CACHE)):
             self[name] = ABSENT
-        path = metrics_path(directory, rank)
-        part = path.with_suffix(f".{os.getpid()}.part")
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-            self.flush()
-            os.replace(part, path)  # a reader sees the file of an earlier attempt, or this one whole
+            with replacing(metrics_path(directory, rank)) as part:
+                self._file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                self.flush()
+            # a reader sees the file of an earlier attempt, or this whole file
         except OSError as error:
             self._give_up(error)
 
     def __setitem__(self, name: str, value: float) -> None:
-        self.values[_AT[name]] = value
+        self.values[_INDEX[name]] = value
 
     def step(self, seconds: float, own: Snapshot, samples: int, gauges: Mapping[str, float]) -> None:
-        """Counts a finished step of `seconds`, of which this rank's phases and bytes are `own`. `gauges` are further
-        values by name in FIELDS."""
+        """Count a finished step. `own` has this rank's phases and bytes in the step, `gauges` has further values by
+        their names in FIELDS."""
         values = self.values
         values[_BUCKET + bisect_left(STEP_BUCKETS, seconds)] += 1
         for phase, spent in own.seconds.items():
             values[_PHASE[phase]] += spent
-        bound = own.inter_bytes / values[_AT["link_rate"]] if values[_AT["link_rate"]] > 0 else 0.0
+        bound = own.inter_bytes / values[_INDEX["link_rate"]] if values[_INDEX["link_rate"]] > 0 else 0.0
         numbers = (1, seconds, samples, own.intra_bytes, own.inter_bytes, own.dense_bytes, bound)
         for index, number in enumerate(numbers):
             values[index] += number
         for name, value in gauges.items():
-            values[_AT[name]] = value
+            values[_INDEX[name]] = value
         self.flush()
 
-    def cache(self, counted: Mapping[str, float]) -> None:
-        """Takes what the data cache has counted; the next `step` puts it on disk."""
+    def cache(self, counters: Mapping[str, float]) -> None:
+        """Store the counters of the data cache; the next `step` writes them to disk."""
         for name in CACHE:
-            if name in counted:
-                self[f"cache {name}"] = counted[name]
+            if name in counters:
+                self[f"cache {name}"] = counters[name]
 
     def flush(self) -> None:
-        """Writes all values. The sequence number stands at both ends: a reader knows whether it met a write."""
-        with self._lock:  # the communication thread brings the loss
+        """Write all values. The sequence number is at both ends, so that a reader detects a write in progress."""
+        with self._lock:  # the communication thread sets the loss
             if self._file is None:
                 return
             self._sequence += 1
@@ -124,7 +127,7 @@ class RankMetrics:
 
 @dataclass(frozen=True)
 class RankValues:
-    """What one rank's file said."""
+    """The values in the file of a rank."""
 
     rank: int
     attempt: int
@@ -135,16 +138,16 @@ class RankValues:
 
     @property
     def buckets(self) -> list[float]:
-        """Steps per range of STEP_BUCKETS, the last above all of them."""
+        """The steps in each range of STEP_BUCKETS; the last element counts the steps above all ranges."""
         return [self.values[f"bucket {index}"] for index in range(len(STEP_BUCKETS) + 1)]
 
 
 def read_ranks(directory: Path) -> list[RankValues]:
-    """The values of all ranks of the newest attempt, by rank. Files of an earlier attempt, of another version, or
-    damaged ones are passed over."""
-    found = [values for path in directory.glob("metrics-*.bin") if (values := _read(path)) is not None]
-    newest = max((one.attempt for one in found), default=0)
-    return sorted((one for one in found if one.attempt == newest), key=lambda one: one.rank)
+    """Return the values of all ranks of the newest attempt, sorted by rank. Files of an earlier attempt or another
+    version and damaged files are ignored."""
+    all_values = [values for path in directory.glob("metrics-*.bin") if (values := _read(path)) is not None]
+    newest = max((values.attempt for values in all_values), default=0)
+    return sorted((values for values in all_values if values.attempt == newest), key=lambda values: values.rank)
 
 
 def _read(path: Path) -> RankValues | None:

@@ -1,8 +1,9 @@
-"""A finished run in numbers."""
+"""The summary of a finished run."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,24 +11,26 @@ from topkube.telemetry.bar import bytes_sent, duration, rate, reduction, size
 from topkube.telemetry.history import PARTS, History
 
 EDGE = 10
-"""First and last loss are means over this many steps: one batch's loss says little."""
+"""The first and the last loss are means over this many steps, because the loss of a single batch varies."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did. Losses are None where the script reported none. Seconds are per step, bytes sums over all
-    ranks."""
+    """The numbers of a run. Losses are None if the script reported no loss. Seconds are per step; bytes are sums over
+    all ranks."""
 
     steps: int
     total_steps: int | None
     first_loss: float | None
     final_loss: float | None
+    loss_steps: int
+    """The first and the final loss are each the mean over this many steps; 0 if the script reported no loss."""
     samples_per_second: float | None
     seconds_per_step: dict[str, float] = field(default_factory=dict)
     bytes_between_nodes: int = 0
     bytes_sent: int = 0
     bytes_dense: int = 0
-    """What a dense ring would have sent where `bytes_between_nodes` were counted (with one node: `bytes_sent`)."""
+    """The bytes that a dense ring would have sent between nodes (with one node: inside the node)."""
     skipped_steps: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -35,14 +38,14 @@ class Summary:
 
 
 def summarize(history: History, nodes: int, ranks: int) -> Summary:
-    losses = [loss for loss in history.losses if math.isfinite(loss)]
     steps = len(history.steps)
-    edge = max(1, min(EDGE, len(losses) // 2))
+    first_loss, final_loss, loss_steps = edge_losses(history.losses)
     return Summary(
         steps=history.last.step if history.last else 0,
         total_steps=history.total_steps,
-        first_loss=sum(losses[:edge]) / edge if losses else None,
-        final_loss=sum(losses[-edge:]) / edge if losses else None,
+        first_loss=first_loss,
+        final_loss=final_loss,
+        loss_steps=loss_steps,
         samples_per_second=history.samples_per_second,
         seconds_per_step={part: sum(history.seconds[part]) / steps for part in PARTS} if steps else {},
         bytes_between_nodes=sum(history.between),
@@ -52,20 +55,37 @@ def summarize(history: History, nodes: int, ranks: int) -> Summary:
     )
 
 
+def edge_losses(losses: Iterable[float]) -> tuple[float | None, float | None, int]:
+    """Return the mean of the first losses and of the last losses, and over how many steps each is the mean. Losses that
+    are not finite do not count. Without losses: None, None, 0."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite:
+        return None, None, 0
+    edge = max(1, min(EDGE, len(finite) // 2))
+    return sum(finite[:edge]) / edge, sum(finite[-edge:]) / edge, edge
+
+
+def over_steps(count: int) -> str:
+    """Return the words for a mean over `count` steps at the end of a run: "mean of the last 10 steps"."""
+    return f"mean of the last {count} steps" if count > 1 else "the last step"
+
+
 def rows(summary: Summary, history: History, nodes: int, ranks: int, wall_seconds: float) -> list[tuple[str, str]]:
-    """The summary as (name, value) for a table."""
-    found = [("steps", f"{summary.steps}" + (f" of {summary.total_steps}" if summary.total_steps else ""))]
-    found.append(("time", duration(wall_seconds)))
+    """Return the summary as (name, value) pairs for a table."""
+    table = [("steps", f"{summary.steps}" + (f" of {summary.total_steps}" if summary.total_steps else ""))]
+    table.append(("time", duration(wall_seconds)))
     if summary.first_loss is not None and summary.final_loss is not None:
-        found.append(("loss", f"{summary.first_loss:.4g} → {summary.final_loss:.4g}"))
+        count = summary.loss_steps
+        means = f"means of the first and the last {count} steps" if count > 1 else "the first and the last step"
+        table.append(("loss", f"{summary.first_loss:.4g} → {summary.final_loss:.4g} ({means})"))
     if summary.samples_per_second:
-        found.append(("samples per second", rate(summary.samples_per_second)))
+        table.append(("samples per second", rate(summary.samples_per_second)))
     step = sum(summary.seconds_per_step.values())
     if step > 0:
         shares = [f"{part} {seconds / step:.0%}" for part, seconds in summary.seconds_per_step.items()]
-        found.append(("time per step", f"{1000 * step:.1f} ms: " + ", ".join(shares)))
-    where = "sent between nodes" if nodes > 1 else "sent inside the node"
+        table.append(("time per step", f"{1000 * step:.1f} ms: " + ", ".join(shares)))
+    level = "sent between nodes" if nodes > 1 else "sent inside the node"
     if summary.bytes_dense:
-        found.append((where, f"{reduction(history, nodes, ranks)} ({size(summary.bytes_dense)})"))
-    found.append(("skipped steps", str(summary.skipped_steps)))
-    return found
+        table.append((level, f"{reduction(history, nodes, ranks)} ({size(summary.bytes_dense)})"))
+    table.append(("skipped steps", str(summary.skipped_steps)))
+    return table

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from topkube.training.broadcast import broadcast_optimizer_state, broadcast_parameters
-from topkube.training.devices import device
+from topkube.training.buffers import broadcast_buffers
 from topkube.training.distributed import DistributedOptimizer
-from topkube.training.lamb import LAMB
-from topkube.training.lars import LARS
-from topkube.training.mixed_precision import MasterWeights
+from topkube.training.exchange.devices import device
+from topkube.training.normalization import install as _synchronize_batch_normalization
+from topkube.training.optimizers.lamb import LAMB
+from topkube.training.optimizers.lars import LARS
+from topkube.training.optimizers.mixed_precision import MasterWeights
 from topkube.training.run import Run, checkpointing
 
 __all__ = [
@@ -16,8 +18,11 @@ __all__ = [
     "DistributedOptimizer",
     "MasterWeights",
     "Run",
+    "broadcast_buffers",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "checkpointing",
     "device",
 ]
+
+_synchronize_batch_normalization()

@@ -1,10 +1,13 @@
-"""DistributedOptimizer: any torch optimizer, fed with gradients that are aggregated over all ranks when `backward()`
-returns. What happens during backward is in `backward.py`."""
+"""DistributedOptimizer: a wrapper of any torch optimizer. When `backward()` returns, gradients are aggregated over all
+ranks (`exchange/backward.py`)."""
 
 from __future__ import annotations
 
+import math
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,33 +15,43 @@ import torch
 from topkube.errors import ArgumentError, TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
-from topkube.training.aggregation import Aggregation
-from topkube.training.backward import Backward
-from topkube.training.momentum import MomentumCorrection
-from topkube.training.norms import Norms
-from topkube.training.parameters import named
-from topkube.training.steps import StepReports
-from topkube.training.uneven import Turns
-from topkube.training.wrapper import OptimizerWrapper
-from topkube.world import current
+from topkube.training.batches.samples import Samples
+from topkube.training.batches.uneven_batches import Turns
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.backward import Backward
+from topkube.training.exchange.loss_scale import watch_scalers
+from topkube.training.node_weights.node_weights import NodeWeights, NodeWeightsCheck
+from topkube.training.optimizers.layerwise import LayerwiseOptimizer
+from topkube.training.optimizers.mixed_precision import MasterWeights
+from topkube.training.optimizers.momentum import MomentumCorrection
+from topkube.training.optimizers.parameters import named, named_group
+from topkube.training.optimizers.wrapper import OptimizerWrapper
+from topkube.training.reporting.norms import Norms
+from topkube.training.reporting.steps import StepReports
+from topkube.world import World, current
 
 
 class DistributedOptimizer(OptimizerWrapper):
-    """Wraps `optimizer`; use it in its place, with LR schedulers and GradScaler too.
+    """A distributed optimizer around `optimizer`. Use it in place of `optimizer`, also with LR schedulers and
+    GradScaler.
 
     `named_parameters` names every parameter of `optimizer`, as `model.named_parameters()` does. `aggregation` is
-    "auto", "dense" or the name of an algorithm; `density` the share of a large tensor that is sent; `warmup_steps`
-    the steps over which the density falls from 1 to that; `wire` "fp32", "bf16" or "fp16"; `selection` "topk" or
-    "mstopk"; `momentum_correction` moves the momentum of SGD, Adam or AdamW before the selection (`momentum.py`),
-    where the exchange is sparse; `bucket_bytes` the size of a fused bucket. What is None comes from the job's
-    spec.aggregation (`Settings`).
+    "auto", "dense" or the name of an algorithm; `density` the share of a large tensor that is sent; `warmup_steps` the
+    steps over which the density falls from 1 to `density`; `wire` "fp32", "bf16" or "fp16"; `selection` "topk" or
+    "mstopk"; `momentum_correction` moves the momentum of SGD, Adam or AdamW before the selection (`momentum.py`), if
+    the exchange is sparse; `period` the steps from one exchange of the weights to the next (onebit); `bucket_bytes`
+    the most bytes of a fused bucket (by default chosen from the sizes of the tensors). Arguments that are None come
+    from the job's spec.aggregation (`Settings`). `world` holds the ranks that exchange: all ranks by default, or a
+    part of them (`topkube.new_world`) if another library already reduces among the others. Parameters that are
+    DTensors (FSDP2, tensor parallelism) need such a world, of ranks that hold the same shard.
 
     Aggregation comes before the optimizer: momentum and Adam's moments see mean gradients, the same on all ranks, so
-    the optimizer's state is the same everywhere. Two shards of float32 (residual and twin) and a staging bucket are
-    held besides.
+    the optimizer's state is the same everywhere. It needs memory for two shards of float32 (the residual and its
+    copy) and a staging bucket. All ranks compare a checksum of the weights at the first step and at intervals
+    (TOPKUBE_CHECK_WEIGHTS).
 
-    Raises WorldError before `init()`; ArgumentError for unusable parameters; TrainingError for use that cannot give
-    right gradients.
+    Raises WorldError before `init()`; ArgumentError for invalid parameters; TrainingError for use that cannot produce
+    correct gradients.
     """
 
     def __init__(
@@ -51,38 +64,69 @@ class DistributedOptimizer(OptimizerWrapper):
         wire: str | None = None,
         selection: str | None = None,
         momentum_correction: bool | None = None,
+        period: int | None = None,
         bucket_bytes: int | None = None,
         settings: Settings | None = None,
+        world: World | None = None,
     ) -> None:
-        world = current()
+        everyone = current()
         if isinstance(optimizer, DistributedOptimizer):
             raise ArgumentError("the optimizer is distributed already", next_step="wrap the plain torch optimizer once")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ArgumentError(
-                "LBFGS evaluates the loss again inside step(), and its line search would take each rank another way",
-                next_step="use SGD, AdamW or another optimizer that needs gradients only",
+                "LBFGS evaluates the loss again inside step(), and its line search would differ between ranks",
+                next_step="use SGD, AdamW or another optimizer that needs only gradients",
             )
-        super().__init__(optimizer)
-        self.aggregation = Aggregation.of(
-            settings or Settings.from_environment(),
+        settings = settings or Settings.from_environment()
+        chosen = AggregationSettings.of(
+            settings,
             algorithm=aggregation,
             density=density,
             warmup_steps=warmup_steps,
             wire=wire,
             selection=selection,
             momentum_correction=momentum_correction,
+            period=period,
             bucket_bytes=bucket_bytes,
         )
-        self._correction = MomentumCorrection(optimizer) if self.aggregation.momentum_correction else None
+        names = [(p.name, p.tensor) for p in named(optimizer, named_parameters, sharded=world is not None)]
+        self._build(optimizer, names, chosen, settings, world or everyone)
+
+    def _build(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: list[tuple[str, torch.nn.Parameter]],
+        aggregation: AggregationSettings,
+        settings: Settings,
+        world: World,
+        is_copy: bool = False,
+    ) -> None:
+        super().__init__(optimizer)
+        self.aggregation, self._settings = aggregation, settings
+        self._correction = MomentumCorrection(optimizer) if aggregation.momentum_correction else None
         momentum = self._correction.momentum if self._correction else lambda: (0.0, 1.0)
-        self._backward = Backward(world, named(optimizer, named_parameters), self.aggregation, momentum)
+        parameters = named(optimizer, names, sharded=True)
+        self._node_weights: NodeWeights | None = None
+        node_world = None
+        if aggregation.in_weights:
+            _check_own_steps(optimizer, aggregation.algorithm)
+            self._node_weights = NodeWeights(world, parameters, aggregation, optimizer)
+            node_world = self._node_weights.node_world
+        self._backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world)
+        if self._node_weights is not None:
+            mode, every = settings.check_weights, settings.check_weights_every
+            self._backward.weights = NodeWeightsCheck(self._node_weights, mode, every)
         self._reports = StepReports(world)
+        self._exchanged = self._ids()
+        self._stepping = False
+        self._step_guard = self._guard_step()
+        watch_scalers()
 
     # ---- what the script calls
 
     @property
     def density(self) -> float:
-        """The density in force: falling during warm-up; 1 where aggregation is dense."""
+        """The current density: it falls during warm-up, and is 1 if aggregation is dense."""
         return self._backward.density
 
     @property
@@ -92,13 +136,18 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def steps(self) -> int:
-        """Updates made; skipped steps do not count, nor do they advance the warm-up."""
+        """The number of updates. Skipped steps do not count and do not advance the warm-up."""
         return self._backward.steps
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that all ranks skipped because a gradient was NaN or infinite somewhere."""
+        """The number of steps that all ranks skipped because a gradient of some rank was NaN or infinite."""
         return self._backward.skipped_steps
+
+    @property
+    def differing_ranks(self) -> int:
+        """The number of ranks whose weights differed from those of most ranks in the last comparison."""
+        return self._backward.weights.differing
 
     @property
     def turns(self) -> Turns:
@@ -107,7 +156,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def norms(self) -> Norms | None:
-        """Norms of gradient and residual, taken now and then; None, the default, takes none."""
+        """Norms of gradient and residual, measured at intervals; None, the default, measures none."""
         return self._backward.norms
 
     @norms.setter
@@ -116,14 +165,50 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def residual_copy(self) -> tuple[int, int]:
-        """Which copy of the residuals this rank holds a part of, and how many copies the world has."""
-        residuals = self._backward.exchange.residuals
+        """The number of the residual copy of which this rank holds a part, and the number of copies in the world."""
+        residuals = self._node_weights or self._backward.exchange.residuals
         return residuals.copy, residuals.copies
 
     @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Return a context in which the parameters hold the weights that all nodes agree on: use it to evaluate or save
+        the model. All ranks enter it together. Parameters must not change inside, and `step()` raises an error.
+
+        Only an algorithm with error feedback in the weights (onebit) has such weights: those after the last exchange.
+        With other algorithms all ranks have the same weights anyway, and the context does nothing."""
+        with self._node_weights.consensus() if self._node_weights is not None else nullcontext():
+            yield
+
+    def restore_node_weights(self) -> None:
+        """Restore the node's own weights and optimizer state after the model and this optimizer have loaded their
+        states. All ranks call this together, before the next forward; `topkube.checkpointing` does it by itself. Does
+        nothing for algorithms without error feedback in the weights."""
+        if self._node_weights is not None:
+            self._node_weights.restore()
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale the gradients so that their norm is at most `max_norm`; return the norm before. All ranks call this
+        together, between `backward()` and `step()`.
+
+        With error feedback in the weights (onebit), each node has a gradient of its own. The norm is then the root of
+        the mean of the squares of the nodes' norms, weighted by ranks: the same on all nodes, and at least the norm of
+        the mean gradient. `torch.nn.utils.clip_grad_norm_` would clip each node by its own norm."""
+        gradients = [p.tensor.grad for p in self._backward.parameters if p.tensor.grad is not None]
+        if self._node_weights is None:
+            return float(torch.nn.utils.clip_grad_norm_([p.tensor for p in self._backward.parameters], max_norm))
+        own = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients)
+        ranks = self._backward.world.size
+        norm = math.sqrt(self.turns.run_agreement(lambda agreement: agreement([own / ranks]))[0])
+        factor = max_norm / (norm + 1e-6)
+        if not factor >= 1:
+            for gradient in gradients:
+                gradient.mul_(factor)
+        return norm
+
+    @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """backward() inside only accumulates; the next backward() outside exchanges the sum. Unlike in DDP, what
-        counts is where backward() runs, not where forward does."""
+        """Make each backward() inside this context only accumulate; the next backward() outside exchanges the sum.
+        Unlike in DDP, only the place of backward() matters, not the place of forward."""
         backward = self._backward
         before, backward.synchronize = backward.synchronize, False
         try:
@@ -131,78 +216,254 @@ class DistributedOptimizer(OptimizerWrapper):
         finally:
             backward.synchronize = before
 
+    def synchronize(self) -> None:
+        """Exchange the gradients that no backward() has exchanged: those that a script assigned to `.grad`, or that
+        accumulated under `no_sync()`. All ranks call it together, before `step()`."""
+        self._backward.synchronize_now()
+
     @property
     def accumulating(self) -> bool:
-        """Whether gradients of `no_sync()` wait for an exchange."""
+        """True if gradients of `no_sync()` wait for an exchange."""
         return self._backward.unsynchronized
 
     def batch(self, samples: int) -> int:
-        """Announces this rank's next batch: the next gradients count by `samples`. Returns the samples of all ranks.
+        """Announce this rank's next batch: the next gradients count by `samples`. Return the samples of all ranks.
 
-        All ranks call it once per batch. A rank that has run out calls it with 0 and goes on with any batch (its
-        gradients count for nothing) until 0 comes back.
+        All ranks call this once per batch. A rank that has no more batches calls it with 0 and continues with any
+        batch, whose gradients do not count, until the result is 0.
         """
-        return int(self.turns.announce(samples).result()[0])
+        return self.turns.batch(samples)
 
-    def join(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of `loader`, announced. A rank that has run out gets its last batch again, with weight zero,
-        until all ranks are done: the steps are those of one process with the union of the batches."""
-        return self.turns.batches(loader)
+    def join(self, loader: Iterable[Any], samples: Samples = None) -> Iterator[Any]:
+        """Yield the batches of `loader` and announce each. A rank that has no more batches gets its last batch again,
+        with weight zero, until all ranks have finished: the steps equal those of one process with all batches.
+        `samples`, a number or a function of the batch, is the number of samples in a batch. Raises TrainingError if
+        that number is needed and not certain."""
+        return self.turns.batches(loader, samples=samples)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step; nothing where all ranks agreed that a gradient is not finite."""
+        """Make the wrapped optimizer's step; do nothing if all ranks agreed that a gradient is not finite.
+
+        Raises TrainingError for gradients that were not exchanged, and for parameters that were added to the wrapped
+        optimizer.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._backward.unsynchronized:
             raise TrainingError(
-                "step() follows a backward() under no_sync(): every rank would take a step of its own",
-                next_step="run the last backward() before step() outside no_sync()",
+                "step() follows a backward() under no_sync(): the ranks would make different steps",
+                next_step="run the last backward() before step() outside no_sync(), or call optimizer.synchronize()",
+            )
+        if self._ids() != self._exchanged:
+            raise TrainingError(
+                "the wrapped optimizer has other parameters than it had when it was wrapped",
+                cause="add_param_group was called on the torch optimizer, or a parameter was replaced in its groups:"
+                " gradients of the new parameters are not exchanged",
+                next_step="call optimizer.add_param_group on the distributed optimizer, with named parameters; after"
+                " parameters were replaced, call optimizer.unwrap() and wrap it again",
             )
         if self._backward.takes_step():
-            with phases.current.timed("update"):
-                if self._correction is not None:
-                    self._correction.step(self._backward.sparse_parameters())
-                else:
-                    self.inner.step()
-            self._backward.steps += 1
+            self._backward.check_exchanged()
+            if self._node_weights is not None:
+                self._node_weights.begin_step(self.steps)
+            self._backward.compare_first_weights()
+            self._stepping = True
+            try:
+                with phases.current.timed("update"):
+                    if self._node_weights is not None:
+                        with self._node_weights.corrected():
+                            self.inner.step()
+                    elif self._correction is not None:
+                        self._correction.step(self._backward.sparse_parameters())
+                    else:
+                        self.inner.step()
+            finally:
+                self._stepping = False
+            if self._node_weights is not None:
+                self._node_weights.end_step(self.steps + 1)
+            self._backward.note_step()
+        else:
+            self._backward.note_skipped_step()
         self._reports.step(self.steps, self.skipped_steps, self.density_used)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._backward.settle()
+        """Zero the gradients. If no step used them, the residuals of their exchange are undone."""
+        self._backward.wait_for_exchanges()
         self.inner.zero_grad(set_to_none)
         self._backward.forget_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise TrainingError(
-            "a parameter group cannot be added to a distributed optimizer: its parameters have no names",
-            next_step="add it to the torch optimizer, then wrap that with all named parameters",
-        )
+        """Add parameters with their names: `{"params": list(layer.named_parameters("layer")), "lr": 0.1}`. All ranks
+        call it before the same step. Raises ArgumentError for parameters without names."""
+        if self._node_weights is not None:
+            raise TrainingError(
+                f"parameters cannot be added with {self.aggregation.algorithm}: nodes already have different weights",
+                next_step="give the optimizer all parameters when you create it, or choose another algorithm",
+            )
+        group, parameters = named_group(param_group, self._backward.parameters)
+        self.inner.add_param_group(group)
+        self._backward.add(parameters)
+        self._exchanged = self._ids()
+
+    def unwrap(self) -> torch.optim.Optimizer:
+        """Return the wrapped optimizer and exchange no more gradients. The model can then be wrapped again. With error
+        feedback in the weights, all ranks call this together; the parameters then hold the weights that all nodes agree
+        on."""
+        if self._node_weights is not None:
+            self._node_weights.end()
+        self._backward.end()
+        self._step_guard.remove()
+        return self.inner
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, and under "topkube" what this rank adds: its residuals by parameter name,
-        the order of the buckets, steps (the warm-up's position) and skipped steps. Every rank must save its own."""
-        residuals = self._backward.exchange.residuals
-        own = {
-            "order": self._backward.layout.order,
+        """Return the wrapped optimizer's state, and under "topkube" the state of this rank: its residuals by
+        parameter name, the order of the buckets, steps (the position in the warm-up) and skipped steps. Every rank must
+        save its own state.
+        """
+        backward = self._backward
+        residuals = backward.exchange.residuals
+        own: dict[str, Any] = {
+            **backward.plan.state(),
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
-            "residuals": {"copy": residuals.copy, "copies": residuals.copies, "pieces": residuals.save()},
+            "residuals": {
+                "copy": residuals.copy,
+                "copies": residuals.copies,
+                "rank": backward.world.rank,
+                "ranks": backward.world.size,
+                "pieces": residuals.save(),
+            },
         }
+        if self._node_weights is not None:
+            copy, copies = self.residual_copy
+            own["residuals"] |= {"copy": copy, "copies": copies, **self._node_weights.save()}
         return {**self.inner.state_dict(), "topkube": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave, or a plain optimizer's state (residuals are then zero). For a changed number
-        of ranks see `topkube.checkpointing`."""
+        """Load a state that `state_dict` returned, or the state of a plain optimizer (residuals are then zero). For a
+        changed number of ranks see `topkube.checkpointing`.
+
+        From a state that another rank saved, the residuals are not loaded, with a warning if there are any. Residuals
+        are gradients that were not sent yet, and every rank must load its own.
+        """
         state = dict(state_dict)
         own = state.pop("topkube", {})
         self.inner.load_state_dict(state)
         backward = self._backward
         backward.steps, backward.skipped_steps = own.get("steps", 0), own.get("skipped_steps", 0)
-        backward.exchange.residuals.load(own.get("residuals", {}).get("pieces", {}))
-        backward.layout.restore(own.get("order"))
+        residuals = own.get("residuals", {})
+        pieces, rank = residuals.get("pieces", {}), residuals.get("rank", backward.world.rank)
+        if rank != backward.world.rank and pieces:
+            warnings.warn(
+                f"rank {backward.world.rank} loads the optimizer state of rank {rank}: residuals of"
+                f" {residuals['ranks'] - 1} of {residuals['ranks']} ranks are lost, and with them gradients that were"
+                " not sent yet. Save and load the state_dict() of every rank, or use topkube.checkpointing",
+                stacklevel=2,
+            )
+            pieces, residuals = {}, {}
+        self._load_residuals(residuals, pieces)
+        backward.plan.restore(own)
+
+    def _load_residuals(self, saved: dict[str, Any], pieces: dict[str, Any]) -> None:
+        is_of_weights = bool({"weight", "mass"} & saved.keys())
+        if (pieces or saved.get("differ")) and is_of_weights != self.aggregation.in_weights:
+            raise TrainingError(
+                "the state holds what another kind of algorithm has not sent yet: a part of the "
+                + ("weights" if is_of_weights else "gradients"),
+                cause="the state was saved with another algorithm",
+                next_step="use the algorithm that saved the state, or load only the model's weights",
+            )
+        if self._node_weights is not None:
+            self._node_weights.load({**saved, "pieces": pieces})
+        elif not is_of_weights:
+            self._backward.exchange.residuals.load(pieces)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the state that `topkube.broadcast_optimizer_state` copies to all ranks: everything but residuals."""
+        backward = self._backward
+        own = {**backward.plan.state(), "steps": self.steps, "skipped_steps": self.skipped_steps}
+        return {**self.inner.state_dict(), "topkube": own}
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        """Load a state that `shared_state` returned on another rank. Residuals stay as they are."""
+        if self._node_weights is not None and self._node_weights.differ:
+            raise TrainingError(
+                "the optimizer's state cannot be broadcast: every node has its own",
+                next_step="call topkube.broadcast_optimizer_state before the first step",
+            )
+        state = dict(state)
+        own, backward = state.pop("topkube"), self._backward
+        self.inner.load_state_dict(state)
+        backward.steps, backward.skipped_steps = own["steps"], own["skipped_steps"]
+        pieces = backward.exchange.residuals.save()
+        backward.plan.restore(own)
+        backward.exchange.residuals.load(pieces)
+
+    # ---- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the parameters, the wrapped optimizer, the settings and this rank's state, for pickle and deepcopy.
+        The copy exchanges through the world of the process that loads it."""
+        if self._backward.world is not current():
+            raise TrainingError(
+                "an optimizer with its own world= cannot be copied",
+                next_step="save optimizer.state_dict() and create a new optimizer",
+            )
+        if self._node_weights is not None:
+            raise TrainingError(
+                f"an optimizer with {self.aggregation.algorithm} cannot be copied: its node has weights of its own",
+                next_step="save optimizer.state_dict() of every rank and create a new optimizer",
+            )
+        names = [(p.name, p.tensor) for p in self._backward.parameters]
+        own = self.state_dict()["topkube"]
+        return {"inner": self.inner, "names": names, "aggregation": self.aggregation, "own": own,
+                "settings": self._settings}  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        names, aggregation = state["names"], state["aggregation"]
+        self._build(state["inner"], names, aggregation, state["settings"], current(), is_copy=True)
+        own, backward = state["own"], self._backward
+        backward.steps, backward.skipped_steps = own["steps"], own["skipped_steps"]
+        backward.exchange.residuals.load(own["residuals"]["pieces"])
+        backward.plan.restore(own)
+
+    def _ids(self) -> list[int]:
+        return [id(tensor) for tensor in self.exchanged_parameters()]
+
+    def _guard_step(self) -> Any:
+        """Refuse a step of the torch optimizer itself, because the exchange would not notice it."""
+        innermost, me = self.inner, weakref.ref(self)
+        while isinstance(innermost, OptimizerWrapper):
+            innermost = innermost.inner
+
+        def refuse(*_: Any) -> None:
+            owner = me()
+            if owner is not None and not owner._stepping:
+                raise TrainingError(
+                    "step() was called on the torch optimizer instead of the DistributedOptimizer",
+                    cause="the script still uses the optimizer that it wrapped",
+                    next_step="call step() on the DistributedOptimizer",
+                )
+
+        return innermost.register_step_pre_hook(refuse)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.inner!r}, {self.aggregation})"
+
+
+def _check_own_steps(optimizer: torch.optim.Optimizer, algorithm: str) -> None:
+    """Raise ArgumentError for an optimizer that must see the mean gradient of all nodes."""
+    inner = optimizer
+    while isinstance(inner, OptimizerWrapper) and not isinstance(inner, MasterWeights):
+        inner = inner.inner
+    if isinstance(inner, MasterWeights | LayerwiseOptimizer):
+        raise ArgumentError(
+            f"{type(inner).__name__} does not work with {algorithm}",
+            cause="the weights that nodes exchange are rounded copies of the master weights"
+            if isinstance(inner, MasterWeights)
+            else "its rates follow from the norm of the gradient, which is larger on one node than over all nodes",
+            next_step="use SGD, Adam or AdamW with float32 parameters, or choose another algorithm",
+        )

@@ -1,4 +1,4 @@
-"""A run: batches in step on all ranks, progress, and checkpoints that a restart goes on from."""
+"""A training run: batches in step on all ranks, progress reports, and checkpoints from which a restart resumes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -17,25 +17,36 @@ import torch
 
 from topkube.collectives.link import link_rate
 from topkube.data import DistributedSampler
-from topkube.data.watch import statistics
-from topkube.ending import all_end
+from topkube.data.base.open_datasets import statistics
 from topkube.errors import CheckpointError, StorageError, TrainingError
+from topkube.mpi_exit import finalize_at_exit
 from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.telemetry.progress import ProgressWriter, StepRecord
 from topkube.telemetry.rank_file import ABSENT, RankMetrics
+from topkube.training.batches.generators import generators, set_generators
+from topkube.training.batches.samples import Samples
+from topkube.training.batches.uneven_batches import Sums
 from topkube.training.checkpoint import CheckpointStore, Loaded
+from topkube.training.checkpoint.resumption import (
+    Stateful,
+    all_or_nothing,
+    check_contents,
+    check_optimizer,
+    optimizer_names,
+)
+from topkube.training.checkpoint.retention import warn
 from topkube.training.distributed import DistributedOptimizer
-from topkube.training.generators import generators, set_generators
-from topkube.training.norms import Norms
-from topkube.training.schedule import schedule
-from topkube.training.steps import REPORTER
-from topkube.training.terminal import TerminalBar
-from topkube.training.uneven import Sums
+from topkube.training.ranks.communication_thread import schedule
+from topkube.training.reporting.norms import Norms
+from topkube.training.reporting.steps import REPORTER
+from topkube.training.reporting.terminal import TerminalBar
 from topkube.world import current
 
 _CACHE_LOOK_SECONDS = 1.0
-"""Between two looks at what the data cache has counted."""
+"""Time between two reads of the data cache's counters."""
+_LONG_WAIT_SECONDS = 1.0
+"""A longer wait for the previous checkpoint is reported."""
 
 
 def checkpointing(
@@ -46,25 +57,26 @@ def checkpointing(
     settings: Settings | None = None,
     **more: Any,
 ) -> Run:
-    """The context of a training run. On entry it resumes from the newest checkpoint, if there is one; inside,
-    `run.progress` hands out batches, saves every spec.checkpoint.everySteps steps, on SIGTERM (all ranks after the
-    same step; the process then ends with exit code 143) and at the end. Without a checkpoint directory it only
-    reports progress.
+    """Return the context manager of a training run. On entry it resumes from the newest checkpoint, if there is one.
+    Inside, `run.progress` yields batches and saves checkpoints: every spec.checkpoint.everySteps steps, on SIGTERM (all
+    ranks after the same step; the process then ends with exit code 143) and at the end. Without a checkpoint directory
+    it only reports progress.
 
-    `sampler` lets a run go on in the middle of an epoch. `more` are further things with `state_dict` and
+    With `sampler`, a run can resume in the middle of an epoch. `more` holds further objects with `state_dict` and
     `load_state_dict`, by name: `scheduler=scheduler`. Raises CheckpointError, and TrainingError for a plain torch
     optimizer.
     """
     if not isinstance(optimizer, DistributedOptimizer):
         raise TrainingError(
             f"checkpointing got a {type(optimizer).__name__}",
-            next_step="wrap it first: topkube.DistributedOptimizer(optimizer, model.named_parameters())",
+            next_step="wrap the optimizer first: topkube.DistributedOptimizer(optimizer, model.named_parameters())",
         )
     return Run(model, optimizer, sampler, settings or Settings.from_environment(), more)
 
 
 class Run:
-    """What `checkpointing` gives. `step` counts the batches that are done, `epoch` the passes over the data."""
+    """A training run, as `checkpointing` returns it. `step` is the number of finished batches, `epoch` the number of
+    finished passes over the data."""
 
     def __init__(
         self,
@@ -84,9 +96,10 @@ class Run:
             job = settings.job_uid or settings.job_name
             self._store = CheckpointStore(directory, settings.checkpoint_keep, self._world, job, settings.attempt)
         self.failed_checkpoints = 0
-        """Checkpoints of this run that the disk refused."""
-        self._saved, self._told = (0, 0), False
-        self._due = self._stop = False
+        """The number of checkpoints of this run that could not be written."""
+        self._saved, self._begun, self._failure_reported = (0, 0), (0, 0), False
+        """(step, epoch) of the newest checkpoint, and of the last save that was begun."""
+        self._due = self._stop = self._wait_reported = False
         self._generators: dict[str, Any] | None = None
         self._passes_asked = 0
         self._total: int | None = None
@@ -105,32 +118,46 @@ class Run:
 
     def __enter__(self) -> Run:
         self._hook = self._model.register_forward_hook(self._take_loss)
-        if self._store is not None:
-            self._store.claim()
-            loaded = self._store.load(*self._optimizer.residual_copy)
-            if loaded is not None:
-                self._resume(loaded)
-            if threading.current_thread() is threading.main_thread():
-                self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-        if self._settings.run_path is not None:
-            self._measure(self._settings.run_path)
-        self._world.cache[REPORTER] = self
-        if self._world.rank == 0:
+        try:
+            if self._store is not None:
+                self._store.claim()
+                loaded = self._store.load(*self._optimizer.residual_copy, check_contents)
+                if loaded is not None:
+                    self._resume(loaded)
+                if threading.current_thread() is threading.main_thread():
+                    self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
             if self._settings.run_path is not None:
-                self._writer = ProgressWriter(self._settings.run_path)
-            elif sys.stdout.isatty():
-                self._writer = TerminalBar()
+                self._measure(self._settings.run_path)
+            self._world.cache[REPORTER] = self
+            if self._world.rank == 0:
+                if self._settings.run_path is not None:
+                    self._writer = ProgressWriter(self._settings.run_path)
+                elif sys.stdout.isatty():
+                    self._writer = TerminalBar()
+        except BaseException:
+            self._detach()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        try:
+            if self._store is not None and kind is not None:
+                self._store.abandon()
+            elif self._store is not None:
+                self._run_stage(self._store.finish)
+                if self._saved != (self.step, self.epoch) and not self._optimizer.accumulating:
+                    self.save()
+        finally:
+            self._detach()
+
+    def _detach(self) -> None:
+        """Undo what the run attached to the model, the world and the process. Nothing keeps the run alive then."""
         self._hook.remove()
-        unsaved = self._saved != (self.step, self.epoch) and not self._optimizer.accumulating
-        if kind is None and self._store is not None and unsaved:
-            self.save()
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
+            self._previous_handler = None
         self._world.cache.pop(REPORTER, None)
         if self._writer is not None:
             self._writer.close()
@@ -139,7 +166,7 @@ class Run:
             self._metrics.close()
 
     def _measure(self, directory: Path) -> None:
-        """From here on the rank's metrics are in the run's directory."""
+        """Start to write this rank's metrics to the run's directory."""
         self._metrics = RankMetrics(directory, self._world.rank, self._settings.attempt)
         self._metrics["link_rate"] = link_rate(self._world) or ABSENT
         self._optimizer.norms = Norms()
@@ -149,11 +176,20 @@ class Run:
 
     # ---- batches
 
-    def progress(self, loader: Iterable[Any], total: int | None = None, epochs: int | None = None) -> Iterator[Any]:
-        """The batches of `loader`: `epochs` passes over it (one if neither is given), or as many as `total` steps need.
+    def progress(
+        self,
+        loader: Iterable[Any],
+        total: int | None = None,
+        epochs: int | None = None,
+        samples: Samples = None,
+    ) -> Iterator[Any]:
+        """Yield the batches of `loader`: `epochs` passes over it (one by default), or as many batches as `total` steps
+        need.
 
-        All ranks end together, uneven batches count by their samples (see `DistributedOptimizer.join`), and what a
-        checkpoint already covers is passed over, also where this is called once per epoch.
+        All ranks end together. Uneven batches count by their samples (see `DistributedOptimizer.join`). Batches that a
+        checkpoint already covers are skipped, also if a script calls this once per epoch. `samples`, a number or a
+        function of the batch, is the number of samples in a batch. Raises TrainingError if that number is needed and
+        not certain.
         """
         passes = epochs if epochs is not None else 1 if total is None else sys.maxsize
         self._passes_asked = min(self._passes_asked + passes, sys.maxsize)
@@ -165,46 +201,51 @@ class Run:
                     self._sampler.set_epoch(self.epoch)
                 self._total = total if total is not None else self._expected(loader)
                 before, resumed = self.step, self._sampler is not None and self._sampler.position > 0
-                yield from self._one_pass(loader, total)
+                yield from self._one_pass(loader, total, samples)
                 if self.step == before and not resumed:
-                    raise TrainingError("the loader gave no batch on any rank", next_step="check the dataset's length")
-            schedule().submit(lambda: None).result()  # what the communication thread has to write is written now
-        finally:  # waits for nothing: a loop that was left alone is closed when the interpreter ends
-            if self._record is not None:  # the script broke off: only this rank's own numbers are known
+                    raise TrainingError(
+                        "the loader returned no batch on any rank", next_step="check the dataset's length"
+                    )
+            schedule().submit(lambda: None).result()  # waits until the communication thread has written its records
+            if self._store is not None:
+                self._run_stage(self._store.finish)
+        finally:  # must not wait: an abandoned loop is closed when the interpreter ends
+            if self._record is not None:  # the script left the loop: only the numbers of this rank are known
                 self._write(self._record, *self._report[:2], *(self._world.size * count for count in self._report[2:]))
             self._passes_asked = min(self._passes_asked, self.epoch)
 
-    def _one_pass(self, loader: Iterable[Any], total: int | None) -> Iterator[Any]:
+    def _one_pass(self, loader: Iterable[Any], total: int | None, samples: Samples) -> Iterator[Any]:
         turns = self._optimizer.turns
-        for batch in turns.batches(loader, more=self._tell, seen=self._heard, opened=self._restore_generators):
+        for batch in turns.batches(loader, self._announcement, self._on_announced, self._restore_generators, samples):
             yield batch
             self._end_step()
             if total is not None and self.step >= total:
-                self._heard(turns.announce(0, *self._tell()))
+                self._on_announced(turns.announce(0, *self._announcement()))
                 turns.end()
                 return
         self.epoch += 1
         if self._sampler is not None:
             self._sampler.set_epoch(self.epoch)
 
-    def _tell(self) -> tuple[float, ...]:
-        """What goes with the announcement of a batch: whether to stop, and the numbers of the step before."""
-        return (float(self._stop), *self._report)
+    def _announcement(self) -> tuple[float, ...]:
+        """Return the numbers that accompany the announcement of a batch: 1 if the run must stop, 1 if this rank has
+        finished the current stage of a save, and the numbers of the previous step."""
+        return (float(self._stop), float(self._store is not None and self._store.is_stage_done), *self._report)
 
-    def _heard(self, turn: Future[Sums]) -> None:
-        """Rank 0 writes the step before as soon as all ranks' numbers are there."""
+    def _on_announced(self, turn: Future[Sums]) -> None:
+        """Write the record of the previous step on rank 0, as soon as the numbers of all ranks have arrived."""
         record, self._record, self._turn = self._record, None, turn
         if record is not None:
-            turn.add_done_callback(lambda done: self._write(record, *done.result()[2:].tolist()))
+            turn.add_done_callback(lambda done: self._write(record, *done.result()[3:].tolist()))
 
     def _end_step(self) -> None:
         assert self._turn is not None
         self._optimizer.turns.forget_replay()
         sums, own, now = self._turn.result(), phases.current.take(), time.perf_counter()
-        samples, stop = int(sums[0]), bool(sums[1])
+        samples, stop, saved = int(sums[0]), bool(sums[1]), sums[2] == self._world.size
         self.step += 1
         if self._sampler is not None:
-            self._sampler.advance(samples)
+            self._sampler.advance(self._optimizer.turns.drawn)
         weight = self._optimizer.turns.samples if self._loss is not None else 0
         loss = weight * float(self._loss) if self._loss is not None and weight else 0.0
         self._loss = None
@@ -228,7 +269,7 @@ class Run:
                 self._metrics.cache(statistics())
             self._metrics.step(now - self._last_time, own, self._optimizer.turns.samples, self._gauges(self._record))
         self._last_time = now
-        self._checkpoint(stop)
+        self._checkpoint(stop, saved)
 
     def _gauges(self, record: StepRecord) -> dict[str, float]:
         norms = self._optimizer.norms or Norms()
@@ -237,6 +278,7 @@ class Run:
             "total_steps": ABSENT if record.total_steps is None else record.total_steps,
             "density": record.density,
             "skipped_steps": record.skipped_steps,
+            "differing_ranks": self._optimizer.differing_ranks,
             "last_step": record.time,
             "gradient_norm": ABSENT if norms.gradient is None else norms.gradient,
             "residual_norm": ABSENT if norms.residual is None else norms.residual,
@@ -260,7 +302,8 @@ class Run:
             self._record = None
 
     def _expected(self, loader: Any) -> int | None:
-        """Steps of the run: those done, what is left of this pass, and whole passes after it."""
+        """Return the number of steps of the run: the finished steps, the rest of this pass, and the passes after it;
+        None if the loader has no length."""
         try:
             left = full = len(loader)
             if self._sampler is not None and self._sampler.position:
@@ -273,8 +316,8 @@ class Run:
     # ---- loss
 
     def loss(self, value: torch.Tensor) -> torch.Tensor:
-        """Notes the loss of this rank's batch for the progress report, and gives it back:
-        `run.loss(criterion(...)).backward()`. A model that itself returns its loss, as one number, needs no call."""
+        """Note the loss of this rank's batch for the progress report, and return it:
+        `run.loss(criterion(...)).backward()`. A model whose output is its loss, as a single number, needs no call."""
         self._loss = value.detach()
         return value
 
@@ -284,39 +327,80 @@ class Run:
 
     # ---- checkpoints
 
-    def _checkpoint(self, stop: bool) -> None:
+    def _checkpoint(self, stop: bool, stage_done: bool) -> None:
+        """Save a checkpoint at the end of a step if it is due. `stage_done` is True if all ranks have finished the
+        current stage of a save."""
         if self._store is None:
             return
+        if stage_done and self._store.is_saving:
+            self._run_stage(self._store.advance)
         self._due = self._due or stop or self.step % self._settings.checkpoint_every == 0
         if self._due and not self._optimizer.accumulating:
-            self._save_or_go_on()
+            self._run_stage(self._wait_for_save)
+            self._run_stage(self._begin)
             self._due = False
         if stop and not self._due:
-            all_end()
+            self._run_stage(self._store.finish)
+            finalize_at_exit()
             raise SystemExit(128 + signal.SIGTERM)
 
-    def _save_or_go_on(self) -> None:
-        """A disk that is full for a while does not end training: the failure is counted, and told once."""
+    def _wait_for_save(self) -> int | None:
+        """Wait for the previous save: there is never more than one. If the disk is too slow, rank 0 reports the
+        wait."""
+        assert self._store is not None
+        start = time.perf_counter()
+        step = self._store.finish()
+        waited = time.perf_counter() - start
+        if waited > _LONG_WAIT_SECONDS and not self._wait_reported and self._world.rank == 0:
+            self._wait_reported = True
+            warn(
+                f"training waited {waited:.1f} s at step {self.step} for the checkpoint of step {self._begun[0]}: the"
+                " storage is slower than the steps between two checkpoints. Next: raise spec.checkpoint.everySteps"
+                " (TOPKUBE_CHECKPOINT_EVERY), or use faster storage"
+            )
+        return step
+
+    def _run_stage(self, stage: Callable[[], int | None]) -> None:
+        """Run a stage of a save. A disk that is full for some time does not end training: the failure is counted, and
+        reported once."""
         try:
-            self.save()
-            if self._told and self._world.rank == 0:
-                print(f"topkube: the checkpoint of step {self.step} is written again", file=sys.stderr, flush=True)
-            self._told = False
+            if stage() is not None:
+                self._saved = self._begun
+                if self._failure_reported and self._world.rank == 0:
+                    print(
+                        f"topkube: the checkpoint of step {self._saved[0]} is written: checkpoints work again",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                self._failure_reported = False
         except StorageError as error:
             self.failed_checkpoints += 1
-            if not self._told and self._world.rank == 0:
-                print(f"topkube: warning: training goes on without: {error}", file=sys.stderr, flush=True)
-            self._told = True
+            if not self._failure_reported and self._world.rank == 0:
+                print(
+                    f"topkube: warning: training continues without this checkpoint: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._failure_reported = True
         if self._record is not None:
             self._record = dataclasses.replace(
                 self._record, checkpoint_step=self._saved[0] or None, failed_checkpoints=self.failed_checkpoints
             )
 
     def save(self) -> None:
-        """Saves a checkpoint of the step just done; all ranks together. Raises StorageError where the disk refuses,
-        with the checkpoint before still in place."""
+        """Save a checkpoint of the last step and wait until it is published. All ranks call this together. Raises
+        StorageError if the storage does not take it; the previous checkpoint still exists then."""
         assert self._store is not None
-        optimizer = self._optimizer.state_dict()
+        self._run_stage(self._store.finish)
+        if self._begin() is None:
+            self._store.finish()
+        self._saved = self._begun
+
+    def _begin(self) -> int | None:
+        """Copy the state of the last step and begin to write it. Return the step if it is published already, because
+        there was no memory for a copy."""
+        assert self._store is not None
+        optimizer = self._optimizer.state_dict()  # of the node's own weights
         own = {"residuals": optimizer["topkube"].pop("residuals"), "generators": generators()}
 
         def shared() -> dict[str, Any]:
@@ -325,40 +409,56 @@ class Run:
                 "epoch": self.epoch,
                 "model": self._model.state_dict(),
                 "optimizer": optimizer,
+                "optimizer_names": optimizer_names(self._optimizer),
                 "sampler": self._sampler.state_dict() if self._sampler is not None else None,
-                "more": {name: thing.state_dict() for name, thing in self._more.items()},
+                "more": {name: item.state_dict() for name, item in self._more.items()},
             }
 
-        self._store.save(self.step, shared, own)
-        self._saved = (self.step, self.epoch)
+        self._begun = (self.step, self.epoch)
+        with self._optimizer.consensus():  # the model's weights are those that all nodes agree on
+            return None if self._store.begin(self.step, shared, own) else self._store.finish()
 
     def _resume(self, loaded: Loaded) -> None:
+        """Load all states or none: if a checkpoint does not fit, model and optimizer stay as they were, on all
+        ranks."""
+        assert self._store is not None
+        directory = self._settings.checkpoint_directory
         shared, own = loaded.shared, loaded.own
-        state = shared["optimizer"]
-        state["topkube"]["residuals"] = own["residuals"]
-        try:
-            self._model.load_state_dict(shared["model"])
-            self._optimizer.load_state_dict(state)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"the checkpoint {loaded.place.name} in {self._settings.checkpoint_directory} belongs to another model"
-                f" or optimizer: {error}",
-                cause="the script changed, or another job writes to this directory",
-                next_step="give the run a directory of its own (spec.checkpoint.path), or the script that it was",
-            ) from error
-        self.step, self.epoch = self._saved = shared["step"], shared["epoch"]
+        state = {**shared["optimizer"], "topkube": {**shared["optimizer"]["topkube"], "residuals": own["residuals"]}}
+        pairs: list[tuple[Stateful, Any]] = [(self._model, shared["model"]), (self._optimizer, state)]
         if self._sampler is not None and shared["sampler"] is not None:
-            self._sampler.load_state_dict(shared["sampler"])
-        for name, thing in self._more.items():
-            if name in shared["more"]:
-                thing.load_state_dict(shared["more"][name])
+            pairs.append((self._sampler, shared["sampler"]))
+        pairs += [(item, shared["more"][name]) for name, item in self._more.items() if name in shared["more"]]
+
+        def load() -> None:
+            check_optimizer(loaded, self._optimizer, directory)
+            for item, its_state in pairs:
+                try:
+                    item.load_state_dict(its_state)
+                except Exception as error:
+                    raise CheckpointError(
+                        f"the checkpoint {loaded.place.name} in {directory} belongs to another model or optimizer:"
+                        f" {type(item).__name__}: {error}",
+                        cause="the script changed, or another job writes to this directory",
+                        next_step="use another directory for this run (spec.checkpoint.path), or the script that"
+                        " wrote the checkpoint",
+                    ) from error
+
+        with all_or_nothing([item for item, _ in pairs]):
+            self._store.run_on_all_ranks(
+                load, f"the checkpoint {loaded.place.name} in {directory} cannot be resumed from"
+            )
+        self._optimizer.restore_node_weights()
+        self.step, self.epoch = self._saved = self._begun = shared["step"], shared["epoch"]
         self._generators = own.get("generators")
         if self._world.rank == 0:
+            for name in self._more.keys() - shared["more"].keys():
+                warn(f"the checkpoint {loaded.place.name} contains no state of {name}, which starts from the beginning")
             print(f"topkube: resumed at step {self.step} from {loaded.place.name}", flush=True)
 
     def _restore_generators(self) -> None:
-        """Once the loader's iterator stands: making it draws a random number, which the run before had drawn
-        already."""
+        """Restore the random generators after the loader's iterator exists: creating it draws a random number, which
+        the earlier run had drawn already."""
         if self._generators is not None:
             set_generators(self._generators)
             self._generators = None

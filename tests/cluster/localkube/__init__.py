@@ -1,4 +1,4 @@
-"""A real Kubernetes on one Debian machine: for the tests, and for people who want to try TopKube on a cluster.
+"""A real Kubernetes on one Debian machine: for the tests, and for users who want to try TopKube on a cluster.
 
 etcd, kube-apiserver, controller manager and scheduler run on the machine itself; every node is a network namespace, a
 mount namespace and a cgroup of its own with containerd, kubelet and kube-proxy in it. Kubernetes is compiled from

@@ -56,29 +56,29 @@ def main() -> int:
         down(layout)
         print(f"{layout.name} is gone")
         return 0
-    found = Cluster.running(layout)
-    if found is None:
+    running = Cluster.running(layout)
+    if running is None:
         print(f"{layout.name} is not up. Next: make cluster", file=sys.stderr)
         return 1
     match arguments.command:
         case "env":
-            print(usage(found))
+            print(usage(running))
         case "images":
             if arguments.tag:
                 wanted = [image.tagged(arguments.tag) for image in wanted]
-            built = found.load_images(wanted, images.Store(layout.cache, arguments.sources.resolve()))
+            built = running.load_images(wanted, images.Store(layout.cache, arguments.sources.resolve()))
             names = ", ".join(image.name for image in built) or "nothing"
             print(f"built {names}; every node is up to date after {time.monotonic() - began:.1f} s")
         case "shape":
-            found.shape(arguments.rate)
+            running.shape(arguments.rate)
         case "cut":
-            found.cut(arguments.one, arguments.other)
+            running.cut(arguments.one, arguments.other)
         case "mend":
-            found.mend(arguments.one, arguments.other)
+            running.mend(arguments.one, arguments.other)
         case "vanish":
-            found.vanish(arguments.node)
+            running.vanish(arguments.node)
         case "return":
-            found.come_back(arguments.node)
+            running.come_back(arguments.node)
     return 0
 
 

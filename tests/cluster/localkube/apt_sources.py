@@ -1,4 +1,4 @@
-"""Where this machine takes Debian's packages from: its own lists, those of its release, whatever their format."""
+"""The package sources of this machine: its own lists for its release, in either format."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ RELEASE = Path("/etc/os-release")
 
 
 def codename(release: Path = RELEASE) -> str:
-    """Of the release that runs here: bookworm."""
-    found = re.search(r"(?m)^VERSION_CODENAME=(\w+)$", release.read_text())
-    if found is None:
+    """Return the name of this machine's release, for example bookworm."""
+    match = re.search(r"(?m)^VERSION_CODENAME=(\w+)$", release.read_text())
+    if match is None:
         raise RuntimeError(f"{release} names no release. Next: run this on Debian")
-    return found[1]
+    return match[1]
 
 
 def debian_sources(kind: str = "deb", apt: Path = APT, suite: str = "") -> str:
@@ -31,10 +31,12 @@ def debian_sources(kind: str = "deb", apt: Path = APT, suite: str = "") -> str:
     for path in [apt / "sources.list", *sorted(folder.glob("*.list"))]:
         if path.exists():
             stanzas += _lines(path.read_text())
-    ours = [re.sub(r"(?m)^Types:.*$", f"Types: {kind}", one) for one in stanzas if _is_debian(one, suite)]
-    if not ours:
+    debian_stanzas = [
+        re.sub(r"(?m)^Types:.*$", f"Types: {kind}", stanza) for stanza in stanzas if _is_debian(stanza, suite)
+    ]
+    if not debian_stanzas:
         raise RuntimeError(f"{apt} names no source of Debian's {suite}. Next: add one to {folder}")
-    return "\n\n".join(dict.fromkeys(ours)) + "\n"
+    return "\n\n".join(dict.fromkeys(debian_stanzas)) + "\n"
 
 
 def _stanzas(text: str) -> Iterator[str]:
@@ -48,10 +50,10 @@ def _stanzas(text: str) -> Iterator[str]:
 def _lines(text: str) -> Iterator[str]:
     """The lines of a sources.list for binary packages, as stanzas."""
     for line in text.splitlines():
-        found = re.match(r"^\s*deb\s+(?:\[([^]]*)\]\s+)?(\S+)\s+(\S+)\s+([^#]+)", line)
-        if found is None:
+        match = re.match(r"^\s*deb\s+(?:\[([^]]*)\]\s+)?(\S+)\s+(\S+)\s+([^#]+)", line)
+        if match is None:
             continue
-        options, uri, suite, components = found.groups()
+        options, uri, suite, components = match.groups()
         stanza = [f"Types: deb\nURIs: {uri}\nSuites: {suite}\nComponents: {components.strip()}"]
         for option in (options or "").split():
             name, _, value = option.partition("=")
@@ -66,4 +68,4 @@ def _is_debian(stanza: str, codename: str) -> bool:
     if suites is None or components is None or "main" not in components[1].split():
         return False
     names = (codename, f"{codename}-updates", f"{codename}-security")
-    return any(one in names for one in suites[1].split())
+    return any(suite in names for suite in suites[1].split())

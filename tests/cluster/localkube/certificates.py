@@ -1,4 +1,4 @@
-"""The cluster's certificate authority, the certificates it signs, and kubeconfigs. Elliptic keys: made in no time."""
+"""The cluster's certificate authority, the certificates it signs, and kubeconfigs. Elliptic keys are quick to make."""
 
 from __future__ import annotations
 

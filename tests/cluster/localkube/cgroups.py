@@ -1,4 +1,4 @@
-"""A group of processes is a cgroup: started in it, found by it, killed by it.
+"""A group of processes in a cgroup: started in it, found by it, killed by it.
 
 Process ids are reused; membership of a cgroup is not. Whatever a daemon or a pod started stays in the cgroup, so that
 after an interrupted run one look at the cgroup finds every process of the cluster and nothing else.
@@ -23,12 +23,12 @@ def hierarchies() -> tuple[Path, ...]:
     if (ROOT / "cgroup.controllers").exists():
         return (ROOT,)
     mounts = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
-    found = sorted({Path(where) for _, where, kind, *_ in mounts if kind == "cgroup"})
-    if (ROOT / "freezer") not in found:
+    directories = sorted({Path(where) for _, where, kind, *_ in mounts if kind == "cgroup"})
+    if (ROOT / "freezer") not in directories:
         raise RuntimeError(
             "no cgroup hierarchy with the freezer is mounted. Next: run on a machine with cgroups, as root"
         )
-    return (ROOT / "freezer", *(hierarchy for hierarchy in found if hierarchy != ROOT / "freezer"))
+    return (ROOT / "freezer", *(hierarchy for hierarchy in directories if hierarchy != ROOT / "freezer"))
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Group:
 
     @property
     def directory(self) -> Path:
-        """Where members are listed: of the freezer's hierarchy under v1."""
+        """The folder that lists the members; under v1, in the freezer's hierarchy."""
         return hierarchies()[0] / self.path
 
     def make(self) -> None:
@@ -69,13 +69,13 @@ class Group:
 
     def processes(self) -> set[int]:
         """Process ids of the group and of all groups below."""
-        found: set[int] = set()
+        numbers: set[int] = set()
         for group in self.subgroups():
             try:
-                found |= {int(line) for line in (group.directory / "cgroup.procs").read_text().split()}
+                numbers |= {int(line) for line in (group.directory / "cgroup.procs").read_text().split()}
             except OSError:  # removed meanwhile
                 continue
-        return found
+        return numbers
 
     def freeze(self) -> None:
         self._freezer("FROZEN", "1")
@@ -89,7 +89,8 @@ class Group:
                 (self.directory / file).write_text(word)
 
     def kill(self, seconds: float = 10.0) -> None:
-        """SIGKILL to every process of the group at once: frozen first, so that none sees another die."""
+        """Send SIGKILL to every process of the group. They are frozen first, so that no process sees the end of
+        another."""
         deadline = time.monotonic() + seconds
         while self.processes():
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""A whole cluster: up, down, and what tests do to it."""
+"""A complete cluster: start, stop, and the faults that tests inject."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Cluster:
         down(self.layout)
 
     def load_images(self, images: Sequence[Image], store: Store | None = None) -> list[Image]:
-        """Build what changed, and send it to every node that is up. Returns what was built."""
+        """Build what changed, and send it to every running node. Return what was built."""
         store = store or self.store
         built = store.build(images)
         up = [node for node in self.nodes.values() if node.containerd.alive()]
@@ -153,18 +153,18 @@ class Cluster:
         for node in self.nodes.values():
             network.shape(node, rate)
 
-    def cut(self, one: str, other: str) -> None:
-        network.cut(self.nodes[one], self.nodes[other])
+    def cut(self, first: str, second: str) -> None:
+        network.cut(self.nodes[first], self.nodes[second])
 
-    def mend(self, one: str, other: str) -> None:
-        network.mend(self.nodes[one], self.nodes[other])
+    def mend(self, first: str, second: str) -> None:
+        network.mend(self.nodes[first], self.nodes[second])
 
     def vanish(self, name: str) -> None:
-        """The node's power fails: kubelet, containerd, pods gone at once, its link dead."""
+        """Simulate a power failure of the node: kubelet, containerd and pods end at once, and its link is down."""
         self.nodes[name].vanish()
 
     def come_back(self, name: str) -> None:
-        """The vanished node boots; returns when it is Ready."""
+        """Boot the vanished node. Return when it is Ready."""
         self.nodes[name].come_back(len(self.nodes))
         if name == "node1":
             network.reach_services(self.layout, self.nodes[name])
@@ -172,12 +172,13 @@ class Cluster:
         self.wait_ready([name])
 
     def restart_api_server(self) -> None:
-        """SIGKILL, then a new one; returns when it is ready."""
+        """Kill the API server with SIGKILL and start a new one. Return when it is ready."""
         self.control_plane.restart_api_server()
 
 
 def down(layout: Layout) -> None:
-    """Stop the cluster and remove all of it; also what an interrupted run left. Does nothing where there is nothing."""
+    """Stop the cluster and remove everything, including the remains of an interrupted run. Do nothing if there is
+    none."""
     Group(layout.name).remove(30)
     network.remove_bridge(layout)
     deadline = time.monotonic() + 10

@@ -84,7 +84,7 @@ def _digest(*parts: bytes | str) -> str:
 
 
 def _dependencies(pyproject: Path) -> str:
-    """Of pyproject.toml only what an image installs: that layer is made anew when it changes, no sooner."""
+    """Return the part of pyproject.toml that an image installs. The layer is rebuilt only if this part changes."""
     project = tomllib.loads(pyproject.read_text())["project"]
     extras = {name: lines for name, lines in project["optional-dependencies"].items() if name != "dev"}
     lines = [f"[project]\ndependencies = {json.dumps(project['dependencies'])}", "[project.optional-dependencies]"]
@@ -185,16 +185,16 @@ class Store:
         files = [self.sources / name for name in sorted(set(names.splitlines()))]
         source = _digest(*(f"{file}\n".encode() + file.read_bytes() for file in files if file.is_file()))
         folder = self.wheels / source[:16]
-        found = list(folder.glob("*.whl"))
-        if not found:
+        wheels = list(folder.glob("*.whl"))
+        if not wheels:
             for old in sorted(self.wheels.glob("*"), key=lambda path: path.stat().st_mtime)[:-4]:
                 shutil.rmtree(old)
             print("building TopKube's wheel", flush=True)
             objects = self.sources / "build" / "images"  # kept: a change of Python alone compiles nothing
             settings = (f"--config-settings=build-dir={objects}", "--config-settings=cmake.define.TOPKUBE_CUDA=off")
             run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *settings, "-w", folder, self.sources)
-            found = list(folder.glob("*.whl"))
-        return found[0]
+            wheels = list(folder.glob("*.whl"))
+        return wheels[0]
 
     def _base(self) -> None:
         """The image debian:bookworm-slim, made from Debian's packages."""
@@ -261,15 +261,15 @@ class Store:
     def grow_seed(self, images: Iterable[Image], containerd_at: Callable[[Path], AbstractContextManager[Path]]) -> None:
         """Bring the seed up to date with `images`. `containerd_at(root)`: a containerd that runs there, its socket."""
         wanted = _digest(*(self._recipe(layout) for layout in self._layouts(images)))
-        made = self.seed / "fingerprint"
+        fingerprint_file = self.seed / "fingerprint"
         with lock(self.folder / "lock"):
-            if made.exists() and made.read_text() == wanted:
+            if fingerprint_file.exists() and fingerprint_file.read_text() == wanted:
                 return
-            made.unlink(missing_ok=True)
+            fingerprint_file.unlink(missing_ok=True)
             self.seed.mkdir(parents=True, exist_ok=True)
             with containerd_at(self.seed / "root") as socket:
                 self.load(socket, images)
-            made.write_text(wanted)
+            fingerprint_file.write_text(wanted)
 
 
 def _pip_configuration() -> Iterator[tuple[str, str, str | None]]:
@@ -290,7 +290,7 @@ def _ctr(socket: Path, *arguments: str | Path, stdin: bytes | None = None) -> st
 
 
 def _named(socket: Path, layout: Path, manifest: bytes) -> bool:
-    """Whether the containerd knows this very image under its name."""
+    """Return True if the containerd has exactly this image under its name."""
     line = _ctr(socket, "images", "ls", f"name=={(layout / 'name').read_text()}")
     return f"sha256:{hashlib.sha256(manifest).hexdigest()}" in line
 

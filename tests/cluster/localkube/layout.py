@@ -1,4 +1,4 @@
-"""Names, addresses and folders of a cluster, all derived from its number: clusters on one machine never meet."""
+"""Names, addresses and folders of a cluster. All derive from its number, so clusters on one machine never conflict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _folder(variable: str, default: str) -> Path:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where cluster `number` (0 to 9) lives. `TOPKUBE_TEST_CLUSTER` chooses the number, 0 if it is not set."""
+    """The folders of cluster `number` (0 to 9). `TOPKUBE_TEST_CLUSTER` sets the number; the default is 0."""
 
     number: int = 0
 
@@ -34,7 +34,7 @@ class Layout:
 
     @property
     def state(self) -> Path:
-        """Of one run, gone after `down`: keys, etcd's data, nodes' folders, logs."""
+        """The folder of one run, removed by `down`: keys, etcd's data, folders of nodes, logs."""
         return _folder("XDG_STATE_HOME", ".local/state") / f"cluster{self.number}"
 
     @property

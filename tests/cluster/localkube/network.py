@@ -41,15 +41,15 @@ def shape(node: Node, rate: str) -> None:
         node.inside("tc", "qdisc", "add", "dev", "eth0", *bucket)
 
 
-def cut(one: Node, other: Node) -> None:
-    """Silence between the pods of two nodes, in both directions: packets are dropped, nobody is told."""
-    for here, there in ((one, other), (other, one)):
+def cut(first: Node, second: Node) -> None:
+    """Drop all packets between the pods of two nodes, in both directions and without any notice."""
+    for here, there in ((first, second), (second, first)):
         here.inside("ip", "route", "replace", "blackhole", there.layout.pod_range(there.index))
 
 
-def mend(one: Node, other: Node) -> None:
+def mend(first: Node, second: Node) -> None:
     """Undo `cut`."""
-    for here, there in ((one, other), (other, one)):
+    for here, there in ((first, second), (second, first)):
         pods = there.layout.pod_range(there.index)
         here.inside("ip", "route", "del", "blackhole", pods, check=False)
         here.inside("ip", "route", "replace", pods, "via", there.address)

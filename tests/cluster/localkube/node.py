@@ -74,10 +74,10 @@ class Node:
 
     def enter(self) -> list[str]:
         """The prefix of a command that runs in the node's namespaces. Raises RuntimeError where the node is down."""
-        found = self.holder.group.processes()
-        if not found:
+        processes = self.holder.group.processes()
+        if not processes:
             raise RuntimeError(f"{self.name} is not up")
-        where = f"/proc/{min(found)}/ns"
+        where = f"/proc/{min(processes)}/ns"
         return ["nsenter", f"--net={where}/net", f"--mount={where}/mnt", "--"]
 
     def inside(self, *command: str | Path, check: bool = True) -> str:
@@ -96,12 +96,12 @@ class Node:
         self._start_kubernetes()
 
     def vanish(self) -> None:
-        """As when the power fails: the cable goes dead first, so that nobody is told, then every process is killed."""
+        """Simulate a power failure: disconnect the cable first, so that nobody is notified, then kill every process."""
         run("ip", "link", "set", self.link, "down")
         self.group.kill()
 
     def come_back(self, nodes: int) -> None:
-        """Boot after `vanish`: what was on the disk is still there, nothing of what ran."""
+        """Boot after `vanish`: the disk has kept its files, and no process runs."""
         self._boot(nodes)
         self._start_kubernetes()
 
@@ -115,9 +115,9 @@ class Node:
         wait_until(lambda: "Server" in run(*ready, check=False), f"{self.name}'s containerd", 30)
 
     def _unshared(self) -> bool:
-        """Whether the holder is in namespaces of its own and waits there."""
-        found = self.holder.group.processes()
-        return bool(found) and Path(f"/proc/{min(found)}/comm").read_text().strip() == "sleep"
+        """Return True if the holder is in its own namespaces and waits there."""
+        processes = self.holder.group.processes()
+        return bool(processes) and Path(f"/proc/{min(processes)}/comm").read_text().strip() == "sleep"
 
     def _start_kubernetes(self) -> None:
         self.kubelet.start()

@@ -1,4 +1,4 @@
-"""What a cluster is made of: Debian's packages, and Kubernetes compiled from Debian's source package."""
+"""The programs of a cluster: Debian's packages, and Kubernetes compiled from Debian's source package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TO_BUILD = ("golang-go", "golang-github-modern-go-reflect2-dev", "rsync", "jq", 
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time, freed when it ends in whatever way."""
+    """A lock that one process holds at a time. The lock is released when the process ends, in any way."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -12,9 +12,10 @@ import pytest
 
 import topkube
 from topkube import collectives
-from topkube.collectives import dense
-from topkube.collectives.registry import ALGORITHMS, Request, find
-from topkube.compression.error_feedback import Residual
+from topkube.algorithms import OWN, Family, find
+from topkube.collectives import Request, load, residual_length
+from topkube.collectives.error_feedback import Residual
+from topkube.collectives.overlapped import MOST_PIECE_BYTES, OverlappedAllReduce
 from topkube.errors import ArgumentError
 from topkube.telemetry import phases
 from topkube.world import World
@@ -24,7 +25,10 @@ TYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16
 UNIT = {np.dtype(np.float32): 2.0**-23, np.dtype(np.float16): 2.0**-10, np.dtype(ml_dtypes.bfloat16): 2.0**-7}
 LENGTHS = [1, 2, 3, 5, 1000, 65537, 120_001]
 WIRES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-DENSE = [name for name, algorithm in ALGORITHMS.items() if not algorithm.sparse]
+ALGORITHMS = [algorithm.name for algorithm in OWN]
+EXACT = [algorithm.name for algorithm in OWN if algorithm.family in (Family.DENSE, Family.SPARSE)]
+"""Those that leave nothing out at density 1."""
+DENSE = [algorithm.name for algorithm in OWN if not algorithm.compresses]
 
 
 def inputs(world: World, length: int, dtype: npt.DTypeLike = np.float32, seed: int = 0) -> list[Array]:
@@ -48,7 +52,7 @@ def case_every_algorithm_matches_float64(world: World) -> None:
         for length in LENGTHS:
             arrays = inputs(world, length, dtype)
             total = np.sum([array.astype(np.float64) for array in arrays], axis=0)
-            for name in ALGORITHMS:
+            for name in EXACT:
                 for op, wanted in [("sum", total), ("mean", total / world.size)]:
                     if np.abs(wanted).max() > 6e4:
                         continue  # fp16 ends at 65504
@@ -61,12 +65,49 @@ def case_every_algorithm_matches_float64(world: World) -> None:
 
 def case_pieces_and_chunks_meet(world: World) -> None:
     """Longer than a piece, so that pieces and cells end inside a shard. Whole numbers, so that sums are exact."""
-    count = np.arange(dense.PIECE_BYTES // 4 + 12_345, dtype=np.int32)
+    count = np.arange(MOST_PIECE_BYTES // 4 + 12_345, dtype=np.int32)
     arrays = [(count % (97 + rank)).astype(np.float32) for rank in range(world.size)]
     for name in DENSE:
         x = arrays[world.rank].copy()
         topkube.allreduce_(x, op="sum", algorithm=name)
         assert (x == np.sum(arrays, axis=0)).all(), name
+
+
+def case_arrays_overlap_and_arrive_in_order(world: World) -> None:
+    """Arrays of several types and lengths, begun one after another, have the bits that they have one by one."""
+    if world.nodes == 1:
+        return
+    hierarchical = load(find("hierarchical"))
+    lengths = [1, 700_001, 3, 0, 1_200_000, 64, 300_000]
+    together = [
+        inputs(world, length, TYPES[i % len(TYPES)], seed=i)[world.rank].copy() for i, length in enumerate(lengths)
+    ]
+    alone = [x.copy() for x in together]
+    for x in alone:
+        topkube.allreduce_(x, algorithm="hierarchical")
+    pieces, finished = OverlappedAllReduce(world), []
+    for i, x in enumerate(together):
+        hierarchical.begin(pieces, Request(x), lambda i=i: finished.append(i))
+        assert (pieces.advance() or 0.0) >= 0.0
+    pieces.finish()
+    assert pieces.take_finite()
+    assert finished == list(range(len(lengths)))
+    assert [x.tobytes() for x in together] == [x.tobytes() for x in alone]
+    assert pieces.advance() is None
+
+
+def case_an_array_that_overlaps_is_checked(world: World) -> None:
+    """NaN in one array shows once; the next is clean."""
+    if world.nodes == 1:
+        return
+    hierarchical, pieces = load(find("hierarchical")), OverlappedAllReduce(world)
+    for value in (np.nan, 1.0):
+        x = np.ones(1000, np.float32)
+        x[::7] = value if world.rank == world.size - 1 else 1.0
+        hierarchical.begin(pieces, Request(x), lambda: None)
+        pieces.finish()
+        finite = pieces.take_finite()
+        assert world.agree(finite) == (value == 1.0)
 
 
 def case_same_inputs_same_bits_on_all_ranks(world: World) -> None:
@@ -101,8 +142,10 @@ def case_hitopk_is_hitopkcomm(world: World) -> None:
                 wanted = simulated.step(arrays)
                 assert x.tobytes() == wanted.tobytes(), f"{wire} {length} step {step}: {np.abs(x - wanted).max()}"
                 if world.local_rank < world.shards:
-                    mine = simulated.residuals[world.node][world.local_rank]
-                    assert residual.current.tobytes() == mine.tobytes(), f"{wire} {length} step {step}: residual"
+                    own_residual = simulated.residuals[world.node][world.local_rank]
+                    assert residual.current.tobytes() == own_residual.tobytes(), (
+                        f"{wire} {length} step {step}: residual"
+                    )
 
 
 class Simulation:
@@ -136,7 +179,7 @@ class Simulation:
 
 def case_nothing_is_lost(world: World) -> None:
     """What was sent plus what every residual holds is the sum of all inputs."""
-    for name in ("hitopk", "naive"):
+    for name in ("hitopk", "naive", "onebit"):
         for wire in WIRES:
             length = 9_999
             residual = collectives.new_residual(name, length)
@@ -161,7 +204,7 @@ def case_nothing_is_lost(world: World) -> None:
 
 def case_a_plain_array_is_a_residual(world: World) -> None:
     length = 5_000
-    plain = np.zeros(find("hitopk").residual_length(world, length), np.float32)
+    plain = np.zeros(residual_length(find("hitopk"), world, length), np.float32)
     proper = collectives.new_residual("hitopk", length)
     for step in range(3):
         x = inputs(world, length, seed=30 + step)[world.rank]
@@ -174,15 +217,15 @@ def case_a_plain_array_is_a_residual(world: World) -> None:
 
 def case_a_nan_anywhere_leaves_residuals_as_they_were(world: World) -> None:
     length = 4_001
-    for name in ("hitopk", "naive"):
-        for bad in (np.nan, np.inf):
+    for name in ("hitopk", "naive", "onebit"):
+        for value in (np.nan, np.inf):
             for culprit in {0, world.size - 1}:
                 residual = collectives.new_residual(name, length)
                 topkube.allreduce_(inputs(world, length, seed=40)[world.rank], algorithm=name, residual=residual)
                 before = residual.current.tobytes()
                 x = inputs(world, length, seed=41)[world.rank]
                 if world.rank == culprit:
-                    x[length // 3] = bad
+                    x[length // 3] = value
                 topkube.allreduce_(x, algorithm=name, residual=residual)
                 assert residual.current.tobytes() == before, f"{name}: residual changed"
                 assert not np.isfinite(x).all(), f"{name}: the value was lost"
@@ -194,9 +237,9 @@ def case_somebody_sees_what_is_not_finite(world: World) -> None:
             x = inputs(world, 3_000, seed=50)[world.rank]
             if world.rank == world.size - 1:
                 x[position] = np.nan
-            length = find(name).residual_length(world, x.size)
-            residual = Residual(length) if find(name).sparse else None
-            assert not world.agree(find(name).run(world, Request(x, density=0.1, residual=residual))), name
+            algorithm = find(name)
+            residual = Residual(residual_length(algorithm, world, x.size)) if algorithm.compresses else None
+            assert not world.agree(load(algorithm).run(world, Request(x, density=0.1, residual=residual))), name
 
 
 def case_mstopk_and_naive_choose_k(world: World) -> None:
@@ -247,9 +290,9 @@ def case_wrong_parameters_are_named(world: World) -> None:
     ]:
         with pytest.raises(ArgumentError, match=word):
             topkube.allreduce_(x, **wrong)
-    for bad in (np.ones(4, np.int32), np.ones((4, 4), np.float32).T[:, :2], [1.0, 2.0], np.ones(3, np.float64)):
+    for array in (np.ones(4, np.int32), np.ones((4, 4), np.float32).T[:, :2], [1.0, 2.0], np.ones(3, np.float64)):
         with pytest.raises(ArgumentError):
-            topkube.allreduce_(bad)
+            topkube.allreduce_(array)
     assert (x == 1).all()
 
 

@@ -1,4 +1,5 @@
-"""The data cache on real ranks: every remote byte once per job, right samples on all ranks, nobody waits for ever."""
+"""The data cache with real ranks: every remote byte is read once per job, all samples are right, and every wait
+ends."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from remotes import write_files, write_tars
 
 from topkube.data import ArrayOf, DistributedSampler, collate
 from topkube.data.dataset import CachedDataset
-from topkube.data.fill import Filler
+from topkube.data.fill.disk_filler import DiskFiller
 from topkube.errors import DatasetError
 from topkube.world import World
 
@@ -32,7 +33,7 @@ SIZE = 3072
 
 @contextmanager
 def scene(world: World, shards: list[int] | None = None) -> Iterator[tuple[Path, npt.NDArray[np.uint8]]]:
-    """A folder for all ranks with a dataset in `source`, and its samples."""
+    """Yield a folder for all ranks with a dataset in `source`, and the samples."""
     home = tempfile.mkdtemp(prefix="topkube-data-") if world.rank == 0 else ""
     folder = Path(world.comm.bcast(home))
     count = sum(shards) if shards else 120
@@ -46,7 +47,7 @@ def scene(world: World, shards: list[int] | None = None) -> Iterator[tuple[Path,
     try:
         yield folder, data
     except BaseException:
-        traceback.print_exc()  # at once: the others may be in a collective, and never come to the barrier
+        traceback.print_exc()  # at once: the others may be in a collective, and never reach the barrier
         raise
     finally:
         world.comm.Barrier()
@@ -57,7 +58,7 @@ def scene(world: World, shards: list[int] | None = None) -> Iterator[tuple[Path,
 
 
 def opened(world: World, folder: Path, **more: Any) -> CachedDataset:
-    """The dataset, with a cache per node."""
+    """Open the dataset with a cache per node."""
     given: dict[str, Any] = {
         "cache_directory": folder / f"cache-{world.node}",
         "memory_directory": folder / f"memory-{world.node}",
@@ -88,16 +89,16 @@ def case_every_remote_byte_crosses_once_per_job(world: World) -> None:
 
 
 def case_nobody_fetches_what_a_late_rank_will_bring(world: World) -> None:
-    """The rank that brings the only shard begins to fill long after the others could have begun to read."""
+    """The rank that fetches the only shard starts to fill long after the other ranks could start to read."""
     with scene(world) as (folder, data):
-        start = Filler.start
+        start = DiskFiller.start
 
-        def late(self: Filler) -> None:
+        def late(self: DiskFiller) -> None:
             if self.share:
                 time.sleep(0.5)
             start(self)
 
-        with mock.patch.object(Filler, "start", late):
+        with mock.patch.object(DiskFiller, "start", late):
             dataset = opened(world, folder, decode=ArrayOf("uint8", (SIZE,)))
         np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(120)))), data)
         assert totals(world, dataset, "remote_bytes") == data.nbytes
@@ -115,8 +116,8 @@ def case_the_first_epoch_overlaps_with_filling_and_ranks_share_every_sample(worl
         for epoch in range(2):
             sampler.set_epoch(epoch)
             wanted = sampler.indices()
-            mine = torch.cat(list(loader)).numpy()
-            np.testing.assert_array_equal(mine, data[wanted])
+            own_samples = torch.cat(list(loader)).numpy()
+            np.testing.assert_array_equal(own_samples, data[wanted])
             dealt = np.concatenate(world.comm.allgather(wanted))
             assert sorted(dealt.tolist()) == list(range(120))
         loader = None
@@ -126,16 +127,22 @@ def case_the_first_epoch_overlaps_with_filling_and_ranks_share_every_sample(worl
 
 
 def case_a_warm_node_gives_to_a_cold_one(world: World) -> None:
-    """Node 0 has everything: nothing comes from the remote."""
+    """Node 0 has all shards, so nothing comes from the remote."""
     with scene(world, [10, 10, 10]) as (folder, data):
         if world.rank == 0:
+            from topkube.data.base.rank_place import RankPlace
+            from topkube.data.fill.warm import warm
             from topkube.data.opening import open_cache
-            from topkube.data.place import Place
-            from topkube.data.warm import warm
             from topkube.settings import Settings
 
-            cache = open_cache((folder / "source").as_uri(), Settings(), Place(), cache_directory=folder / "cache-0",
-                               memory=folder / "memory-warm", free_bytes=0)  # fmt: skip
+            cache = open_cache(
+                (folder / "source").as_uri(),
+                Settings(),
+                RankPlace(),
+                cache_directory=folder / "cache-0",
+                memory=folder / "memory-warm",
+                free_bytes=0,
+            )
             assert warm(cache).complete
             cache.close()
         world.comm.Barrier()
@@ -155,6 +162,25 @@ def case_a_rank_that_closes_early_does_not_hold_up_the_others(world: World) -> N
         else:
             np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(120)))), data)
             dataset.close()
+
+
+def case_opening_and_passing_on_unpickle_nothing(world: World) -> None:
+    """Messages between ranks are typed and bounded: a hostile rank can break a run, but cannot run code."""
+    from mpi4py import MPI
+
+    def refuse(*_: object) -> Any:
+        raise AssertionError("pickled")
+
+    with scene(world, [10, 10, 10]) as (folder, data):
+        MPI.pickle.__init__(refuse, refuse)  # type: ignore[misc]
+        try:
+            dataset = opened(world, folder)
+            dataset.warm()
+        finally:
+            MPI.pickle.__init__()  # type: ignore[misc]
+        np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(30)))), data)
+        world.comm.Barrier()
+        dataset.close()
 
 
 def case_a_dataset_that_cannot_be_opened_fails_on_all_ranks(world: World) -> None:

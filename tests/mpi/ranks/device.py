@@ -1,4 +1,4 @@
-"""The path of CUDA tensors (collectives/device.py) on CPU tensors: gloo inside the node, the same code otherwise."""
+"""The path of CUDA tensors (collectives/device/) on CPU tensors: gloo inside the node, the same code otherwise."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import torch
 
 import topkube
 from ranks.training import gradients
-from ranks.training.scene import distributed, loss_of, mine, network, same_on_all_ranks, samples, sgd, weights
-from topkube.collectives import find
-from topkube.collectives.device import DeviceAllReduce
-from topkube.compression.error_feedback import Residual
+from ranks.training.scene import distributed, loss_of, network, own_part, same_on_all_ranks, samples, sgd, weights
+from topkube.algorithms import find
+from topkube.collectives import Request, load
+from topkube.collectives.device.pipeline import DeviceAllReduce
+from topkube.collectives.error_feedback import Residual
 from topkube.errors import ArgumentError
 from topkube.settings import Settings
-from topkube.training.lars import LARS
-from topkube.training.parallel_tensor import norms
+from topkube.training.optimizers import parallel_tensor
+from topkube.training.optimizers.lars import LARS
+from topkube.training.optimizers.parallel_tensor import norms
 from topkube.world import World
 
 CPU = torch.device("cpu")
@@ -59,7 +61,7 @@ def case_gradients_accumulate(world: World) -> None:
 
 def case_training_takes_the_same_steps_as_through_shared_memory(world: World) -> None:
     """Bit for bit where a node adds two numbers: their order does not matter then."""
-    found = []
+    results = []
     for selection in ("topk", "mstopk"):
         for path in (False, True):
             model = network()
@@ -71,12 +73,12 @@ def case_training_takes_the_same_steps_as_through_shared_memory(world: World) ->
             assert (optimizer._backward.exchange.on_device is not None) == path
             for step in range(8):
                 x, y = samples(8 * topkube.size(), step)
-                loss_of(model, mine(x), mine(y)).backward()
+                loss_of(model, own_part(x), own_part(y)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             assert same_on_all_ranks(weights(model))
-            found.append(weights(model))
-        pairs = zip(found[-2], found[-1], strict=True)
+            results.append(weights(model))
+        pairs = zip(results[-2], results[-1], strict=True)
         if max(len(ranks) for ranks in world.node_ranks) <= 2:
             assert all(torch.equal(a, b) for a, b in pairs)
         else:
@@ -98,10 +100,8 @@ def case_tensors_under_way_keep_apart(world: World) -> None:
         sparse = number % 3 == 0
         whole.append(sparse)
         engine.begin(
-            tensors[-1],
-            find("hitopk" if sparse else "hierarchical"),
-            "sum",
-            density=1.0,
+            load(find("hitopk" if sparse else "hierarchical")),
+            Request(tensors[-1], "sum", density=1.0),
             finished=lambda number=number: done.append(number),
         )
         assert len(done) == number  # the one before, never more than two under way
@@ -122,9 +122,10 @@ def case_a_sparse_sum_is_that_of_the_cpus_path(world: World) -> None:
         engine = DeviceAllReduce(world, CPU)
         for _ in range(3):
             topkube.allreduce_(here, "mean", "hitopk", 0.02, wire, residual=first)
-            engine.begin(there, find("hitopk"), "mean", 0.02, wire, residual=second)
+            engine.begin(load(find("hitopk")), Request(there, "mean", 0.02, wire, residual=second))
             assert engine.flush()
             if second is not None:
+                second.accept()
                 second.commit()
         if max(len(ranks) for ranks in world.node_ranks) <= 2:
             assert torch.equal(torch.from_numpy(here), there)
@@ -139,17 +140,17 @@ def case_what_is_not_finite_is_told(world: World) -> None:
             x = torch.ones(3000)
             if world.rank == 0:
                 x[::7] = poison
-            engine.begin(torch.ones(50), find("hierarchical"))
-            engine.begin(x, find(name), density=0.5)
+            engine.begin(load(find("hierarchical")), Request(torch.ones(50)))
+            engine.begin(load(find(name)), Request(x, density=0.5))
             finite = engine.flush()
             assert not topkube.world.current().agree(finite)
-            engine.begin(torch.ones(50), find(name))
+            engine.begin(load(find(name)), Request(torch.ones(50)))
             assert engine.flush()
 
 
 def case_algorithms_of_host_memory_are_refused(world: World) -> None:
-    with pytest.raises(ArgumentError, match=r'naive works on CPU tensors.*"hitopk"'):
-        DeviceAllReduce(world, CPU).begin(torch.ones(3), find("naive"))
+    with pytest.raises(ArgumentError, match=r"naive works on CPU tensors.*hitopk on a GPU"):
+        DeviceAllReduce(world, CPU).begin(load(find("naive")), Request(torch.ones(3)))
 
 
 def case_norms_computed_in_shares_are_those_computed_alone(world: World) -> None:
@@ -159,15 +160,51 @@ def case_norms_computed_in_shares_are_those_computed_alone(world: World) -> None
 
 
 def case_parallel_lars_takes_the_same_steps(world: World) -> None:
-    found = []
+    results = []
     for parallel in (False, True):
         model = network()
         optimizer = distributed(model, lambda p, parallel=parallel: LARS(p, lr=0.5, trust=0.02, parallel=parallel))
         for step in range(4):
             x, y = samples(8 * topkube.size(), step)
-            loss_of(model, mine(x), mine(y)).backward()
+            loss_of(model, own_part(x), own_part(y)).backward()
             optimizer.step()
             optimizer.zero_grad()
         assert same_on_all_ranks(weights(model))
-        found.append(weights(model))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append(weights(model))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def case_each_rank_maps_its_share_of_the_layers(world: World) -> None:
+    """The results are those of all layers, but no layer is computed twice."""
+    sizes = [5, 1, 9, 2, 7, 0, 3]
+    computed: list[int] = []
+
+    def numbers_of(layers: list[int]) -> list[list[float]]:
+        computed.extend(layers)
+        return [[layer / 3, -layer] for layer in layers]
+
+    alone = parallel_tensor.map(numbers_of, sizes, 2, parallel=False)
+    assert computed == list(range(len(sizes)))
+    computed.clear()
+    assert parallel_tensor.map(numbers_of, sizes, 2) == alone
+    assert sorted(layer for ranks in world.comm.allgather(computed) for layer in ranks) == list(range(len(sizes)))
+    with pytest.raises(ArgumentError, match="numbers of shape"):
+        parallel_tensor.map(lambda layers: [[0.0]] * (len(layers) + 1), sizes)
+
+
+def case_parallel_lars_computes_each_norm_once(world: World) -> None:
+    """With `parallel`, the ranks compute as many norms together as one rank computes without it."""
+    counts = []
+    local = parallel_tensor._local
+    for parallel in (False, True):
+        computed: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parallel_tensor, "_local", lambda kind, c=computed: c.append(len(kind)) or local(kind))
+            model = network()
+            optimizer = distributed(model, lambda p, parallel=parallel: LARS(p, lr=0.5, parallel=parallel))
+            x, y = samples(8)
+            loss_of(model, own_part(x), own_part(y)).backward()
+            optimizer.step()
+            optimizer.unwrap()
+        counts.append(sum(world.comm.allgather(sum(computed))))
+    assert counts[0] == counts[1] * world.size

@@ -1,4 +1,4 @@
-"""Datasets for tests: opened over a cache in the test's folder."""
+"""Opens datasets for tests, with a cache in the test's folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from topkube.data.dataset import CachedDataset
-from topkube.data.patience import Patience
+from topkube.data.remote.retry import Patience
 
 HASTY = Patience(retries=3, pause_seconds=0.01, stall_seconds=1.0)
 
 
 class Opener:
-    """Opens datasets over a cache in the test's folder, with short deadlines; closes them afterwards."""
+    """Opens datasets with a cache in the test's folder and short deadlines, and closes them after the test."""
 
     def __init__(self, folder: Path) -> None:
         self.cache, self.memory = folder / "cache", folder / "memory"
@@ -28,7 +28,7 @@ class Opener:
             "cache_directory": self.cache,
             "memory_directory": self.memory,
             "patience": HASTY,
-            "wait_seconds": 2.0,
+            "wait_seconds": 20.0,
             "free_bytes": 0,
             **more,
         }
@@ -42,18 +42,18 @@ class Opener:
 
 
 def right(dataset: CachedDataset, data: npt.NDArray[np.uint8]) -> None:
-    """All samples of the dataset, read as one batch, are these."""
+    """Assert that all samples of the dataset, read as one batch, are these."""
     np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(len(dataset))))), data)
 
 
 def shard_files(cache: Path) -> list[Path]:
-    """Every file below a cache's shards that is not an index."""
+    """Return every shard file of a cache, without the indexes."""
     return [path for path in cache.glob("datasets/*/shards/*/*") if path.suffix != ".index"]
 
 
 def until(met: Callable[[], object]) -> None:
-    """Returns once `met()` is true; fails after 10 seconds."""
-    deadline = time.monotonic() + 10
+    """Wait until `met()` is true; fail after a minute."""
+    deadline = time.monotonic() + 60
     while not met():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def fork(run: Callable[[], object]) -> int:
-    """Runs `run` in a fork of this process; returns its number. Exit code 0, or 1 after an exception."""
+    """Call `run` in a fork of this process; return its process id. The exit code is 0, or 1 after an exception."""
     process = os.fork()
     if process:
         return process
@@ -29,13 +29,13 @@ def fork(run: Callable[[], object]) -> int:
 
 
 def ending(process: int) -> int:
-    """How the fork ended: its exit code, or minus the signal."""
+    """Wait for the fork. Return its exit code, or minus its signal."""
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def on_volume(script: str, *arguments: object) -> str:
-    """Runs a function of volumes.py in a mount namespace of its own; returns its output. Skips where the kernel gives
-    none."""
+    """Run a function of volumes.py in its own mount namespace; return its output. Skip the test if the kernel does not
+    allow that."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare: util-linux is not installed")
     spaces = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
@@ -43,6 +43,6 @@ def on_volume(script: str, *arguments: object) -> str:
     if tried.returncode:
         pytest.skip(f"the kernel allows no mounts here: {tried.stderr.strip()}")
     command = [*spaces, sys.executable, str(HERE / "volumes.py"), script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stderr

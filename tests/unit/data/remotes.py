@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import socket
 import tarfile
 import threading
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from email.utils import formatdate, parsedate_to_datetime
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import numpy.typing as npt
 
 
+@dataclass
+class Answer:
+    """A response to a GET of a file, before it is sent: bytes `start` to `stop` of `size`."""
+
+    status: HTTPStatus
+    data: bytes
+    headers: dict[str, str]
+    start: int
+    stop: int
+    size: int
+
+
 class Remote:
-    """Serves `folder`. `faults` maps a path to what the next requests of it meet: truncate, stall, 503, 404."""
+    """Serves `folder`. `faults` maps a path to the faults of its next requests: truncate, stall, drip, 503, 404."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -26,8 +43,17 @@ class Remote:
         self.sent_bytes = 0
         self.faults: dict[str, list[str]] = {}
         self.json_index = False
-        """Index pages as nginx writes them with `autoindex_format json`, instead of links."""
+        """Send index pages like nginx with `autoindex_format json`, instead of links."""
+        self.etags = "strong"
+        """strong, weak, or none."""
+        self.conditions = self.ranges = True
+        """True if the server supports If-Match and If-Unmodified-Since, and Range."""
+        self.page: Callable[[str], bytes | None] | None = None
+        """A function that returns the index page of a path, instead of the page of the folder."""
+        self.alter: Callable[[str, Answer], None] | None = None
+        """A function that changes the responses to GETs of files."""
         self.released = threading.Event()
+        self._connections = set[socket.socket]()
         remote = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -45,7 +71,15 @@ class Remote:
 
         class Server(ThreadingHTTPServer):
             request_queue_size = 128
-            daemon_threads = True
+            daemon_threads = False  # server_close waits for them: no thread runs on beside later tests
+
+            def process_request(self, request: Any, client_address: Any) -> None:
+                remote._connections.add(request)
+                super().process_request(request, client_address)
+
+            def shutdown_request(self, request: Any) -> None:
+                remote._connections.discard(request)
+                super().shutdown_request(request)
 
             def handle_error(self, request: object, client_address: object) -> None:
                 pass  # a client that was killed
@@ -58,12 +92,16 @@ class Remote:
         name = unquote(urlsplit(request.path).path).lstrip("/")
         path = self.folder / name
         fault = self.faults[name].pop(0) if body and self.faults.get(name) else ""
+        if self.page is not None and (page := self.page(name)) is not None:
+            self.requests[name] += 1
+            kind = "application/json" if page.startswith(b"[") else "text/html"
+            return self._send(request, HTTPStatus.OK, page, {"Content-Type": kind}, body)
         if path.is_dir():
             if self.json_index:
                 return self._send(request, HTTPStatus.OK, _json_index(path), {"Content-Type": "application/json"}, body)
-            names = sorted(one.name + ("/" if one.is_dir() else "") for one in path.iterdir())
-            page = "".join(f'<a href="{one}">{one}</a>\n' for one in ["../", *names]).encode()
-            return self._send(request, HTTPStatus.OK, page, {"Content-Type": "text/html"}, body)
+            names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in path.iterdir())
+            page = "".join(f'<a href="{entry}">{entry}</a>\n' for entry in ["../", *names]).encode()
+            return self._send(request, HTTPStatus.OK, page, {"Content-Type": "text/html"}, body, fault)
         if not path.is_file() or fault == "404":
             return self._send(request, HTTPStatus.NOT_FOUND, b"", {}, body)
         if fault == "503":
@@ -72,20 +110,26 @@ class Remote:
         etag = f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"'
         modified = formatdate(stat.st_mtime, usegmt=True)
         unchanged = request.headers.get("If-Unmodified-Since", modified)
-        if request.headers.get("If-Match", etag) != etag or parsedate_to_datetime(unchanged) < parsedate_to_datetime(
-            modified
-        ):
+        failed = request.headers.get("If-Match", etag) != etag or parsedate_to_datetime(
+            unchanged
+        ) < parsedate_to_datetime(modified)
+        if failed and self.conditions:
             return self._send(request, HTTPStatus.PRECONDITION_FAILED, b"", {}, body)
-        headers = {"ETag": etag, "Last-Modified": modified, "Accept-Ranges": "bytes"}
-        status, wanted = HTTPStatus.OK, request.headers.get("Range")
-        if wanted:
+        headers = {"ETag": etag if self.etags == "strong" else f"W/{etag}", "Last-Modified": modified}
+        if self.etags == "none":
+            del headers["ETag"]
+        answer = Answer(HTTPStatus.OK, data, headers, 0, len(data), len(data))
+        wanted = request.headers.get("Range")
+        if wanted and self.ranges:
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             start, stop = int(first), min(int(last) + 1 if last else len(data), len(data))
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
-            data, status = data[start:stop], HTTPStatus.PARTIAL_CONTENT
+            answer = Answer(HTTPStatus.PARTIAL_CONTENT, data[start:stop], headers, start, stop, len(data))
         if body:
             self.requests[name] += 1
-        return self._send(request, status, data, headers, body, fault)
+            if self.alter is not None:
+                self.alter(name, answer)
+        return self._send(request, answer.status, answer.data, answer.headers, body, fault)
 
     def _send(
         self,
@@ -105,7 +149,13 @@ class Remote:
             return
         if fault in ("truncate", "stall"):
             data = data[: len(data) // 2]
-        request.wfile.write(data)
+        if fault == "drip":
+            for at in range(len(data)):
+                request.wfile.write(data[at : at + 1])
+                if self.released.wait(0.05):
+                    break
+        else:
+            request.wfile.write(data)
         self.sent_bytes += len(data)
         if fault == "stall":
             request.wfile.flush()
@@ -116,22 +166,25 @@ class Remote:
     def close(self) -> None:
         self.released.set()
         self._server.shutdown()
+        for connection in list(self._connections):  # clients keep connections for their next request
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
 
 
 def _json_index(folder: Path) -> bytes:
     entries: list[dict[str, object]] = []
-    for one in sorted(folder.iterdir()):
-        stat = one.stat()
-        entry: dict[str, object] = {"name": one.name, "mtime": formatdate(stat.st_mtime, usegmt=True)}
+    for path in sorted(folder.iterdir()):
+        stat = path.stat()
+        entry: dict[str, object] = {"name": path.name, "mtime": formatdate(stat.st_mtime, usegmt=True)}
         entries.append(
-            {**entry, "type": "directory"} if one.is_dir() else {**entry, "type": "file", "size": stat.st_size}
+            {**entry, "type": "directory"} if path.is_dir() else {**entry, "type": "file", "size": stat.st_size}
         )
     return json.dumps(entries).encode()
 
 
 def write_files(folder: Path, count: int, size: int = 3072, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Files of random bytes, in two folders. Row i of the result is the file that a listing has at place i."""
+    """Write files of random bytes to two folders. Row i of the result has the bytes of file i of the listing."""
     data = np.random.default_rng(seed).integers(0, 256, (count, size), np.uint8)
     for name in ("a", "b"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -142,7 +195,8 @@ def write_files(folder: Path, count: int, size: int = 3072, seed: int = 0) -> np
 
 
 def write_tars(folder: Path, shards: list[int], size: int = 3072, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """WebDataset shards with so many samples each: NUMBER.bin, random bytes, and NUMBER.cls, the number as text."""
+    """Write WebDataset shards; shards[i] is the number of samples in shard i. A sample has two fields: NUMBER.bin with
+    random bytes, and NUMBER.cls with the number as text."""
     data = np.random.default_rng(seed).integers(0, 256, (sum(shards), size), np.uint8)
     folder.mkdir(parents=True, exist_ok=True)
     number = 0

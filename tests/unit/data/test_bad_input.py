@@ -1,30 +1,33 @@
-"""What cannot work is refused before anything is fetched, with the numbers and the next step."""
+"""Invalid input is refused before anything is fetched, with the numbers and the next step."""
 
 from __future__ import annotations
 
 import io
 import json
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+from fsspec.registry import _registry as fsspec_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openers import Opener
 from remotes import Remote, add, write_files, write_tars
 
-from topkube.data.disk_tier import DiskTier
-from topkube.data.listing import Listing, Object, read_manifest
+from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
 from topkube.errors import DatasetError, StoreError
 
 
 def test_an_unknown_scheme_is_named(open_dataset: Opener) -> None:
-    with pytest.raises(DatasetError, match=r"foo://x.*unknown scheme"):
+    with pytest.raises(DatasetError, match=r"foo://x.*scheme of the address is unknown"):
         open_dataset("foo://x/y")
 
 
 def test_a_library_that_is_missing_is_named(open_dataset: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(fsspec_classes, "s3", raising=False)  # an earlier test may have loaded s3fs
     with pytest.raises(DatasetError, match=r"pip install 'topkube\[s3\]'"):
         open_dataset("s3://bucket/data")
 
@@ -38,9 +41,9 @@ def test_an_empty_dataset_is_refused(tmp_path: Path, remote: Remote, open_datase
 
 @pytest.mark.parametrize("path", ["../up", "/etc/passwd", "a/../../b", "a\\..\\b", "a/./b", "", "nul\0"])
 def test_a_listing_that_leaves_the_dataset_is_refused(path: str) -> None:
-    with pytest.raises(DatasetError, match="leaves the dataset"):
-        Listing.of([Object(path, 1, "v")], "file:///x")
-    with pytest.raises(DatasetError, match="leaves the dataset"):
+    with pytest.raises(DatasetError, match="outside the dataset"):
+        Listing.of([RemoteObject(path, 1, "v")], "file:///x")
+    with pytest.raises(DatasetError, match="outside the dataset"):
         read_manifest([json.dumps({"path": path, "size": 1})], "m", "v")
 
 
@@ -53,11 +56,44 @@ def test_a_listing_that_leaves_the_dataset_is_refused(path: str) -> None:
         "[1]",
         "x",
         '{"path": "a", "size": true}',
+        b"\xff\xfe",
+        "[" * 100_000,
     ],
 )
-def test_a_bad_line_of_a_manifest_is_named(line: str) -> None:
+def test_a_bad_line_of_a_manifest_is_named(line: str | bytes) -> None:
     with pytest.raises(DatasetError, match="line 2 of the manifest"):
         read_manifest(['{"path": "ok", "size": 1}', line], "m", "v")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (r'{"path": "a\ud800", "size": 1}', "is not UTF-8"),
+        (r'{"path": "a", "size": 1, "etag": "\udfff"}', "is not UTF-8"),
+        ('{"path": "a", "size": 99999999999999999999}', "damaged or hostile listing"),
+        ('{"path": "a", "size": 1, "samples": 99999999999999999999}', "damaged or hostile listing"),
+    ],
+)
+def test_a_manifest_that_no_column_can_hold_is_a_typed_error(line: str, says: str) -> None:
+    with pytest.raises(DatasetError, match=says):
+        read_manifest([line], "m", "v")
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_a_table_with_invalid_values_is_a_typed_error(tmp_path: Path, open_dataset: Opener, format: str) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    invalid = arrow.StringArray.from_buffers(1, arrow.py_buffer(b"\0\0\0\0\2\0\0\0"), arrow.py_buffer(b"\xff\xfe"))
+    table = arrow.table({"text": invalid, "when": arrow.array([2**62], arrow.timestamp("s"))})
+    (tmp_path / "source").mkdir()
+    if format == "parquet":
+        pyarrow.parquet.write_table(table.select(["text"]), tmp_path / "source" / "0.parquet")
+    else:
+        with arrow.ipc.new_file(tmp_path / "source" / "0.arrow", table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(DatasetError, match=rf"0\.{format} cannot be read"):
+        open_dataset(tmp_path / "source")[0]
 
 
 @pytest.mark.parametrize("name", ["../out.bin", "/abs.bin", "a/../../out.bin"])
@@ -65,7 +101,7 @@ def test_a_tar_that_would_unpack_elsewhere_is_refused(remote: Remote, open_datas
     with tarfile.open(remote.folder / "0.tar", "w") as tar:
         add(tar, "good.bin", b"x")
         add(tar, name, b"y")
-    with pytest.raises(DatasetError, match="leaves the folder"):
+    with pytest.raises(DatasetError, match="would leave the folder"):
         open_dataset(remote.uri)
     assert not list(open_dataset.cache.rglob("*.bin"))
     assert DiskTier(open_dataset.cache).used() == 0
@@ -81,7 +117,7 @@ def test_links_in_a_tar_are_refused(remote: Remote, open_dataset: Opener) -> Non
 
 
 @pytest.mark.parametrize("key", ["../../etc", "0" * 31, "0" * 33, "G" * 32, "0" * 30 + "/x", ""])
-def test_a_key_that_is_none_touches_no_file(tmp_path: Path, key: str) -> None:
+def test_an_invalid_key_touches_no_file(tmp_path: Path, key: str) -> None:
     folder = DiskTier(tmp_path / "cache").dataset("file:///x")
     for act in (folder.open, folder.evict, folder.quarantine):
         with pytest.raises(DatasetError, match="not the key of a shard"):
@@ -95,22 +131,22 @@ def test_compressed_tars_are_refused(tmp_path: Path, open_dataset: Opener) -> No
         open_dataset(tmp_path / "source")
 
 
-def test_a_manifest_that_counts_wrongly_is_named(tmp_path: Path, open_dataset: Opener) -> None:
+def test_a_manifest_with_a_wrong_count_is_named(tmp_path: Path, open_dataset: Opener) -> None:
     write_tars(tmp_path / "source", [5])
     size = (tmp_path / "source" / "000.tar").stat().st_size
     (tmp_path / "source" / "manifest.jsonl").write_text(json.dumps({"path": "000.tar", "size": size, "samples": 6}))
-    with pytest.raises(DatasetError, match="holds 5 samples, the manifest says 6"):
+    with pytest.raises(DatasetError, match="has 5 samples, but 6 in the manifest"):
         open_dataset(tmp_path / "source")[0]
 
 
-def test_a_manifest_that_lies_about_sizes_is_an_error_not_a_batch(remote: Remote, open_dataset: Opener) -> None:
+def test_a_manifest_with_wrong_sizes_is_an_error_not_a_batch(remote: Remote, open_dataset: Opener) -> None:
     write_files(remote.folder, 2)
     (remote.folder / "manifest.jsonl").write_text('{"path": "a/00000.bin", "size": 4000}\n')
     with pytest.raises(StoreError):
         open_dataset(remote.uri, prefetch=False)[0]
 
 
-def test_decodes_that_cannot_be_told_apart_need_a_fingerprint(tmp_path: Path, open_dataset: Opener) -> None:
+def test_a_decode_without_an_automatic_fingerprint_needs_an_explicit_one(tmp_path: Path, open_dataset: Opener) -> None:
     write_files(tmp_path / "source", 2)
     state = object()
     with pytest.raises(DatasetError, match="fingerprint="):
@@ -140,8 +176,8 @@ names = st.text(st.characters(exclude_characters="/\\\0.", exclude_categories=("
 def test_every_member_of_a_tar_is_found_where_it_is(members: list[tuple[str, str, bytes]], format: int) -> None:
     import os
 
-    from topkube.data.sample_index import ABSENT
-    from topkube.data.tar import tar_index
+    from topkube.data.formats.sample_index import ABSENT
+    from topkube.data.formats.tar import tar_index
 
     members.sort(key=lambda entry: entry[0])
     written = io.BytesIO()
@@ -152,7 +188,7 @@ def test_every_member_of_a_tar_is_found_where_it_is(members: list[tuple[str, str
     try:
         os.write(file, written.getvalue())
         index = tar_index(file, len(written.getvalue()), "0.tar")
-        found = [
+        read_members = [
             (index.names[at], field, os.pread(file, int(length), int(index.offsets[at] + start)))
             for at in range(len(index))
             for field, start, length in zip(index.fields, index.starts[at], index.lengths[at], strict=True)
@@ -160,7 +196,7 @@ def test_every_member_of_a_tar_is_found_where_it_is(members: list[tuple[str, str
         ]
     finally:
         os.close(file)
-    assert sorted(found) == sorted(members)
+    assert sorted(read_members) == sorted(members)
 
 
 @settings(max_examples=60)
@@ -168,21 +204,21 @@ def test_every_member_of_a_tar_is_found_where_it_is(members: list[tuple[str, str
 def test_a_damaged_tar_is_an_error_or_other_samples_never_a_crash(data: st.DataObject) -> None:
     import os
 
-    from topkube.data.tar import tar_index
+    from topkube.data.formats.tar import tar_index
 
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w") as tar:
         for number in range(3):
             add(tar, f"{number}.bin", bytes(range(200)))
-    bad = bytearray(written.getvalue()[: data.draw(st.integers(0, 4096))])
+    damaged = bytearray(written.getvalue()[: data.draw(st.integers(0, 4096))])
     for _ in range(data.draw(st.integers(0, 4))):
-        if bad:
-            bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
+        if damaged:
+            damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     file = os.memfd_create("tar")
     try:
-        os.write(file, bad)
-        index = tar_index(file, len(bad), "0.tar")
-        assert (index.offsets + index.sizes <= len(bad)).all()
+        os.write(file, damaged)
+        index = tar_index(file, len(damaged), "0.tar")
+        assert (index.offsets + index.sizes <= len(damaged)).all()
     except DatasetError:
         pass
     finally:

@@ -1,4 +1,4 @@
-"""What runs beside the ranks: it fills the cache, and plain scripts find the files under their own names."""
+"""The companion fills the cache, and plain scripts find the files with their own names."""
 
 from __future__ import annotations
 
@@ -13,47 +13,49 @@ import pytest
 from openers import until
 from remotes import Remote, write_files, write_tars
 
-from topkube.data.cache import Cache
+from topkube.data.base.rank_place import RankPlace
+from topkube.data.cache.shard_cache import ShardCache
 from topkube.data.companion import Companion
+from topkube.data.fill.file_view import COMPLETE, FileView
 from topkube.data.opening import open_cache
-from topkube.data.place import Place
-from topkube.data.store import Patience
-from topkube.data.view import COMPLETE, View
+from topkube.data.remote.object_store import Patience
 from topkube.settings import Settings
 
 
 class Pod:
-    """A worker's folders."""
+    """The folders of a worker."""
 
     def __init__(self, folder: Path, remote: Remote) -> None:
         self.folder, self.remote = folder, remote
         self.view, self.runs, self.report = folder / "view", folder / "runs", folder / "report.json"
         self.runs.mkdir(parents=True)
 
-    def open(self, **settings: object) -> Cache:
+    def open(self, **settings: object) -> ShardCache:
         own = Settings(cache_directory=str(self.folder / "cache"), cache_memory_directory=str(self.folder / "shm"))
-        return open_cache(self.remote.uri, own, Place(), patience=Patience(retries=0, pause_seconds=0.01), **settings)
+        return open_cache(
+            self.remote.uri, own, RankPlace(), patience=Patience(retries=0, pause_seconds=0.01), **settings
+        )
 
     @contextmanager
-    def companion(self, share: tuple[int, int] = (0, 1), **options: object) -> Iterator[Cache]:
+    def companion(self, share: tuple[int, int] = (0, 1), **options: object) -> Iterator[ShardCache]:
         cache = self.open()
         sessions = next((self.folder / "shm").iterdir())
-        one = Companion(
-            cache, View(cache, self.view), share, runs=self.runs, sessions=sessions, report=self.report, **options
+        started = Companion(
+            cache, FileView(cache, self.view), share, runs=self.runs, sessions=sessions, report=self.report, **options
         )
-        thread = threading.Thread(target=one.run)
+        thread = threading.Thread(target=started.run)
         thread.start()
         try:
             yield cache
         finally:
-            one.stop()
+            started.stop()
             thread.join(10)
             cache.close()
             assert not thread.is_alive()
 
     def files(self) -> dict[str, bytes]:
-        found = (path for path in self.view.rglob("*") if path.is_file() and not path.name.startswith("."))
-        return {path.relative_to(self.view).as_posix(): path.read_bytes() for path in found}
+        paths = (path for path in self.view.rglob("*") if path.is_file() and not path.name.startswith("."))
+        return {path.relative_to(self.view).as_posix(): path.read_bytes() for path in paths}
 
 
 @pytest.fixture
@@ -86,32 +88,32 @@ def test_plain_files_appear_under_their_own_names(pod: Pod, remote: Remote, writ
     assert {path: path.stat().st_ino for path in pod.view.rglob("*")} == before, "nothing is copied again"
 
 
-def test_a_whole_object_is_shown_as_a_link_that_costs_nothing(pod: Pod, remote: Remote) -> None:
+def test_an_object_that_is_a_shard_is_shown_as_a_link(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [3])
     with pod.companion():
         until((pod.view / COMPLETE).exists)
         assert (pod.view / "000.tar").stat().st_nlink == 2
 
 
-def test_a_worker_brings_its_share_and_the_rest_only_for_plain_scripts(pod: Pod, remote: Remote) -> None:
+def test_a_worker_fetches_its_share_and_the_rest_only_for_plain_scripts(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [2] * 6)
     with pod.companion((1, 3), plain_seconds=0.5):
         until(lambda: len(pod.files()) == 2)
         assert sorted(pod.files()) == ["001.tar", "004.tar"]
-        (pod.runs / "attempt-1").mkdir()  # ranks run, and open nothing
+        (pod.runs / "attempt-1").mkdir()  # ranks run, but do not open the dataset
         until((pod.view / COMPLETE).exists)
         assert pod.files() == source(remote)
 
 
-def test_what_ranks_read_as_samples_is_left_to_them(pod: Pod, remote: Remote) -> None:
+def test_the_companion_stops_fetching_for_ranks_that_read_samples(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [2] * 6)
     ranks = pod.open()
-    ranks.session.filling(+1)
+    ranks.node_state.count_fillers(+1)
     (pod.runs / "attempt-1").mkdir()
     with pod.companion((0, 2), plain_seconds=0.0):
         ranks.open(3, ranks.from_store)
         until(lambda: pod.files())
-        assert list(pod.files()) == ["003.tar"], "what arrives is shown, and nothing else is brought"
+        assert list(pod.files()) == ["003.tar"], "a shard that arrives is shown, and no other shard is fetched"
     ranks.close()
 
 
@@ -120,26 +122,26 @@ def test_small_files_that_do_not_fit_twice_are_not_shown(
 ) -> None:
     write_files(remote.folder, 8)
     cache = pod.open(size_limit=40_000)
-    one = Companion(cache, View(cache, pod.view), (0, 1))
-    thread = threading.Thread(target=one.run)
+    companion = Companion(cache, FileView(cache, pod.view), (0, 1))
+    thread = threading.Thread(target=companion.run)
     thread.start()
-    said = ""
-    while "do not fit twice" not in said:
-        said += capfd.readouterr().err
-    one.stop()
+    output = ""
+    while "do not fit twice" not in output:
+        output += capfd.readouterr().err
+    companion.stop()
     thread.join(10)
     assert pod.files() == {}
     assert cache.has(0)
     cache.close()
 
 
-def test_who_asks_gets_a_report_that_is_younger_than_the_question(pod: Pod, remote: Remote) -> None:
+def test_a_report_is_newer_than_the_request_for_it(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [4, 5, 3], 500)
-    asked = pod.folder / "asked"
-    with pod.companion(asked=asked, prefetch=False) as cache:
+    request_file = pod.folder / "asked"
+    with pod.companion(asked=request_file, prefetch=False) as cache:
         until(lambda: pod.report.exists())
         cache.open(0)
-        asked.write_text("first")
+        request_file.write_text("first")
         until(lambda: json.loads(pod.report.read_text())["asked"] == "first")
         assert json.loads(pod.report.read_text())["cachedBytes"] == cache.shards.sizes[0]
 
@@ -159,10 +161,10 @@ def test_a_changed_dataset_replaces_the_old_files(pod: Pod, remote: Remote) -> N
         assert cache.folder is not None
         held = cache.folder.log.total()
         assert held == sum(map(len, source(remote).values())), "shards of the old listing are gone"
-        assert cache.folder.noted()["bytes"] == held
+        assert cache.folder.read_summary()["bytes"] == held
 
 
-def test_a_remote_that_fails_is_asked_again(pod: Pod, remote: Remote) -> None:
+def test_a_remote_that_fails_is_retried(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [3])
     remote.faults["000.tar"] = ["503", "503"]
     with pod.companion():

@@ -1,4 +1,5 @@
-"""What a training script sees: right samples in the sampler's order, every epoch, in every style of torch's loader."""
+"""A training script gets the right samples in the sampler's order, in every epoch, with every style of torch's
+loader."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from remotes import Remote, write_files, write_tars
 from torch.utils.data import DataLoader
 
 from topkube.data import ArrayOf, DistributedSampler, collate
-from topkube.data.batch import Batch
-from topkube.data.memory_tier import MemoryTier
+from topkube.data.base.batch import Batch
+from topkube.data.cache.memory_tier import MemoryTier
 from topkube.errors import DatasetError
 
 RECORD = ArrayOf("uint8", (3072,))
@@ -110,7 +111,7 @@ def test_random_transforms_are_applied_after_the_cache(remote: Remote, open_data
         remote.uri,
         decode=RECORD,
         memory_limit=1 << 20,
-        prefetch=False,  # nobody else puts samples into memory
+        prefetch=False,  # no other thread stores samples in memory
         transform=lambda sample: (sample, random.random()),
     )
     drawn = {dataset[3][1] for _ in range(5)}
@@ -118,7 +119,7 @@ def test_random_transforms_are_applied_after_the_cache(remote: Remote, open_data
     assert dataset.statistics()["memory_misses"] == 1
 
 
-def test_another_decode_never_gets_what_the_first_one_left(remote: Remote, open_dataset: Opener) -> None:
+def test_another_decode_never_gets_samples_of_the_first(remote: Remote, open_dataset: Opener) -> None:
     write_tars(remote.folder, [5])
     first = open_dataset(remote.uri, decode=lambda sample: int(sample["cls"]), memory_limit=1 << 20)
     assert [first[at] for at in range(5)] == [0, 1, 2, 3, 4]
@@ -186,8 +187,8 @@ def test_a_damaged_table_is_named(remote: Remote, open_dataset: Opener, kind: st
     write_tables(remote.folder, kind)
     path = remote.folder / f"1.{kind}"
     data = path.read_bytes()
-    for bad in (data[:-30], b"x" * len(data)):
-        path.write_bytes(bad)
+    for damaged in (data[:-30], b"x" * len(data)):
+        path.write_bytes(damaged)
         with pytest.raises(DatasetError, match=rf"1\.{kind}"):
             open_dataset(remote.uri)[150]
 
@@ -204,7 +205,7 @@ def test_a_second_job_reads_nothing_from_the_remote(remote: Remote, open_dataset
     assert remote.sent_bytes - before < 1000  # the listing
 
 
-def test_a_manifest_tells_counts_before_any_shard_is_here(remote: Remote, open_dataset: Opener) -> None:
+def test_a_manifest_has_counts_before_any_shard_is_fetched(remote: Remote, open_dataset: Opener) -> None:
     data = write_tars(remote.folder / "data", [20, 25])
     lines = [
         f'{{"path": "{number:03}.tar", "size": {(remote.folder / "data" / f"{number:03}.tar").stat().st_size}, '
@@ -225,8 +226,8 @@ def test_spawned_workers_read_the_same_samples(remote: Remote, open_dataset: Ope
     np.testing.assert_array_equal(torch.cat(list(loader)).numpy(), data)
 
 
-def test_a_batch_that_somebody_holds_is_never_written_again(remote: Remote, open_dataset: Opener) -> None:
-    data = write_files(remote.folder, 300)  # batches large enough for buffers that are used again
+def test_a_batch_that_is_referenced_is_never_overwritten(remote: Remote, open_dataset: Opener) -> None:
+    data = write_files(remote.folder, 300)  # batches large enough for reused buffers
     for memory_limit in (0, 1 << 22):
         dataset = open_dataset(str(remote.folder), decode=RECORD, memory_limit=memory_limit)
         sampler = DistributedSampler(dataset)
@@ -259,13 +260,13 @@ def kinds(raw: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # torch's own collate says so
-def test_a_batch_that_is_partly_in_memory_is_made_as_one_that_is_not(tmp_path: Path, open_dataset: Opener) -> None:
+def test_a_batch_that_is_partly_in_memory_is_collated_like_any_other(tmp_path: Path, open_dataset: Opener) -> None:
     write_files(tmp_path / "source", 24)
     plain = open_dataset(tmp_path / "source", decode=kinds)
     dataset = open_dataset(tmp_path / "source", decode=kinds, memory_limit=1 << 20)
     for _ in dataset.__getitems__(range(0, 24, 2)):
         pass
-    for turn in range(2):  # half of it is in memory, then all of it
+    for turn in range(2):  # first half of the samples are in memory, then all
         batch, expected = dataset.__getitems__(range(24)), plain.__getitems__(range(24))
         assert dataset.statistics()["memory_misses"] == 24
         for sample, wanted in zip(batch, expected, strict=True):
@@ -274,13 +275,13 @@ def test_a_batch_that_is_partly_in_memory_is_made_as_one_that_is_not(tmp_path: P
             }, turn
             torch.testing.assert_close(sample["no dimensions"], wanted["no dimensions"], rtol=0, atol=0)
         for make in (collate, torch.utils.data.default_collate):
-            made, right = make(batch), torch.utils.data.default_collate(expected)
-            for name, value in right.items():
+            batch_made, expected_batch = make(batch), torch.utils.data.default_collate(expected)
+            for name, value in expected_batch.items():
                 if isinstance(value, torch.Tensor):
-                    assert made[name].dtype == value.dtype, name
-                    np.testing.assert_array_equal(made[name].numpy(), value.numpy())
+                    assert batch_made[name].dtype == value.dtype, name
+                    np.testing.assert_array_equal(batch_made[name].numpy(), value.numpy())
                 else:
-                    assert made[name] == value
+                    assert batch_made[name] == value
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ def test_a_batch_that_is_partly_in_memory_is_made_as_one_that_is_not(tmp_path: P
         (torch.return_types.max((torch.ones(1), torch.ones(1))), "only arrays, tensors"),
     ],
 )
-def test_what_would_come_back_as_something_else_is_refused(
+def test_values_that_cannot_be_restored_are_refused(
     tmp_path: Path, open_dataset: Opener, value: Any, says: str
 ) -> None:
     write_files(tmp_path / "source", 2)
@@ -313,7 +314,7 @@ def test_arrays_that_are_partly_in_memory_stay_in_one_piece(tmp_path: Path, open
         np.testing.assert_array_equal(collate(batch).numpy(), data[order])
 
 
-def test_batches_are_whole_where_memory_has_room_for_some_samples_only(
+def test_batches_are_whole_if_memory_has_room_for_some_samples(
     tmp_path: Path, open_dataset: Opener, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data = write_files(tmp_path / "source", 24)
@@ -331,7 +332,7 @@ def test_batches_are_whole_where_memory_has_room_for_some_samples_only(
 
 
 @pytest.mark.parametrize("room", [24, 10])
-def test_memory_is_filled_in_the_background_with_what_this_process_did_not_read(
+def test_memory_is_filled_in_the_background_with_samples_that_were_not_read(
     tmp_path: Path, open_dataset: Opener, room: int
 ) -> None:
     data = write_files(tmp_path / "source", 24)
@@ -345,7 +346,7 @@ def test_memory_is_filled_in_the_background_with_what_this_process_did_not_read(
     assert dataset.statistics()["memory_misses"] == 24 - room
 
 
-def test_a_dataset_that_nobody_holds_is_not_kept_by_what_fills_its_memory(tmp_path: Path, open_dataset: Opener) -> None:
+def test_a_memory_filler_does_not_keep_its_dataset_alive(tmp_path: Path, open_dataset: Opener) -> None:
     write_files(tmp_path / "source", 24)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=True)
     open_dataset.opened.clear()
@@ -354,8 +355,8 @@ def test_a_dataset_that_nobody_holds_is_not_kept_by_what_fills_its_memory(tmp_pa
     until(lambda: gc.collect() >= 0 and held() is None)
 
 
-def test_samples_that_two_put_into_memory_take_room_once(tmp_path: Path) -> None:
-    batch = RECORD.many(np.zeros(4 * RECORD.record_bytes, np.uint8), 4)
+def test_samples_that_two_processes_store_take_space_once(tmp_path: Path) -> None:
+    batch = RECORD.decode_many(np.zeros(4 * RECORD.record_bytes, np.uint8), 4)
     tier = MemoryTier(tmp_path, "twice", 8, 8 * RECORD.record_bytes)
     try:
         for indices in ([0, 1, 2, 3], [2, 3, 4, 4]):
@@ -365,7 +366,7 @@ def test_samples_that_two_put_into_memory_take_room_once(tmp_path: Path) -> None
         tier.close()
 
 
-def test_arrays_of_too_many_dimensions_are_refused_and_take_no_room(tmp_path: Path, open_dataset: Opener) -> None:
+def test_arrays_of_too_many_dimensions_are_refused_and_take_no_space(tmp_path: Path, open_dataset: Opener) -> None:
     write_files(tmp_path / "source", 4)
 
     def deep(raw: bytes) -> Any:

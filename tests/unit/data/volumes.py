@@ -1,4 +1,4 @@
-"""Run in a mount namespace: training data over volumes that fail. Usage: volumes.py SCRIPT SOURCE MOUNT"""
+"""Training data over volumes that fail, run in a mount namespace. Usage: volumes.py SCRIPT SOURCE MOUNT"""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from topkube.data import ArrayOf
+from topkube.data.cache.node_state import DROPPED, FROZEN, OPEN
 from topkube.data.dataset import CachedDataset
-from topkube.data.session import DROPPED, FROZEN, OPEN
 
 RECORD = ArrayOf("uint8", (3072,))
 
@@ -26,22 +26,22 @@ def dataset(source: Path, where: Path, **more: Any) -> CachedDataset:
 
 
 def right(opened: CachedDataset, source: Path) -> None:
-    """Two epochs of right bytes."""
+    """Assert that two epochs return the right bytes."""
     paths = [opened.cache.shards.listing.paths[at] for at in range(len(opened))]
     for _ in range(2):
-        got = np.stack(list(opened.__getitems__(range(len(opened)))))
-        for path, sample in zip(paths, got, strict=True):
+        samples = np.stack(list(opened.__getitems__(range(len(opened)))))
+        for path, sample in zip(paths, samples, strict=True):
             assert (source / path).read_bytes() == sample.tobytes(), path
 
 
 def full(source: Path, where: Path) -> None:
-    """A volume that takes some shards, not all."""
+    """The volume has room for some shards, but not for all."""
     mount(where, "320k")
     opened = dataset(source, where)
     right(opened, source)
     held = sum(opened.cache.has(number) for number in range(len(opened.cache.shards)))
     assert 0 < held < len(opened.cache.shards), held
-    assert opened.session.state == FROZEN
+    assert opened.node_state.state == FROZEN
     assert not list(where.rglob("*.part"))
 
 
@@ -52,12 +52,12 @@ def full_memory(source: Path, where: Path) -> None:
     mount(memory, "240k")
     opened = dataset(source, where, memory_limit=1 << 22, prefetch=False)
     right(opened, source)
-    assert opened.session.memory_state == FROZEN
+    assert opened.node_state.memory_state == FROZEN
     assert 0 < opened.statistics()["memory_misses"] < opened.statistics()["memory_requests"]
 
 
 def read_only(source: Path, where: Path) -> None:
-    """What is there is used; nothing is written."""
+    """Cached shards are used, and nothing is written."""
     mount(where, "4m")
     first = dataset(source, where, prefetch=False)
     first[0]
@@ -65,7 +65,7 @@ def read_only(source: Path, where: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
     opened = dataset(source, where)
     right(opened, source)
-    assert opened.session.state == FROZEN
+    assert opened.node_state.state == FROZEN
     assert opened.statistics()["remote_bytes"] > 0
 
 
@@ -74,19 +74,19 @@ def read_only_and_empty(source: Path, where: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
     opened = dataset(source, where)
     right(opened, source)
-    assert opened.session.state == DROPPED
+    assert opened.node_state.state == DROPPED
 
 
 def vanished(source: Path, where: Path) -> None:
-    """The volume goes away under an open dataset."""
+    """The volume disappears while a dataset is open."""
     mount(where, "4m")
     opened = dataset(source, where, prefetch=False)
     opened[0]
-    assert opened.session.state == OPEN
+    assert opened.node_state.state == OPEN
     opened.cache._files.clear()
     subprocess.run(["umount", "--lazy", str(where)], check=True)
     right(opened, source)
-    assert opened.session.state == DROPPED
+    assert opened.node_state.state == DROPPED
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from topkube.launch.contract import (
     ExpectedWorker,
     LauncherStatus,
     LaunchPlan,
+    parse_domains,
     worker_name,
     worker_token,
 )
@@ -41,9 +42,10 @@ def test_a_plan_survives_the_environment_and_newer_fields() -> None:
 @pytest.mark.parametrize("attempts", [(1,), (1, 1, 7, 12345)])
 @pytest.mark.parametrize("name", ["a", "n" * 63])
 def test_the_plan_of_ten_thousand_workers_fits_a_variable(name: str, attempts: tuple[int, ...]) -> None:
-    made = [attempts[index % len(attempts)] for index in range(10_000)]
+    attempt_numbers = [attempts[index % len(attempts)] for index in range(10_000)]
     workers = tuple(
-        ExpectedWorker(index=index, attempt=one, pod=worker_name(name, index, one)) for index, one in enumerate(made)
+        ExpectedWorker(index=index, attempt=number, pod=worker_name(name, index, number))
+        for index, number in enumerate(attempt_numbers)
     )
     plan = PLAN.model_copy(update={"name": name, "workers": workers, "attempt": 12345})
     text = plan.text()
@@ -94,3 +96,18 @@ def test_the_last_words_fit_what_kubernetes_keeps(tail: str, message: str) -> No
 def test_the_operator_gets_neither_torch_nor_mpi_from_it() -> None:
     script = "import sys, topkube.launch.contract; print([m for m in ('torch', 'mpi4py', 'numpy') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
+
+
+def test_ranks_are_ordered_by_domain() -> None:
+    workers = tuple(ExpectedWorker(index=index, attempt=1, pod=f"j-worker-{index}-1") for index in range(4))
+    plan = LaunchPlan(name="j", namespace="n", uid="u", attempt=1, workers=workers, slots=2)
+    assert [plan.worker_of(rank).index for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    ordered = plan.ordered_by((1, 0, 1, 0))
+    assert ordered.order == (1, 3, 0, 2)
+    assert [ordered.worker_of(rank).index for rank in (*range(8), 99)] == [1, 1, 3, 3, 0, 0, 2, 2, 2]
+
+
+@pytest.mark.parametrize("text", ["", "0", "0,1,2", "0,x", "0,-1", "0,1e5", "0,123456", "0," + "1" * 9000])
+def test_domains_of_nonsense_are_ignored(text: str) -> None:
+    assert parse_domains(text, 2) is None
+    assert parse_domains("1,0", 2) == (1, 0)

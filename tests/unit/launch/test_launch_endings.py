@@ -11,21 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from topkube import pulse
+from topkube import heartbeat
 from topkube.errors import LaunchError
-from topkube.launch import shared_memory, steps
+from topkube.launch import steps
+from topkube.launch.connection.credentials import LauncherCredentials, WorkerCredentials
+from topkube.launch.connection.messages import read
 from topkube.launch.contract import Ending
-from topkube.launch.credentials import LauncherCredentials, WorkerCredentials
-from topkube.launch.ending import describe, leave, reason_of, tail_of
-from topkube.launch.environment import home
+from topkube.launch.host import shared_memory
+from topkube.launch.host.environment import set_home
+from topkube.launch.host.memory_kills import memory_kills
 from topkube.launch.launcher import run_launcher
-from topkube.launch.memory import memory_kills
-from topkube.launch.messages import read
-from topkube.launch.mpi import cores
-from topkube.launch.report import RankReport
+from topkube.launch.members import clock_offset
+from topkube.launch.output.rank_report import RankReport
 from topkube.launch.steps import Steps
-from topkube.launch.verdict import clock_offset
+from topkube.launch.termination_message import describe, reason_of, tail_of, write_ending
 from topkube.launch.worker import run_worker
+from topkube.processors import cores
 from topkube.telemetry.progress import StepRecord
 
 
@@ -38,32 +39,32 @@ def write(path: Path, text: str) -> Path:
 def test_kills_for_memory_are_counted_in_both_versions_of_cgroups(tmp_path: Path) -> None:
     machine = write(tmp_path / "vmstat", "nr_free_pages 5\noom_kill 9\n")
     none = write(tmp_path / "none", "")
-    two, one = tmp_path / "two", tmp_path / "one"
+    version_2, version_1 = tmp_path / "two", tmp_path / "one"
     own_two = write(tmp_path / "own2", "0::/kubepods/pod1/c\n")
     own_one = write(tmp_path / "own1", "11:cpu,cpuacct:/x\n7:memory:/kubepods/pod1/c\n0::/\n")
-    assert memory_kills(two, own_two, machine) == 9, "no counter of its own: the machine's"
-    write(two / "memory.events", "low 0\noom 3\noom_kill 2\n")  # as inside a container
-    assert memory_kills(two, own_two, machine) == 2
-    write(two / "kubepods/pod1/c/memory.events", "oom_kill 4\n")  # as on the host
-    assert memory_kills(two, own_two, machine) == 4
-    write(one / "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
-    assert memory_kills(one, own_one, machine) == 5
-    write(one / "memory/kubepods/pod1/c/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 6\n")
-    assert memory_kills(one, own_one, machine) == 6
+    assert memory_kills(version_2, own_two, machine) == 9, "no counter of its own: the machine's"
+    write(version_2 / "memory.events", "low 0\noom 3\noom_kill 2\n")  # as inside a container
+    assert memory_kills(version_2, own_two, machine) == 2
+    write(version_2 / "kubepods/pod1/c/memory.events", "oom_kill 4\n")  # as on the host
+    assert memory_kills(version_2, own_two, machine) == 4
+    write(version_1 / "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
+    assert memory_kills(version_1, own_one, machine) == 5
+    write(version_1 / "memory/kubepods/pod1/c/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 6\n")
+    assert memory_kills(version_1, own_one, machine) == 6
     assert memory_kills(tmp_path / "gone", none, none) == 0
     assert memory_kills() >= 0
 
 
 def test_processors_are_counted_in_both_versions_of_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
-    two, one = tmp_path / "two", tmp_path / "one"
+    version_2, version_1 = tmp_path / "two", tmp_path / "one"
     for quota, counted in (("max 100000", 64), ("400000 100000", 4), ("20000 100000", 1), ("9900000 100000", 64)):
-        write(two / "cpu.max", f"{quota}\n")
-        assert cores(two) == counted
+        write(version_2 / "cpu.max", f"{quota}\n")
+        assert cores(version_2) == counted
     for quota, counted in (("-1", 64), ("400000", 4), ("50000", 1)):
-        write(one / "cpu/cpu.cfs_quota_us", f"{quota}\n")
-        write(one / "cpu/cpu.cfs_period_us", "100000\n")
-        assert cores(one) == counted
+        write(version_1 / "cpu/cpu.cfs_quota_us", f"{quota}\n")
+        write(version_1 / "cpu/cpu.cfs_period_us", "100000\n")
+        assert cores(version_1) == counted
     assert cores(tmp_path / "gone") == 64
 
 
@@ -90,7 +91,7 @@ def test_only_dead_segments_of_our_own_are_removed(tmp_path: Path) -> None:
 
 
 def report(**more: object) -> RankReport:
-    return RankReport.of(
+    return RankReport.parse(
         {"rank": 5, "host": "h", "command": ["x"], "started": 1.0, "ended": 2.0, "exit_code": 1, **more}
     )
 
@@ -106,9 +107,9 @@ def test_each_way_to_end_has_its_word() -> None:
 
 
 def test_a_hang_is_laid_to_the_rank_that_never_came() -> None:
-    failure = describe(report(missing=[3, 7], tail=["last words"]), lambda rank: f"pod-{rank // 2}", 2)
+    failure = describe(report(missing=[3, 7], tail=["last words"]), lambda rank: f"pod-{rank // 2}", "worker 2")
     assert (failure.rank, failure.pod, failure.log_tail) == (3, "pod-1", "last words")
-    failure = describe(report(missing=[5]), lambda rank: f"pod-{rank // 2}", 2)
+    failure = describe(report(missing=[5]), lambda rank: f"pod-{rank // 2}", "worker 2")
     assert (failure.rank, failure.pod) == (5, "pod-2")
 
 
@@ -123,9 +124,9 @@ def test_tails_fit_the_status() -> None:
 
 def test_last_words_without_a_container_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ending = Ending(attempt=1, state="Succeeded", exit_code=0)
-    leave(tmp_path / "log", ending)
+    write_ending(tmp_path / "log", ending)
     assert Ending.read((tmp_path / "log").read_text()) == ending
-    leave(tmp_path / "no" / "log", ending)
+    write_ending(tmp_path / "no" / "log", ending)
     assert '"Succeeded"' in capsys.readouterr().err
 
 
@@ -140,70 +141,81 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(steps, "time", found)
-    return found
+    clock = Clock()
+    monkeypatch.setattr(steps, "time", clock)
+    return clock
+
+
+def test_progress_has_the_newest_checkpoint_and_when_it_was_first_reported() -> None:
+    counted = Steps()
+    for step, saved, failed in ((1, None, 0), (2, 2, 0), (3, 2, 0), (4, 2, 1)):
+        counted.add(StepRecord(step, 10, checkpoint_step=saved, failed_checkpoints=failed, time=60.0 * step))
+    progress = counted.progress()
+    assert progress is not None
+    assert (progress.checkpoint_step, progress.checkpoint_at) == (2, "1970-01-01T00:02:00Z")
+    assert progress.failed_checkpoints == 1
 
 
 def test_progress_has_an_eta_and_stalls_are_seen(clock: Clock) -> None:
     counted = Steps()
     assert counted.progress() is None
-    counted.started()
-    assert counted.stalled(0, 0) == ""
+    counted.start()
+    assert counted.describe_stall(0, 0) == ""
     for step in range(1, 11):
         counted.add(StepRecord(step=step, total_steps=110, loss=1.5, samples_per_second=2.0, time=100.0 + 2 * step))
     progress = counted.progress()
     assert progress is not None
     assert (progress.step, progress.total_steps, progress.percent, progress.eta_seconds) == (10, 110, 9, 200)
     assert (progress.loss, progress.updated_at) == ("1.5", "1970-01-01T00:02:00Z")
-    assert counted.stalled(1000, 0) == ""
+    assert (progress.checkpoint_step, progress.checkpoint_at, progress.failed_checkpoints) == (None, None, None)
+    assert counted.describe_stall(1000, 0) == ""
     clock.now += 20
-    assert "the last was step 10" in counted.stalled(10, 0)
+    assert "the last was step 10" in counted.describe_stall(10, 0)
     counted.add(StepRecord(step=11, total_steps=None))
     assert counted.progress().eta_seconds is None
     fresh = Steps()
-    fresh.started()
+    fresh.start()
     clock.now += 20
-    assert "first step" in fresh.stalled(0, 10)
+    assert "first step" in fresh.describe_stall(0, 10)
 
 
 def test_a_script_that_reports_no_steps_is_seen_by_its_collectives_and_who_is_behind_is_named(clock: Clock) -> None:
     counted = Steps()
-    counted.started()
+    counted.start()
     clock.now += 20
-    counted.heard({0: 7, 1: 5, 2: 7, 3: 5}, False)
-    assert counted.stalled(10, 1000) == "", "no step yet: the time for the first one counts"
-    assert counted.stalled(1000, 10) == ""
+    counted.note_activity({0: 7, 1: 5, 2: 7, 3: 5}, False)
+    assert counted.describe_stall(10, 1000) == "", "no step yet: the time for the first one counts"
+    assert counted.describe_stall(1000, 10) == ""
     clock.now += 20
-    counted.heard({}, True)  # a thread that prints is no sign of life where collectives are counted
-    counted.heard({0: 7}, False)  # and neither is the same count
-    words = counted.stalled(1000, 10)
+    counted.note_activity({}, True)  # a thread that prints is no sign of life where collectives are counted
+    counted.note_activity({0: 7}, False)  # and neither is the same count
+    words = counted.describe_stall(1000, 10)
     assert "waited for: rank 1, 3 (collective 5 of 7)" in words
-    assert counted.behind() == [1, 3]
-    counted.heard({1: 7, 3: 7}, False)
-    assert counted.stalled(1000, 10) == ""
-    assert counted.behind() == []
+    assert counted.ranks_behind() == [1, 3]
+    counted.note_activity({1: 7, 3: 7}, False)
+    assert counted.describe_stall(1000, 10) == ""
+    assert counted.ranks_behind() == []
 
 
 def test_output_is_the_sign_of_life_of_a_program_that_uses_nothing_of_ours(clock: Clock) -> None:
     counted = Steps()
-    counted.started()
+    counted.start()
     clock.now += 20
-    counted.heard({}, True)
-    assert counted.stalled(1, 10) == ""
+    counted.note_activity({}, True)
+    assert counted.describe_stall(1, 10) == ""
     clock.now += 20
-    assert "another sign of life" in counted.stalled(1, 10)
+    assert "another sign of life" in counted.describe_stall(1, 10)
 
 
 def test_a_pulse_is_read_by_others_and_failing_to_write_one_ends_nothing(tmp_path: Path) -> None:
-    own = pulse.Pulse(tmp_path / "run", 3)
-    assert pulse.read(tmp_path / "run", 3) == 0
-    own.beat(1)
-    own.beat(70000)
-    assert pulse.read(tmp_path / "run", 3) == 70000
-    assert pulse.read(tmp_path / "run", 2) == 0
+    own = heartbeat.Pulse(tmp_path / "run", 3)
+    assert heartbeat.read(tmp_path / "run", 3) == 0
+    for _ in range(300):
+        own.beat()
+    assert heartbeat.read(tmp_path / "run", 3) == 300
+    assert heartbeat.read(tmp_path / "run", 2) == 0
     write(tmp_path / "file", "x")
-    pulse.Pulse(tmp_path / "file", 0).beat(1)
+    heartbeat.Pulse(tmp_path / "file", 0).beat()
 
 
 def test_bad_plans_and_credentials_become_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +226,7 @@ def test_bad_plans_and_credentials_become_last_words(tmp_path: Path, monkeypatch
         monkeypatch.setenv("TOPKUBE_LAUNCH", plan)
         monkeypatch.setenv("TOPKUBE_WORKER", plan)
         for run in (run_launcher, lambda: run_worker(["true"])):
-            with pytest.raises(LaunchError, match="is unusable"):
+            with pytest.raises(LaunchError, match="is invalid"):
                 run()
             ending = Ending.read(words.read_text())
             assert ending.exit_code == 2
@@ -228,13 +240,13 @@ def test_bad_plans_and_credentials_become_last_words(tmp_path: Path, monkeypatch
         "workers": [{"index": 0, "attempt": 1, "pod": "p"}],
     }
     monkeypatch.setenv("TOPKUBE_LAUNCH", json.dumps(plan))
-    with pytest.raises(LaunchError, match=r"tls\.crt is unusable: No such file"):
+    with pytest.raises(LaunchError, match=r"tls\.crt is invalid: No such file"):
         run_launcher()
     assert Ending.read(words.read_text()).attempt == 4
     for name in ("tls.crt", "tls.key", "token"):
         (tmp_path / name).write_text("nonsense")
     for load in (LauncherCredentials.load, WorkerCredentials.load):
-        with pytest.raises(LaunchError, match=r"the credentials file .* is unusable"):
+        with pytest.raises(LaunchError, match=r"the credentials file .* is invalid"):
             load(tmp_path)
     (tmp_path / "tls.crt").write_text("")
     with pytest.raises(LaunchError, match="it is empty"):
@@ -244,19 +256,19 @@ def test_bad_plans_and_credentials_become_last_words(tmp_path: Path, monkeypatch
 def test_a_home_is_found_for_any_user(tmp_path: Path) -> None:
     for given in ({}, {"HOME": "/nowhere"}, {"HOME": "/proc/1/fdinfo/none"}, {"HOME": ""}):
         environment = dict(given)
-        home(environment, str(tmp_path))
+        set_home(environment, str(tmp_path))
         assert environment["HOME"] == str(tmp_path)
     environment = {"HOME": str(tmp_path / "own")}
     os.mkdir(environment["HOME"])
-    home(environment, str(tmp_path))
+    set_home(environment, str(tmp_path))
     assert environment["HOME"] == str(tmp_path / "own")
 
 
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", '{"kind": "format-disk"}', '{"kind": "open", "stream": 70000}', "\x00"]
 )
-def test_unintelligible_messages_are_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match="unintelligible"):
+def test_invalid_messages_are_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="sent an invalid"):
         read(text)
 
 

@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from topkube.errors import LaunchError
-from topkube.launch import proxies
-from topkube.launch.messages import ProxyParameters
-from topkube.launch.mpi import Mpi
+from topkube.launch.connection.messages import ProxyParameters
+from topkube.launch.mpi import proxies
+from topkube.launch.mpi.mpi_library import Mpi
 
 HYDRA_5 = (
     "HYDRA_LAUNCH: /opt/a b/hydra_pmi_proxy --control-port 127.0.0.1:40053 --rmk user --launcher manual --demux poll "
@@ -139,20 +139,20 @@ def test_open_mpi_4_and_5_are_asked_by_their_own_names() -> None:
     ],
 )
 def test_what_is_not_known_is_refused(line: str) -> None:
-    with pytest.raises(LaunchError, match="not known here"):
+    with pytest.raises(LaunchError, match="TopKube does not support"):
         proxies.hydra_parameters(line)
 
 
 def test_unknown_calls_of_the_agent_are_refused() -> None:
     for words in ([], ["host"], ["host", "rm", "-rf"], [*PRTED, "--stray"], ["host", "/bin/prted", "--prtemca", "a"]):
-        with pytest.raises(LaunchError, match="not known here"):
+        with pytest.raises(LaunchError, match="TopKube does not support"):
             proxies.agent_parameters(call(words))
 
 
 def test_a_worker_starts_nothing_but_its_proxy(mpich: Mpi, tmp_path: Path) -> None:
-    bad = ProxyParameters(mpi="MPICH", options=(("control-port", "10.0.0.9:1"),))
-    with pytest.raises(LaunchError, match="not known here"):
-        proxies.proxy_command(bad, mpich, 7)
+    hostile = ProxyParameters(mpi="MPICH", options=(("control-port", "10.0.0.9:1"),))
+    with pytest.raises(LaunchError, match="TopKube does not support"):
+        proxies.proxy_command(hostile, mpich, 7)
     with pytest.raises(LaunchError, match="the launcher uses OpenMPI, this worker's image has MPICH"):
         proxies.proxy_command(ProxyParameters(mpi="OpenMPI"), mpich, 7)
     for name in ("--rmk", "a b", "", "x;y"):
@@ -160,7 +160,7 @@ def test_a_worker_starts_nothing_but_its_proxy(mpich: Mpi, tmp_path: Path) -> No
             ProxyParameters(mpi="MPICH", options=((name, "v"),))
     with pytest.raises(ValidationError):
         ProxyParameters(mpi="MPICH", options=(("rmk", "a\nb"),))
-    with pytest.raises(LaunchError, match="there is no prted or orted beside"):
+    with pytest.raises(LaunchError, match="there is no prted or orted in the folder of"):
         proxies.proxy_command(ProxyParameters(mpi="OpenMPI"), Mpi("OpenMPI", "5.0", tmp_path / "none" / "mpiexec"), 7)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -11,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from topkube.launch.connection.link import Link
+from topkube.launch.connection.messages import Hello, Look, Report
 from topkube.launch.contract import ExpectedWorker, LaunchPlan
-from topkube.launch.ending import describe
-from topkube.launch.link import Link
-from topkube.launch.messages import Hello, Look, Report
-from topkube.launch.processes import descendants
+from topkube.launch.host.processes import descendants
+from topkube.launch.members import CLOSED_SECONDS, Member
+from topkube.launch.output.rank_report import RankReport, first_failure
 from topkube.launch.rank import commands_among
-from topkube.launch.verdict import CLOSED_SECONDS, Member, settled, unfit
+from topkube.launch.termination_message import describe
+from topkube.launch.verdict import describe_unfit_worker, is_settled
 
 PLAN = LaunchPlan(
     name="j",
@@ -53,23 +57,23 @@ def test_ranks_that_are_seen_to_live_are_not_waited_for(members: list[Member]) -
     """They sit in a collective with the dead, and would never report."""
     now = time.monotonic()
     for member in (*members, *members):
-        member.ask(PLAN.slots)
+        member.request_look(PLAN.slots)
     assert [member.link.sent for member in members] == [[Look()], [Look()]]  # type: ignore[attr-defined]
-    assert not settled(PLAN, members, now - 1.5, now)
+    assert not is_settled(PLAN, members, now - 1.5, now)
     members[0].looked = True
-    assert not settled(PLAN, members, now - 1.5, now), "the other may still have something to tell"
+    assert not is_settled(PLAN, members, now - 1.5, now), "the other may still have something to tell"
     members[1].looked = True
-    assert settled(PLAN, members, now - 1.5, now)
+    assert is_settled(PLAN, members, now - 1.5, now)
 
 
 def test_a_worker_that_has_reported_all_ranks_is_not_asked(members: list[Member]) -> None:
     now = time.monotonic()
     for rank in range(2):
         report = {"rank": rank, "host": "", "command": [], "started": 0.0, "ended": 1.0, "exit_code": 1}
-        members[0].take(Report(report=report))
-    members[0].ask(PLAN.slots)
+        members[0].add_report(Report(report=report))
+    members[0].request_look(PLAN.slots)
     members[1].looked = True
-    assert settled(PLAN, members, now - 1.5, now)
+    assert is_settled(PLAN, members, now - 1.5, now)
     assert members[0].link.sent == []  # type: ignore[attr-defined]
 
 
@@ -77,13 +81,83 @@ def test_the_time_a_closed_connection_had_to_come_back_counts(members: list[Memb
     now = time.monotonic()
     members[0].looked = True
     members[1].link.connected, members[1].closed = False, now - CLOSED_SECONDS + 0.1
-    assert not settled(PLAN, members, now, now), "it may come back"
+    assert not is_settled(PLAN, members, now, now), "it may come back"
     members[1].closed = now - CLOSED_SECONDS - 0.1
-    assert settled(PLAN, members, now, now)
+    assert is_settled(PLAN, members, now, now)
+
+
+def test_a_worker_that_was_asked_to_end_is_waited_for_while_it_may_speak_and_no_longer(members: list[Member]) -> None:
+    """A preempted pod that is killed, or whose node goes, says nothing more: the grace period may be an hour."""
+    now = time.monotonic()
+    plan = PLAN.model_copy(update={"grace_seconds": 3600.0})
+    members[0].looked = True
+    members[1].terminating = time.time()
+    members[1].looked = True
+    assert not is_settled(plan, members, now - 10, now), "its ranks save their state"
+    members[1].link.connected, members[1].closed = False, now - CLOSED_SECONDS + 0.1
+    assert not is_settled(plan, members, now - 10, now), "it may come back"
+    members[1].closed = now - CLOSED_SECONDS - 0.1
+    assert is_settled(plan, members, now - 10, now), "its connection is gone"
+    members[1].link.connected, members[1].closed = True, None
+    members[1].link.heard = now - plan.lost_seconds - 1
+    assert is_settled(plan, members, now - 10, now), "its node is gone"
+    members[1].link.heard = now
+    members[1].ended = True
+    assert is_settled(plan, members, now - 10, now)
+
+
+def test_the_first_of_very_many_failures_is_found_at_once() -> None:
+    """If one of 4,096 ranks aborts, all others end silently at the same moment."""
+    fallen = [
+        RankReport(rank=rank, host="", command=[], started=0.0, ended=5.0 + rank * 1e-6, exit_code=1)
+        for rank in range(50_000)
+    ]
+    aborted = RankReport(rank=50_000, host="", command=[], started=0.0, ended=5.9, exit_code=1, aborted=True)
+    before = time.process_time()
+    assert first_failure([*fallen, aborted]) is aborted
+    assert time.process_time() - before < 5
 
 
 @pytest.mark.parametrize(
-    ("line", "kills", "told", "out_of_memory"),
+    "change",
+    [
+        {"rank": "0"},
+        {"rank": [0]},
+        {"started": None},
+        {"ended": float("nan")},
+        {"exit_code": 1.5},
+        {"exit_code": 10**30},
+        {"traceback": ["x"]},
+        {"tail": "x"},
+        {"tail": [1]},
+        {"missing": {"1": 2}},
+        {"command": None},
+    ],
+)
+def test_what_is_no_report_of_a_rank_is_refused(members: list[Member], change: dict[str, object]) -> None:
+    """A script may write what it likes into the run's directory; a worker that fell over it would be lost."""
+    valid = {"rank": 0, "host": "", "command": [], "started": 0.0, "ended": 1.0, "exit_code": 1}
+    assert members[0].add_report(Report(report=valid)).exit_code == 1
+    with pytest.raises(ValueError, match="not a report of a rank"):
+        members[0].add_report(Report(report={**valid, **change}))
+    with pytest.raises(ValueError, match="not a report of a rank"):
+        members[0].add_report(Report(report={}))
+
+
+def test_a_report_is_short_on_its_way_to_the_launcher() -> None:
+    """The launcher of 4,096 ranks may hear of all at once, and keeps them all."""
+    lines = ["\0" * 60_000, *["x" * 100] * 18, "the end"]
+    trace = "Traceback (most recent call last)\n" + "  File x\n" * 50_000 + "ValueError: why"
+    report = RankReport(
+        rank=1, host="", command=[], started=0, ended=1, exit_code=1, traceback=trace, tail=lines
+    ).brief(8192)
+    assert report.tail[-19:] == lines[-19:]
+    assert report.error == "ValueError: why"
+    assert len(json.dumps(dataclasses.asdict(report))) < 64 << 10
+
+
+@pytest.mark.parametrize(
+    ("line", "kills", "told_to_end", "out_of_memory"),
     [
         ("RuntimeError: DataLoader worker (pid 17) is killed by signal: Killed. ", 1, False, True),
         ("concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated", 1, False, True),
@@ -94,17 +168,17 @@ def test_the_time_a_closed_connection_had_to_come_back_counts(members: list[Memb
     ],
 )
 def test_a_data_loader_killed_for_memory_is_the_ranks_cause(
-    members: list[Member], line: str, kills: int, told: bool, out_of_memory: bool
+    members: list[Member], line: str, kills: int, told_to_end: bool, out_of_memory: bool
 ) -> None:
     """The rank itself ends with a traceback and exit code 1."""
     report = {"rank": 0, "host": "", "command": [], "started": 0.0, "ended": 1.0, "exit_code": 1, "tail": [line]}
-    taken = members[0].take(Report(report={**report, "told_to_end": told}, oom_kills=kills))
+    taken = members[0].add_report(Report(report={**report, "told_to_end": told_to_end}, oom_kills=kills))
     assert taken.out_of_memory == out_of_memory
-    failure = describe(taken, lambda rank: "j-worker-0-1", 0)
+    failure = describe(taken, lambda rank: "j-worker-0-1", "worker 0")
     assert (failure.reason == "OOMKilled") == out_of_memory
     assert failure.exit_code == 1
     if out_of_memory:
-        assert "the kernel killed a process of it for memory" in (failure.message or "")
+        assert "the kernel killed a process of the rank for memory" in (failure.message or "")
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
@@ -112,7 +186,7 @@ def test_pods_with_ipv6_addresses_alone_are_refused_with_words(members: list[Mem
     """Both mpiexecs cut such an address at its first colon."""
     hello = members[1].hello.model_copy(update={"ip": "fd00::2", "mpi": f"{mpi} 5.0.2"})
     member = Member(1, hello, Recorded())
-    failure = unfit(PLAN.model_copy(update={"mpi": mpi}), member, member, f"{mpi} 5.0.2")
+    failure = describe_unfit_worker(PLAN.model_copy(update={"mpi": mpi}), member, member, f"{mpi} 5.0.2")
     assert failure is not None
     assert failure.reason == "WorkerUnfit"
     assert "use IPv4 or dual-stack pods" in (failure.message or "")
@@ -120,11 +194,11 @@ def test_pods_with_ipv6_addresses_alone_are_refused_with_words(members: list[Mem
 
 def test_a_shims_command_counts_as_living_until_it_has_ended(tmp_path: Path) -> None:
     def until(ranks: int) -> list[int]:
-        end = time.monotonic() + 20
-        while len(found := commands_among(descendants(shim.pid))) != ranks:
-            assert time.monotonic() < end, found
+        end = time.monotonic() + 120
+        while len(commands := commands_among(descendants(shim.pid))) != ranks:
+            assert time.monotonic() < end, commands
             time.sleep(0.01)
-        return found
+        return commands
 
     words = [sys.executable, "-m", "topkube.launch.rank", "--no-echo", "--", "sleep", "100"]
     outer = [sys.executable, "-c", f"import subprocess; subprocess.run({words!r})"]  # as MPI's proxy stands above it

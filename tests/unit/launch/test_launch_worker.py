@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from pathlib import Path
 
 import pytest
 
+from topkube.launch import worker as workers
+from topkube.launch.connection.credentials import WorkerCredentials
+from topkube.launch.connection.messages import End, ProxyParameters, Start, Welcome
 from topkube.launch.contract import WorkerPlan
-from topkube.launch.credentials import WorkerCredentials
-from topkube.launch.messages import End
+from topkube.launch.mpi.mpi_library import Mpi
 from topkube.launch.worker import Worker
 from topkube.settings import Settings
 
@@ -38,9 +41,10 @@ class Ranks:
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    made = Worker(PLAN, WorkerCredentials.__new__(WorkerCredentials), ["true"], Settings())
-    made._attempt = Ranks()  # type: ignore[assignment]
-    return made
+    credentials = WorkerCredentials(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "token")
+    worker = Worker(PLAN, credentials, ["true"], Settings(), tmp_path)
+    worker._attempt = Ranks()  # type: ignore[assignment]
+    return worker
 
 
 def graces(worker: Worker) -> list[float]:
@@ -71,3 +75,30 @@ def test_a_launcher_that_is_asked_to_end_too_does_not_shorten_it(worker: Worker)
 def test_ranks_that_nobody_asked_to_end_save_quickly_when_the_launcher_is_gone(worker: Worker) -> None:
     worker._abandon("the launcher has been silent for 20 s")
     assert graces(worker) == [10]
+
+
+def test_what_earlier_attempts_have_left_is_removed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs and reports of hundreds of attempts would fill the pod's disk."""
+
+    class Tunnel:
+        async def listen(self) -> int:
+            return 1
+
+    class Sent:
+        def send(self, message: object) -> None:
+            raise AssertionError(message)
+
+    for number in (1, 2, 7):
+        (worker.directory / f"attempt-{number}").mkdir()
+        (worker.directory / f"attempt-{number}" / "rank-0.log").write_text("x")
+    (worker.directory / "kept").mkdir()
+    started: list[Path] = []
+    monkeypatch.setattr(workers, "Attempt", lambda start, directory, *_: started.append(directory))
+    worker._attempt = None
+    session = worker._session
+    session.welcome = Welcome(run="r", attempt=7, resumed=False)
+    session.tunnel, session.link = Tunnel(), Sent()  # type: ignore[assignment]
+    worker._mpi = Mpi("MPICH", "5.0.2", Path("/x/mpiexec"))
+    asyncio.run(worker._start(Start(proxy=ProxyParameters(mpi="MPICH"), ranks=(0,))))
+    assert started == [worker.directory / "attempt-7"]
+    assert [path.name for path in worker.directory.iterdir()] == ["kept"]

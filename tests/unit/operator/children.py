@@ -1,4 +1,4 @@
-"""The operator's children of a job, as the tests of objects and pods look at them."""
+"""Builders of a job's children for the tests of objects and pods."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from simulated import job
 
 from topkube.job import TrainingJob
-from topkube_operator import pods
-from topkube_operator.observed import Policy
+from topkube_operator.children import pods
+from topkube_operator.model.observed import Policy
 
 SEED = b"s" * 32
 POLICY = Policy(seed=SEED, operator_namespace="topkube-system")
@@ -18,15 +18,15 @@ def stored(**spec: Any) -> TrainingJob:
     return TrainingJob.from_cluster(job(**spec))
 
 
-def worker(made: TrainingJob, index: int = 0, policy: Policy = POLICY) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A worker's pod, and the container that trains."""
-    pod = pods.worker(made, "uid-1", index, 1, "10.0.0.9", policy)
-    return pod, next(one for one in pod["spec"]["containers"] if one["name"] == "worker")
+def worker(job: TrainingJob, index: int = 0, policy: Policy = POLICY) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a worker's pod, and the container that trains."""
+    pod = pods.build_worker(job, "uid-1", index, 1, "10.0.0.9", policy)
+    return pod, next(entry for entry in pod["spec"]["containers"] if entry["name"] == "worker")
 
 
-def launcher(made: TrainingJob) -> tuple[dict[str, Any], dict[str, Any]]:
-    pod = pods.launcher(made, "uid-1", 2, [(0, 1), (1, 2)], POLICY)
-    return pod, next(one for one in pod["spec"]["containers"] if one["name"] == "launcher")
+def launcher(job: TrainingJob) -> tuple[dict[str, Any], dict[str, Any]]:
+    pod = pods.build_launcher(job, "uid-1", 2, [(0, 1), (1, 2)], POLICY)
+    return pod, next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
 
 
 def environment(container: dict[str, Any]) -> dict[str, str]:
@@ -34,5 +34,5 @@ def environment(container: dict[str, Any]) -> dict[str, str]:
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Whether a label selector takes these labels."""
+    """Return True if a label selector matches these labels."""
     return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())

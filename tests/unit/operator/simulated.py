@@ -1,7 +1,8 @@
-"""A cluster in memory that carries plans out: one job, its pods, kubelets, nodes, and other people's objects.
+"""A cluster in memory that carries out plans: one job, its pods, kubelets, nodes, and other people's objects.
 
-It does what the API server, kubelets and the garbage collector would do, one step at a time, and notes every violation
-of a promise: nothing foreign is touched, no pod is made before its attempt is in the status, names are made once.
+The simulation acts as the API server, the kubelets and the garbage collector, one step at a time, and records every
+violation of a promise: no foreign object changes, no pod is made before its attempt is in the status, and every name is
+used once.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from topkube.launch import contract
-from topkube_operator import attempts, reconcile
-from topkube_operator.observed import Child, Container, Observed, Pod, Policy, Report, Trouble, written
-from topkube_operator.plans import Plan
+from topkube.timestamps import format_timestamp
+from topkube_operator.model import names
+from topkube_operator.model.nodes import NodeFailure
+from topkube_operator.model.observed import Child, Container, LauncherReport, Observed, Pod, Policy, Trouble
+from topkube_operator.model.plan import Plan
+from topkube_operator.planning import attempts, planner
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 GRACE = timedelta(seconds=30)
@@ -24,7 +28,7 @@ RANK_FAILED = {"pod": "train-worker-1-1", "rank": 3, "reason": "Error", "exitCod
 
 
 class Crash(Exception):
-    """The operator is killed here."""
+    """The operator was killed."""
 
 
 def pod_attempt(name: str) -> int:
@@ -32,7 +36,7 @@ def pod_attempt(name: str) -> int:
 
 
 def job(**spec: Any) -> dict[str, Any]:
-    """A stored TrainingJob."""
+    """Return a stored TrainingJob."""
     container = {"name": "worker", "image": "image:1", "command": ["python", "train.py"]}
     return {
         "apiVersion": "topkube.dev/v1alpha1",
@@ -43,7 +47,7 @@ def job(**spec: Any) -> dict[str, Any]:
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """RFC 7386, as the API server does it: mappings are merged, null removes."""
+    """Return the result of a merge patch (RFC 7386): mappings are merged, null removes."""
     if not isinstance(patch, dict):
         return copy.deepcopy(patch)
     result = dict(target) if isinstance(target, dict) else {}
@@ -56,7 +60,7 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 class Simulated:
-    """`job` is what is stored. `crash_after`: the operator dies after so many writes."""
+    """A simulated cluster. `job` is the stored job. The operator dies after `crash_after` writes."""
 
     def __init__(self, stored: dict[str, Any], policy: Policy | None = None) -> None:
         self.job: dict[str, Any] | None = copy.deepcopy(stored)
@@ -64,18 +68,31 @@ class Simulated:
         self.pods: dict[str, Pod] = {}
         self.children: dict[tuple[str, str], Child] = {}
         self.foreign: set[tuple[str, str]] = set()
+        self.freed: set[str] = set()
+        """Deleted pods that only a finalizer keeps."""
         self.lost: set[str] = set()
-        self.gone: dict[str, datetime] = {}
-        self.last: dict[str, Pod] = {}
-        self.report: Report | None = None
+        self.removed_at: dict[str, datetime] = {}
+        self.last_seen: dict[str, Pod] = {}
+        self.report: LauncherReport | None = None
         self.troubles: dict[tuple[str, str], Trouble] = {}
+        self.paused: set[tuple[str, str]] = set()
         self.logs: dict[str, str] = {}
         self.policy = policy or Policy(seed=b"s" * 32)
         self.violations: list[str] = []
         self.events: list[str] = []
         self.crash_after: int | None = None
         self.resumes = 0
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        """Objects of the whole cluster, by kind and name."""
+        self.known: dict[tuple[str, str], dict[str, Any]] = {}
+        """The objects that the operator has read."""
+        self.manifests: dict[str, dict[str, Any]] = {}
+        """What was made last, by name."""
         self.node_cache = False
+        self.node_faults: dict[str, str] = {}
+        self.node_failures: tuple[NodeFailure, ...] = ()
+        self.avoided: dict[str, set[str]] = {}
+        """The nodes that each pod may not use."""
         self._uids = itertools.count(1)
 
     # The operator.
@@ -85,21 +102,26 @@ class Simulated:
             tuple(self.pods.values()),
             dict(self.children),
             dict(self.troubles),
+            frozenset(self.paused),
             frozenset(self.lost),
             self.report,
-            dict(self.gone),
-            dict(self.last),
+            dict(self.removed_at),
+            dict(self.last_seen),
             dict(self.logs),
             self.policy,
+            dict(self.known),
             self.node_cache,
+            nodes=len(NODES) - len(self.lost),
+            node_faults=dict(self.node_faults),
+            node_failures=self.node_failures,
         )
 
     def plan(self) -> Plan:
         assert self.job is not None
-        return reconcile.plan(self.job, self.observed(), self.now)
+        return planner.plan(self.job, self.observed(), self.now)
 
     def reconcile(self, rounds: int = 12) -> Plan:
-        """What the controller does with one key; gives the last plan."""
+        """Reconcile as the controller does with one key. Return the last plan."""
         for _ in range(rounds):
             if self.job is None:
                 return Plan()
@@ -107,19 +129,24 @@ class Simulated:
             if plan.logs:
                 self.logs |= {request.pod: f"the log of {request.pod}" for request in plan.logs}
                 continue
-            if plan.idle:
+            if plan.reads:
+                self.known |= {
+                    (read.kind, read.name): self.objects.get((read.kind, read.name), {}) for read in plan.reads
+                }
+                continue
+            if plan.is_empty:
                 return plan
             try:
                 if not self.carry_out(plan):
                     return plan
             except Crash:
-                self.report, self.troubles, self.logs, self.gone, self.last = None, {}, {}, {}, {}
+                self.report, self.troubles, self.logs, self.removed_at, self.last_seen = None, {}, {}, {}, {}
                 self.crash_after = None
         self.violations.append(f"no rest after {rounds} rounds: {plan}")
         return plan
 
     def carry_out(self, plan: Plan) -> bool:
-        """Gives whether all could be made."""
+        """Carry out a plan. Return True if everything could be made."""
         assert self.job is not None
         if plan.status:
             self._write()
@@ -129,15 +156,28 @@ class Simulated:
                 self.violations.append(f"attempt {status.get('attempt')} after {before}")
             self.job["status"] = status
             self.events += [event.reason for event in plan.events]
+        for end in plan.end_groups:
+            self._write()
+            if end.name in self.pods:
+                self.change(end.name, is_retriable=False)
+        for release in plan.release:
+            self._write()
+            self.release(release.name, release.uid)
         for deletion in plan.delete:
             self._write()
             self.delete(deletion.kind, deletion.name, deletion.uid)
-        self.troubles = {}
+        for change in plan.patches:
+            self._write()
+            child = self.children[change.kind, change.name]
+            assert (child.uid, child.version) == (change.uid, change.version)
+            content = {**child.content, "status": merged(child.content["status"], change.status)}
+            self.put_child(dataclasses.replace(child, content=content))
+        self.troubles = {key: trouble for key, trouble in self.troubles.items() if trouble.reason == "Contested"}
         for stage in plan.apply:
             for manifest in stage:
                 self._write()
                 self.apply(manifest)
-            if self.troubles:
+            if any(trouble.reason != "Contested" for trouble in self.troubles.values()):
                 return False
         return True
 
@@ -154,9 +194,9 @@ class Simulated:
         kind, metadata = manifest["kind"], manifest["metadata"]
         name = metadata["name"]
         assert len(name) <= 63, name
-        assert [one["uid"] for one in metadata["ownerReferences"]] == [self.job["metadata"]["uid"]]
+        assert [reference["uid"] for reference in metadata["ownerReferences"]] == [self.job["metadata"]["uid"]]
         if (kind, name) in self.foreign:
-            self.troubles[kind, name] = Trouble("ForeignObject", "somebody else's")
+            self.troubles[kind, name] = Trouble("ForeignObject", "belongs to something else")
             return
         uid = f"uid-of-{name}-{next(self._uids)}"
         if kind == "Pod":
@@ -169,29 +209,41 @@ class Simulated:
             if known is not None:
                 content["spec"]["clusterIP"] = known.content["clusterIP"]
         content["metadata"]["uid"] = uid
+        self.manifests[name] = manifest
         self.children[kind, name] = Child.from_object(kind, content)
+
+    def put_child(self, child: Child) -> None:
+        """Store a changed child under a new version."""
+        self.children[child.kind, child.name] = dataclasses.replace(child, version=str(next(self._uids)))
 
     def _make_pod(self, manifest: dict[str, Any], name: str, uid: str) -> None:
         assert self.job is not None
         if name in self.pods:
             return
         stored = self.job.get("status") or {}
-        manifest["metadata"] |= {"uid": uid, "creationTimestamp": written(self.now)}
+        manifest["metadata"] |= {"uid": uid, "creationTimestamp": format_timestamp(self.now)}
         pod = Pod.from_object(manifest)
+        self.manifests[name] = manifest
         if pod.attempt != stored.get("attempt"):
             self.violations.append(f"{name} made while the status says attempt {stored.get('attempt')}")
         if stored.get("phase") in ("Succeeded", "Failed", "Suspended"):
             self.violations.append(f"{name} made in phase {stored.get('phase')}")
-        launchers = [one for one in self.pods.values() if attempts.launches(one, one.attempt) and one.active]
-        if attempts.launches(pod, pod.attempt) and any(one.deletion is None for one in launchers):
-            self.violations.append(f"{name} beside {[one.name for one in launchers]}")
-        if attempts.launches(pod, pod.attempt):
+        launchers = [
+            launcher
+            for launcher in self.pods.values()
+            if attempts.is_launcher_pod(launcher, launcher.attempt) and launcher.is_active
+        ]
+        if attempts.is_launcher_pod(pod, pod.attempt) and any(launcher.deletion is None for launcher in launchers):
+            self.violations.append(f"{name} beside {[launcher.name for launcher in launchers]}")
+        if attempts.is_launcher_pod(pod, pod.attempt):
             self._check_expected(manifest, name)
         self.pods[name] = pod
+        text = manifest["metadata"]["annotations"].get(names.AVOIDED_NODES)
+        self.avoided[name] = set(text.split(",") if text else ())
 
     def _check_expected(self, manifest: dict[str, Any], name: str) -> None:
-        """A launcher waits for the workers in its plan: all must be there, and able to come."""
-        container = next(one for one in manifest["spec"]["containers"] if one["name"] == "launcher")
+        """Check that all workers in the launcher's plan exist and can call it."""
+        container = next(item for item in manifest["spec"]["containers"] if item["name"] == "launcher")
         text = next(entry["value"] for entry in container["env"] if entry["name"] == contract.PLAN_VARIABLE)
         expected = contract.LaunchPlan.read(text).workers
         if [worker.index for worker in expected] != list(range(len(expected))):
@@ -202,8 +254,8 @@ class Simulated:
                 continue
             if pod is None or (pod.index, pod.attempt) != (worker.index, worker.attempt):
                 self.violations.append(f"{name} waits for {worker.pod}, which does not exist")
-            elif worker.attempt < pod_attempt(name) and (pod.over or pod.deletion or pod.node in self.lost):
-                self.violations.append(f"{name} waits for {worker.pod}, which will not come")
+            elif worker.attempt < pod_attempt(name) and (pod.has_ended or pod.deletion or pod.node in self.lost):
+                self.violations.append(f"{name} waits for {worker.pod}, which will not call")
 
     def delete(self, kind: str, name: str, uid: str) -> None:
         if (kind, name) in self.foreign:
@@ -216,11 +268,28 @@ class Simulated:
             pod = self.pods.get(name)
             if pod is not None and pod.uid == uid and pod.deletion is None:
                 if pod.node:
-                    self.change(name, deletion=self.now + GRACE)
+                    self.change(name, deletion=self.now + GRACE, deletion_grace=GRACE.seconds)
                 else:
-                    self.remove(name)
+                    self.change(name, deletion=self.now)
+                    self._go(name)
         elif (kind, name) in self.children and self.children[kind, name].uid == uid:
             del self.children[kind, name]
+
+    def release(self, name: str, uid: str) -> None:
+        """Remove our finalizer from a pod."""
+        pod = self.pods.get(name)
+        if pod is None or pod.uid != uid:
+            return
+        self.change(name, finalizers=())
+        if name in self.freed:
+            self._go(name)
+
+    def _go(self, name: str) -> None:
+        """Remove a deleted pod that has ended, unless a finalizer keeps it."""
+        if self.pods[name].finalizers:
+            self.freed.add(name)
+        else:
+            self.remove(name)
 
     # The nodes.
 
@@ -228,35 +297,38 @@ class Simulated:
         self.pods[name] = dataclasses.replace(self.pods[name], **changes)
 
     def remove(self, name: str) -> None:
-        self.last[name] = self.pods.pop(name)
-        self.gone[name] = self.now
+        self.freed.discard(name)
+        self.last_seen[name] = self.pods.pop(name)
+        self.removed_at[name] = self.now
 
     def schedule(self) -> None:
-        """Gives every pod a node that is not lost."""
-        free = [node for node in NODES if node not in self.lost]
+        """Assign every pod a node that is not lost, and that the pod may use."""
         for name, pod in self.pods.items():
+            free = [node for node in NODES if node not in self.lost | self.avoided.get(name, set())]
             if not pod.node and free:
-                self.change(name, node=free[len(name) % len(free)])
+                self.change(name, node=free[len(name) % len(free)], scheduled=self.now, scheduling_message="")
 
     def run(self) -> None:
-        """Kubelets start what is scheduled and take away what is deleted."""
+        """Act as the kubelets: start scheduled pods and remove deleted pods."""
         for name, pod in list(self.pods.items()):
             if pod.node in self.lost or not pod.node:
                 continue
             if pod.deletion is not None:
-                self.remove(name)
+                for container in pod.containers if pod.phase == "Running" and pod.finalizers else ():
+                    self.end(name, 143, container)
+                self._go(name)
             elif pod.phase == "Pending":
-                started = {one: Container(started=self.now) for one in self.containers(pod)}
+                started = {container_name: Container(started=self.now) for container_name in self.containers(pod)}
                 self.change(name, phase="Running", ready=True, address="10.0.0.1", containers=started)
 
     def containers(self, pod: Pod) -> list[str]:
         beside = ["launcher"] if pod.role == "worker" and pod.workers else []
-        return [pod.main, *beside]
+        return [pod.main_container, *beside]
 
     def end(self, name: str, code: int, container: str = "", **more: Any) -> None:
-        """A container of a running pod ends."""
+        """End a container of a running pod."""
         pod = self.pods[name]
-        container = container or pod.main
+        container = container or pod.main_container
         if pod.phase != "Running" or pod.node in self.lost:
             return
         before = pod.containers[container]
@@ -264,13 +336,15 @@ class Simulated:
             return
         ended = dataclasses.replace(before, exit_code=code, ended=self.now, **more)
         containers = {**pod.containers, container: ended}
-        codes = [one.exit_code for one in containers.values()]
+        codes = [item.exit_code for item in containers.values()]
         phase = "Running" if None in codes else ("Succeeded" if not any(codes) else "Failed")
         self.change(name, containers=containers, phase=phase, ready=phase == "Running")
 
     def launcher(self) -> Pod | None:
         stored = (self.job or {}).get("status") or {}
-        return next((pod for pod in self.pods.values() if attempts.launches(pod, stored.get("attempt", 0))), None)
+        return next(
+            (pod for pod in self.pods.values() if attempts.is_launcher_pod(pod, stored.get("attempt", 0))), None
+        )
 
     def end_launcher(self, code: int, failure: dict[str, Any] | None = None) -> None:
         pod = self.launcher()
@@ -286,21 +360,26 @@ class Simulated:
             self.end(pod.name, code, "launcher", ended_message=ending.message())
 
     def say(self, state: str, missing: tuple[int, ...] = ()) -> None:
-        """The launcher of the current attempt answers the operator."""
+        """Let the launcher of the current attempt answer the operator."""
         pod = self.launcher()
-        if pod is not None and pod.phase == "Running" and pod.launching.exit_code is None and pod.node not in self.lost:
-            self.report = Report(pod.attempt, state, pod.workers - len(missing), missing, self.now)
+        if (
+            pod is not None
+            and pod.phase == "Running"
+            and pod.launcher_container.exit_code is None
+            and pod.node not in self.lost
+        ):
+            self.report = LauncherReport(pod.attempt, state, pod.workers - len(missing), missing, self.now)
 
     def wait(self, seconds: float) -> None:
         self.now += timedelta(seconds=seconds)
 
-    # The job's owner.
+    # The owner of the job.
 
     def status(self) -> dict[str, Any]:
         return (self.job or {}).get("status") or {}
 
     def condition(self, kind: str) -> dict[str, Any]:
-        return next((one for one in self.status().get("conditions", []) if one["type"] == kind), {})
+        return next((condition for condition in self.status().get("conditions", []) if condition["type"] == kind), {})
 
     def edit(self, **spec: Any) -> None:
         if self.job is not None:
@@ -312,7 +391,7 @@ class Simulated:
             self.edit(runPolicy={**self.job["spec"].get("runPolicy", {}), **policy})
 
     def to_running(self) -> None:
-        """Until ranks run."""
+        """Reconcile until ranks run."""
         self.reconcile()
         self.schedule()
         self.run()
@@ -322,7 +401,7 @@ class Simulated:
 
 
 def running(**spec: Any) -> Simulated:
-    """A job whose ranks run."""
+    """Return a cluster with a job whose ranks run."""
     world = Simulated(job(**spec))
     world.to_running()
     assert world.status()["phase"] == "Running", world.status()

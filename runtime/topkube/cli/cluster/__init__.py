@@ -1,5 +1,5 @@
 """The commands that talk to a cluster: submit, status, logs, delete.
 
-`api` is the connection and turns every refusal into a typed error with the next step; `jobs` reads what a job consists
-of; one module per command does the rest. The Kubernetes client is loaded only when a command runs.
+`api` is the connection; it raises a typed error with the next step if the cluster refuses a request. `jobs` reads a job
+and its objects. Each command has a module of its own. The Kubernetes client is loaded only when a command runs.
 """

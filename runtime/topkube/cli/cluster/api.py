@@ -1,7 +1,8 @@
-"""A connection to an API server, as kubectl would make it: kubeconfig, context, namespace; or the pod's own account.
+"""A connection to an API server, with the kubeconfig, context and namespace that kubectl would use, or with the pod's
+own account.
 
-The Kubernetes client reads the kubeconfig, gets tokens and sets up TLS. Requests are plain JSON on top of it, so that
-objects stay as the server has them.
+The Kubernetes client reads the kubeconfig, gets tokens and sets up TLS. Requests are plain JSON, so that objects stay
+as the server stores them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from topkube.errors import ClusterError, JobError, TopKubeError
 
 CONNECT_SECONDS, READ_SECONDS = 10.0, 60.0
 FIELD_MANAGER = "topkube"
-APPLY, JSON = "application/apply-patch+yaml", "application/json"
+APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
+JSON = "application/json"
 _ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _INSTALL = "pip install 'topkube[cluster]'"
 
 
 @dataclass(frozen=True)
 class Where:
-    """Which cluster and namespace the person means; None is what kubectl would take."""
+    """The cluster and namespace that a command uses; None stands for kubectl's default."""
 
     kubeconfig: Path | None = None
     context: str | None = None
@@ -35,7 +37,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server said: JSON, and its warnings."""
+    """The server's response: JSON, and warnings."""
 
     data: dict[str, Any]
     warnings: list[str]
@@ -58,7 +60,8 @@ class Api:
     def request(
         self, method: str, path: str, query: Mapping[str, Any] | None = None, body: Any = None, content: str = JSON
     ) -> Answer:
-        """One request; `query` without what is None. Raises ClusterError, or JobError where a job itself is refused."""
+        """Send one request; entries of `query` that are None are left out. Raises ClusterError, or JobError if the
+        server refuses a job."""
         import urllib3
 
         answer = self._send(method, path, query or {}, body, content)
@@ -75,14 +78,14 @@ class Api:
             return Answer(json.loads(text), warnings)
         except ValueError:
             raise ClusterError(
-                f"{self.server} answers with something that is not JSON",
-                cause="a proxy or another server is there",
+                f"{self.server} sends a response that is not JSON",
+                cause="a proxy or another server has this address",
                 next_step="kubectl config view --minify",
             ) from None
 
     def lines(self, path: str, query: Mapping[str, Any], silent_seconds: float | None = None) -> Iterator[bytes]:
-        """The lines of a stream (a log, a watch) until its end, without line ends. It also ends, quietly, when the
-        connection breaks or is silent for so long: ask again for the rest."""
+        """Yield the lines of a stream (a log, a watch) without line ends. The stream also ends, without an error, if
+        the connection breaks or is silent for `silent_seconds`: ask again for the rest."""
         import urllib3
 
         answer = self._send("GET", path, query, None, JSON, silent_seconds)
@@ -105,7 +108,7 @@ class Api:
     ) -> Any:
         import urllib3
 
-        asked = {
+        parameters = {
             key: str(value).lower() if isinstance(value, bool) else value
             for key, value in query.items()
             if value is not None
@@ -117,7 +120,7 @@ class Api:
                     headers[setting["key"]] = setting["value"]
             return self._pool.request(
                 method,
-                self.server + path + (f"?{urlencode(asked)}" if asked else ""),
+                self.server + path + (f"?{urlencode(parameters)}" if parameters else ""),
                 headers=headers,
                 body=None if body is None else json.dumps(body),
                 preload_content=False,
@@ -136,7 +139,7 @@ class Api:
 
 
 def connect(where: Where) -> Api:
-    """Raises ClusterError where there is no client, no kubeconfig, or no such context in it."""
+    """Return a connection. Raises ClusterError if the client, the kubeconfig or the context is missing."""
     import yaml
 
     try:
@@ -145,24 +148,29 @@ def connect(where: Where) -> Api:
     except ImportError:
         raise ClusterError(
             "the Kubernetes client is not installed here",
-            cause="topkube was installed for local runs alone",
+            cause="topkube was installed for local runs only",
             next_step=_INSTALL,
         ) from None
     file = str(where.kubeconfig) if where.kubeconfig else None
     configuration = client.Configuration()
+    location = file or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
     known = Path(file) if file else None
     try:
         if known is None and not _has_kubeconfig(kube_config.KUBE_CONFIG_DEFAULT_LOCATION):
             return _in_cluster(configuration, where, kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
         contexts, active = config.list_kube_config_contexts(file)
-        chosen = next((one for one in contexts if one["name"] == where.context), active) if where.context else active
+        chosen = (
+            next((candidate for candidate in contexts if candidate["name"] == where.context), active)
+            if where.context
+            else active
+        )
         config.load_kube_config(file, context=where.context, client_configuration=configuration, persist_config=False)
     except config.ConfigException as error:
         names = _context_names(file)
         listed = f"; known: {', '.join(names)}" if names else ""
         raise ClusterError(
-            f"the kubeconfig {file or kube_config.KUBE_CONFIG_DEFAULT_LOCATION} is of no use: {_first(error)}{listed}",
-            cause="a context that is not in it, or a file that is not complete",
+            f"the kubeconfig {location} cannot be used: {_first(error)}{listed}",
+            cause="the context is not in the file, or the file is incomplete",
             next_step="kubectl config get-contexts",
         ) from None
     except (
@@ -172,9 +180,9 @@ def connect(where: Where) -> Api:
         AttributeError,
         KeyError,
         yaml.YAMLError,
-    ) as error:  # what a damaged file ends in
+    ) as error:  # the client raises these for a damaged file
         raise ClusterError(
-            f"the kubeconfig {file or kube_config.KUBE_CONFIG_DEFAULT_LOCATION} cannot be read: {_first(error)}",
+            f"the kubeconfig {location} cannot be read: {_first(error)}",
             cause="it is not a kubeconfig",
             next_step="kubectl config view",
         ) from None
@@ -189,42 +197,42 @@ def _in_cluster(configuration: Any, where: Where, looked: str) -> Api:
         config.load_incluster_config(client_configuration=configuration)
     except config.ConfigException:
         raise ClusterError(
-            f"no cluster is configured: {looked} is not there",
+            f"no cluster is configured: {looked} does not exist",
             cause="no kubeconfig has been set up on this machine",
-            next_step="export KUBECONFIG=FILE, or give --kubeconfig FILE; without a cluster: topkube run JOB.yaml",
+            next_step="export KUBECONFIG=FILE, or pass --kubeconfig FILE; without a cluster: topkube run JOB.yaml",
         ) from None
     own = _ACCOUNT_NAMESPACE.read_text().strip() if _ACCOUNT_NAMESPACE.exists() else "default"
     return Api(configuration, where.namespace or own)
 
 
 def _has_kubeconfig(location: str) -> bool:
-    return any(Path(one).expanduser().exists() for one in location.split(":") if one)
+    return any(Path(path).expanduser().exists() for path in location.split(":") if path)
 
 
 def _context_names(file: str | None) -> list[str]:
     from kubernetes import config
 
     try:
-        return [one["name"] for one in config.list_kube_config_contexts(file)[0]]
+        return [context["name"] for context in config.list_kube_config_contexts(file)[0]]
     except Exception:  # the file is already known to be bad
         return []
 
 
 def _refused(status: int, text: bytes, method: str, path: str, namespace: str) -> TopKubeError:
-    """The server's refusal as an error of ours."""
+    """Return the typed error for the server's refusal."""
     try:
-        said = json.loads(text)
+        response = json.loads(text)
     except ValueError:
-        said = {}
-    said = said if isinstance(said, dict) else {}
-    message = said.get("message") or text.decode(errors="replace").strip()[:500] or f"HTTP {status}"
-    details = said.get("details") or {}
+        response = {}
+    response = response if isinstance(response, dict) else {}
+    message = response.get("message") or text.decode(errors="replace").strip()[:500] or f"HTTP {status}"
+    details = response.get("details") or {}
     kind, name = details.get("kind", ""), details.get("name", "")
     if status == 401:
         return ClusterError(
             "the cluster does not know who you are",
             status=status,
-            cause="a token or certificate that has expired",
+            cause="a token or certificate has expired",
             next_step="log in again, or choose another user: kubectl config get-contexts",
         )
     if status == 403:
@@ -249,10 +257,10 @@ def _refused(status: int, text: bytes, method: str, path: str, namespace: str) -
         return ClusterError(
             f"there is no namespace {name}",
             status=status,
-            cause="a typing mistake, or another cluster",
+            cause="the name is misspelt, or it is in another cluster",
             next_step=f"kubectl get namespaces; kubectl create namespace {name}",
         )
-    causes = [f"{one.get('field', '')}: {one.get('message', '')}" for one in details.get("causes") or ()]
+    causes = [f"{entry.get('field', '')}: {entry.get('message', '')}" for entry in details.get("causes") or ()]
     if status == 422 or (status == 400 and "admission webhook" in message):
         listed = causes if status == 422 and causes else []
         return JobError(f"the cluster refuses the job: {'it has mistakes' if listed else message}", listed)
@@ -260,7 +268,7 @@ def _refused(status: int, text: bytes, method: str, path: str, namespace: str) -
 
 
 def _unquoted(warning: str) -> str:
-    """299 - "the \\"text\\"" -> the "text\""""
+    """Return the text of a Warning header: 299 - "the \\"text\\"" becomes the "text\""""
     match = re.fullmatch(r'\s*\d{3} \S+ "(.*)"\s*', warning, re.DOTALL)
     return re.sub(r"\\(.)", r"\1", match[1]) if match else warning
 
@@ -275,7 +283,7 @@ def _first(error: Exception) -> str:
 
 
 def path_of(namespace: str | None, kind: str, name: str | None = None, group: str = "") -> str:
-    """The URL path of a kind (its plural name), in the core group where `group` (with its version) is empty."""
+    """Return the URL path of a kind (its plural name), in the core group if `group` (with its version) is empty."""
     root = f"/apis/{group}" if group else "/api/v1"
     place = f"/namespaces/{quote(namespace)}" if namespace else ""
     return f"{root}{place}/{kind}" + (f"/{quote(name)}" if name else "")
@@ -283,7 +291,7 @@ def path_of(namespace: str | None, kind: str, name: str | None = None, group: st
 
 @contextmanager
 def missing_is_fine() -> Iterator[None]:
-    """Swallows the 404 of an object that is already gone."""
+    """Ignore the 404 of an object that is already gone."""
     try:
         yield
     except ClusterError as error:

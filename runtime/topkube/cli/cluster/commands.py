@@ -1,4 +1,4 @@
-"""The options of the commands that talk to a cluster; kubectl's words for kubectl's things."""
+"""The options of the commands that talk to a cluster. Options that kubectl has too have kubectl's names."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from typing import Annotated
 import typer
 
 from topkube.cli.cluster.api import Where
-from topkube.cli.options import Output, OutputOption
+from topkube.cli.options import OutputFormat, OutputOption
 
 Kubeconfig = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The kubeconfig [default: $KUBECONFIG, or ~/.kube/config].")
+    Path | None, typer.Option(metavar="FILE", help="The kubeconfig (default: $KUBECONFIG, or ~/.kube/config).")
 ]
 Context = Annotated[str | None, typer.Option(metavar="NAME", help="The kubeconfig's context to use.")]
-Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="The namespace [default: the context's].")]
-Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Wait no longer (exit code 124).")]
+Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="The namespace (default: the context's).")]
+Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop waiting after this time (exit code 124).")]
 
 
 def submit(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="A TrainingJob.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Have the server check it, and change nothing.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for its end; exit with its exit code.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show its logs until its end; the same.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Let the server check the job without changing anything.")
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the job ends; exit with the job's exit code.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show the job's logs until it ends; exit with the job's exit code.")
+    ] = False,
     timeout: Timeout = None,
     force_conflicts: Annotated[
         bool, typer.Option("--force-conflicts", help="Take over fields that another tool has set.")
@@ -30,12 +36,12 @@ def submit(
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
-    output: OutputOption = Output.text,
+    output: OutputOption = OutputFormat.text,
 ) -> None:
     """Check a TrainingJob and apply it to a cluster."""
-    from topkube.cli.cluster.submit import Options, submit_job
+    from topkube.cli.cluster.submit import SubmitOptions, submit_job
 
-    options = Options(
+    options = SubmitOptions(
         job=job,
         where=Where(kubeconfig, context, namespace),
         dry_run=dry_run,
@@ -43,58 +49,91 @@ def submit(
         wait=wait,
         follow=follow,
         timeout_seconds=timeout,
-        json=output is Output.json,
+        json=output is OutputFormat.json,
     )
     raise typer.Exit(submit_job(options))
 
 
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="JOB", help="A job's name; without one, a table.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow one job to its end.")] = False,
+    job: Annotated[
+        str | None, typer.Argument(metavar="JOB", help="Name of a job; without it, all jobs are listed.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow one job until it ends.")] = False,
     all_namespaces: Annotated[
-        bool, typer.Option("--all-namespaces", "-A", help="The table of all namespaces.")
+        bool, typer.Option("--all-namespaces", "-A", help="List the jobs of all namespaces.")
     ] = False,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
-    output: OutputOption = Output.text,
+    output: OutputOption = OutputFormat.text,
 ) -> None:
     """Show a job: phase, progress, pods, why it failed, events."""
-    from topkube.cli.cluster.status import Options, show_status
+    from topkube.cli.cluster.status import StatusOptions, show_status
 
     where = Where(kubeconfig, context, namespace)
-    raise typer.Exit(show_status(Options(job, where, all_namespaces, watch, output is Output.json)))
+    raise typer.Exit(show_status(StatusOptions(job, where, all_namespaces, watch, output is OutputFormat.json)))
 
 
 def logs(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="A job's name.")],
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on until the job ends.")] = True,
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Name of a job.")],
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Continue until the job ends.")] = True,
     worker: Annotated[
-        list[int] | None, typer.Option(metavar="INDEX", help="This worker alone; may be repeated.")
+        list[int] | None, typer.Option(metavar="INDEX", help="Show this worker only; may be repeated.")
     ] = None,
-    tail: Annotated[int | None, typer.Option(metavar="LINES", help="Begin with the last lines of each pod.")] = None,
+    tail: Annotated[
+        int | None, typer.Option(metavar="LINES", help="Begin with this many of the last lines of each pod.")
+    ] = None,
     timestamps: Annotated[bool, typer.Option("--timestamps", help="Put the time before each line.")] = False,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
-    output: OutputOption = Output.text,
+    output: OutputOption = OutputFormat.text,
 ) -> None:
-    """Follow what all ranks of a job print, across restarts; exit with the job's exit code."""
-    from topkube.cli.cluster.logs import Options, show_logs
+    """Show what all ranks of a job print, across restarts; exit with the job's exit code."""
+    from topkube.cli.cluster.logs import LogOptions, show_logs
 
     where = Where(kubeconfig, context, namespace)
-    raise typer.Exit(show_logs(Options(job, where, follow, worker, tail, timestamps, output is Output.json)))
+    raise typer.Exit(show_logs(LogOptions(job, where, follow, worker, tail, timestamps, output is OutputFormat.json)))
+
+
+def suspend(
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB…", help="Names of jobs.")],
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until their ranks have saved and their pods are gone.")
+    ] = True,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Stop waiting after this time.")] = 300.0,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Suspend jobs: their ranks save a checkpoint and their pods end; the jobs stay."""
+    from topkube.cli.cluster.suspend import SuspendOptions, set_suspended
+
+    where = Where(kubeconfig, context, namespace)
+    raise typer.Exit(set_suspended(SuspendOptions(jobs, where, suspend=True, wait=wait, timeout_seconds=timeout)))
+
+
+def resume(
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB…", help="Names of jobs.")],
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Resume suspended jobs: they continue from their newest checkpoint."""
+    from topkube.cli.cluster.suspend import SuspendOptions, set_suspended
+
+    raise typer.Exit(set_suspended(SuspendOptions(jobs, Where(kubeconfig, context, namespace), suspend=False)))
 
 
 def delete(
     jobs: Annotated[list[str], typer.Argument(metavar="JOB…", help="Names of jobs.")],
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until their pods are gone.")] = True,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Wait no longer.")] = 300.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Stop waiting after this time.")] = 300.0,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Delete jobs with all that belongs to them."""
-    from topkube.cli.cluster.delete import Options, delete_jobs
+    """Delete jobs and everything that belongs to them."""
+    from topkube.cli.cluster.delete import DeleteOptions, delete_jobs
 
-    raise typer.Exit(delete_jobs(Options(jobs, Where(kubeconfig, context, namespace), wait, timeout)))
+    raise typer.Exit(delete_jobs(DeleteOptions(jobs, Where(kubeconfig, context, namespace), wait, timeout)))

@@ -6,15 +6,15 @@ import time
 from dataclasses import dataclass
 
 from topkube.cli.cluster.api import Api, Where, connect, missing_is_fine
-from topkube.cli.cluster.jobs import find, job_path, pods_of
+from topkube.cli.cluster.jobs import find_job, job_path, pods_of
 from topkube.errors import ClusterError
 
 _LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line asked for."""
+class DeleteOptions:
+    """The options of the command line."""
 
     jobs: list[str]
     where: Where
@@ -22,10 +22,10 @@ class Options:
     timeout_seconds: float = 300.0
 
 
-def delete_jobs(options: Options) -> int:
+def delete_jobs(options: DeleteOptions) -> int:
     api = connect(options.where)
-    found = [find(api, name) for name in options.jobs]  # a typing mistake in one deletes none
-    for job in found:
+    jobs = [find_job(api, name) for name in options.jobs]  # if one name is wrong, nothing is deleted
+    for job in jobs:
         metadata = job["metadata"]
         body = {"propagationPolicy": "Background", "preconditions": {"uid": metadata["uid"]}}
         with missing_is_fine():
@@ -33,33 +33,33 @@ def delete_jobs(options: Options) -> int:
         print(f"trainingjob.topkube.dev/{metadata['name']} deleted", flush=True)
     if options.wait:
         deadline = time.monotonic() + options.timeout_seconds
-        for job in found:
-            _gone(api, job["metadata"]["name"], job["metadata"]["uid"], deadline, options.timeout_seconds)
+        for job in jobs:
+            _wait_until_gone(api, job["metadata"]["name"], job["metadata"]["uid"], deadline, options.timeout_seconds)
     return 0
 
 
-def _gone(api: Api, name: str, uid: str, deadline: float, seconds: float) -> None:
-    while left := _still_there(api, name, uid):
+def _wait_until_gone(api: Api, name: str, uid: str, deadline: float, seconds: float) -> None:
+    while left := _find_remaining(api, name, uid):
         if time.monotonic() >= deadline:
             raise ClusterError(
-                f"after {seconds:g} s there is still {', '.join(left)}",
-                cause="a node that is gone cannot report that its pods have ended, or a finalizer holds the object",
+                f"after {seconds:g} s these still exist: {', '.join(left)}",
+                cause="a lost node cannot report that its pods have ended, or a finalizer keeps the object",
                 next_step=f"kubectl get tj,pods -n {api.namespace} -l topkube.dev/job-name={name}; "
                 "`topkube delete --no-wait` does not wait",
             )
         time.sleep(_LOOK_SECONDS)
 
 
-def _still_there(api: Api, name: str, uid: str) -> list[str]:
+def _find_remaining(api: Api, name: str, uid: str) -> list[str]:
     try:
-        return _left(api, name, uid)
+        return _list_remaining(api, name, uid)
     except ClusterError as error:
         if not error.passing:
             raise
-        return [f"no answer: {error.what}"]
+        return [f"objects of {name} (no answer: {error.what})"]
 
 
-def _left(api: Api, name: str, uid: str) -> list[str]:
+def _list_remaining(api: Api, name: str, uid: str) -> list[str]:
     left = []
     with missing_is_fine():
         if api.get(job_path(api, name))["metadata"].get("uid") == uid:

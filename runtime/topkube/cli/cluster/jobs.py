@@ -1,4 +1,4 @@
-"""A job on a cluster and what belongs to it, as plain data."""
+"""A job on a cluster and its objects, as plain data."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ JOB_LABEL, ROLE_LABEL, INDEX_LABEL, ATTEMPT_LABEL = (
 )
 DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 OVER = ("Succeeded", "Failed")
-_NO_DNS = "MissingClusterDNS"  # of no interest here: jobs need no DNS
+_NO_DNS = "MissingClusterDNS"  # not shown: jobs need no DNS
 WAIT_CODE = 124
-"""Exit code of a command that was told to wait no longer, as timeout's."""
+"""Exit code of a command whose --timeout has passed, like that of timeout(1)."""
 WATCH_SECONDS = 60
-"""A watch is asked for again after so long at the latest."""
+"""A watch is renewed after this time at the latest."""
 
 
 def job_path(api: Api, name: str | None = None) -> str:
     return path_of(api.namespace, PLURAL, name, API_VERSION)
 
 
-def find(api: Api, name: str) -> dict[str, Any]:
-    """The stored job. Raises ClusterError that names the nearest jobs where there is none of this name."""
+def find_job(api: Api, name: str) -> dict[str, Any]:
+    """Return the stored job. Raises ClusterError with the nearest names if there is no job of this name."""
     if not name:
         raise ClusterError(
-            "the job's name is empty", cause="a shell variable that is not set", next_step="topkube status: all jobs"
+            "the job's name is empty", cause="a shell variable is not set", next_step="topkube status: all jobs"
         )
     try:
         return api.get(job_path(api, name))
@@ -43,7 +43,7 @@ def find(api: Api, name: str) -> dict[str, Any]:
             raise
     names = [job["metadata"]["name"] for job in all_jobs(api)]
     near = difflib.get_close_matches(name, names, 3, 0.5) or names[:3]
-    known = f"; there is {', '.join(near)}" if near else "; there is no job at all"
+    known = f"; jobs are {', '.join(near)}" if near else "; there are no jobs"
     raise ClusterError(
         f"there is no TrainingJob {name} in namespace {api.namespace}{known}",
         status=404,
@@ -53,35 +53,35 @@ def find(api: Api, name: str) -> dict[str, Any]:
 
 
 def all_jobs(api: Api, everywhere: bool = False) -> list[dict[str, Any]]:
-    """The jobs of the namespace, or of all."""
+    """Return the jobs of the namespace, or of all namespaces."""
     path = path_of(None if everywhere else api.namespace, PLURAL, group=API_VERSION)
     return list(api.get(path).get("items") or ())
 
 
 def pods_of(api: Api, name: str) -> list[dict[str, Any]]:
-    """The job's pods: the launcher's first, then workers by index, older ones first."""
+    """Return the job's pods: the launcher first, then workers by index, older pods first."""
     pods = api.get(path_of(api.namespace, "pods"), labelSelector=f"{JOB_LABEL}={name}").get("items") or []
     return sorted(pods, key=lambda pod: (index_of(pod), attempt_of(pod), pod["metadata"]["name"]))
 
 
 def index_of(pod: dict[str, Any]) -> int:
-    """The worker's index, -1 for a launcher."""
+    """Return the worker's index; -1 for a launcher."""
     return _number(pod["metadata"].get("labels", {}).get(INDEX_LABEL), -1)
 
 
 def attempt_of(pod: dict[str, Any]) -> int:
-    """The attempt in which the pod was made."""
+    """Return the attempt for which the pod was created."""
     return _number(pod["metadata"].get("labels", {}).get(ATTEMPT_LABEL), 0)
 
 
 def main_container(pod: dict[str, Any]) -> str:
-    """The container that trains, or that starts MPI."""
+    """Return the name of the container that trains, or that starts MPI."""
     named = (pod["metadata"].get("annotations") or {}).get(DEFAULT_CONTAINER)
     return str(named or pod["spec"]["containers"][0]["name"])
 
 
 def container_state(pod: dict[str, Any], container: str = "") -> tuple[str, dict[str, Any]]:
-    """('waiting' | 'running' | 'terminated', details) of a container; of the main one where none is named."""
+    """Return ('waiting' | 'running' | 'terminated', details) of a container; of the main container if none is named."""
     for status in (pod.get("status") or {}).get("containerStatuses") or ():
         if status["name"] == (container or main_container(pod)):
             for state, details in (status.get("state") or {}).items():
@@ -90,22 +90,22 @@ def container_state(pod: dict[str, Any], container: str = "") -> tuple[str, dict
 
 
 def events_of(api: Api, job: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Events of the job, and the warnings of its pods, oldest first."""
+    """Return the events of the job and the warnings of its pods, oldest first."""
     path = path_of(api.namespace, "events")
     name, uid = job["metadata"]["name"], job["metadata"].get("uid")
-    found = (
-        api.get(path, fieldSelector=f"involvedObject.kind=TrainingJob,involvedObject.name={name}").get("items") or []
-    )
-    events = [one for one in found if one["involvedObject"].get("uid") in (None, "", uid)]
+    selector = f"involvedObject.kind=TrainingJob,involvedObject.name={name}"
+    stored = api.get(path, fieldSelector=selector).get("items") or []
+    events = [event for event in stored if event["involvedObject"].get("uid") in (None, "", uid)]
     own = {pod["metadata"]["name"] for pod in pods}
     if own:
-        warned = api.get(path, fieldSelector="involvedObject.kind=Pod,type=Warning").get("items") or []
-        events += [one for one in warned if one["involvedObject"].get("name") in own and one.get("reason") != _NO_DNS]
+        warnings = api.get(path, fieldSelector="involvedObject.kind=Pod,type=Warning").get("items") or []
+        warnings = [event for event in warnings if event.get("reason") != _NO_DNS]
+        events += [event for event in warnings if event["involvedObject"].get("name") in own]
     return sorted(events, key=event_time)
 
 
 def event_time(event: dict[str, Any]) -> str:
-    """When it was last seen."""
+    """Return the time when the event was last seen."""
     return str(
         event.get("lastTimestamp")
         or (event.get("series") or {}).get("lastObservedTime")
@@ -116,25 +116,25 @@ def event_time(event: dict[str, Any]) -> str:
 
 
 def phase(job: dict[str, Any]) -> str:
-    """Pending until the operator says otherwise."""
+    """Return the job's phase: Pending until the operator writes another."""
     return str((job.get("status") or {}).get("phase") or "Pending")
 
 
-def why(job: dict[str, Any]) -> str:
-    """What a job that does not run yet waits for, on one line; empty where nobody says, and while it runs."""
-    conditions = {one.get("type"): one for one in (job.get("status") or {}).get("conditions") or ()}
+def waiting_reason(job: dict[str, Any]) -> str:
+    """Return what a job that does not run yet waits for, on one line; an empty text if it runs or nothing is known."""
+    conditions = {entry.get("type"): entry for entry in (job.get("status") or {}).get("conditions") or ()}
     if phase(job) not in ("Pending", "Starting", "Restarting"):
         return ""
     return one_line(str((conditions.get("Running") or {}).get("message") or ""))
 
 
 def one_line(text: str) -> str:
-    """A message of several lines, as one."""
+    """Return a message of several lines as one line."""
     return " ".join(text.split())
 
 
 def exit_code(job: dict[str, Any]) -> int:
-    """0 where it succeeded, the first failing rank's own code where it failed."""
+    """Return 0 if the job succeeded, and the exit code of the first rank that failed if it failed."""
     if phase(job) == "Succeeded":
         return 0
     code = ((job.get("status") or {}).get("firstFailure") or {}).get("exitCode")
@@ -143,21 +143,22 @@ def exit_code(job: dict[str, Any]) -> int:
 
 @dataclass
 class Watch:
-    """One job, followed over broken connections. `states` gives it at once and after every change, and None as its last
-    word when it has been deleted."""
+    """Follow one job over broken connections. `states` yields it at once and after every change, and None when it has
+    been deleted."""
 
     api: Api
     name: str
     seconds: float | None = None
-    """How long to follow it; None: to the end."""
+    """How long to follow the job; None: until it ends."""
     _deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.seconds if self.seconds is not None else float("inf")
 
     def states(self) -> Iterator[dict[str, Any] | None]:
-        """Raises ClusterError where the job is not there at first, and TimeoutError at the deadline."""
-        job = find(self.api, self.name)
+        """Yield the job's states. Raises ClusterError if the job does not exist at first, and TimeoutError at the
+        deadline."""
+        job = find_job(self.api, self.name)
         uid = job["metadata"].get("uid")
         while True:
             yield job

@@ -1,7 +1,7 @@
-"""`topkube logs`: what all ranks print, from all pods at once, across restarts, until the job ends.
+"""`topkube logs`: show what all ranks print, from all pods at once, across restarts, until the job ends.
 
-A pod that lives on through a restart is one stream; a pod that is replaced is followed by its successor. A stream that
-breaks is asked for again from its last time stamp, so that no line is lost or shown twice.
+A pod that survives a restart is one stream. If a pod is replaced, its successor's stream follows. A stream that breaks
+is requested again from its last time stamp, so that no line is lost or shown twice.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ from topkube.cli.cluster.jobs import (
     Watch,
     container_state,
     exit_code,
-    find,
+    find_job,
     index_of,
     main_container,
     phase,
     pods_of,
-    why,
+    waiting_reason,
 )
 from topkube.errors import ClusterError
 
 LOOK_SECONDS = 0.5
 SILENT_SECONDS = 3600.0
 DRAIN_SECONDS = 10.0
-"""How long the last lines may take to arrive once the job has ended."""
+"""How long the last lines may take to arrive after the job has ended."""
 MOST_STREAMS = 512
 _LAUNCHER = "launcher"
-"""The name of the launcher's container, wherever it is."""
+"""The name of the launcher's container, in a pod of its own or beside worker 0."""
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 _RANK = re.compile(r"\[rank (\d+)\] ")
 _STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d)) ?")
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line asked for."""
+class LogOptions:
+    """The options of the command line."""
 
     job: str
     where: Where
     follow: bool = True
     workers: list[int] | None = None
-    """None: all of them and the launcher."""
+    """None: all workers and the launcher."""
     tail: int | None = None
     timestamps: bool = False
     json: bool = False
     timeout_seconds: float | None = None
-    """How long to follow; None: to the end."""
+    """How long to follow the job; None: until it ends."""
 
 
-def show_logs(options: Options) -> int:
-    """Returns the job's own exit code once it has ended, 0 before."""
+def show_logs(options: LogOptions) -> int:
+    """Show the logs. Return the job's exit code if it has ended, else 0."""
     api = connect(options.where)
-    job = find(api, options.job)
+    job = find_job(api, options.job)
     printer = _Printer(options)
     if options.follow and phase(job) not in OVER:
         return _follow(api, options, printer)
@@ -73,18 +73,18 @@ def show_logs(options: Options) -> int:
             printer.line(source, stamp, text)
             printed = True
     if not sources:
-        _kept(job, options)
+        _show_kept_failure(job, options)
     elif not printed:
-        waits = f" ({why(job)})" if why(job) else ""
+        waits = f" ({waiting_reason(job)})" if waiting_reason(job) else ""
         printer.note(
-            f"{options.job} is {phase(job)}{waits}; nothing has been printed; next: topkube status {options.job}"
+            f"{options.job} is {phase(job)}{waits}; its pods have printed nothing; next: topkube status {options.job}"
         )
     return exit_code(job) if options.follow else 0
 
 
-def _follow(api: Api, options: Options, printer: _Printer) -> int:
+def _follow(api: Api, options: LogOptions, printer: _Printer) -> int:
     following = _Following(api, options)
-    said = {"phase": "", "attempt": 0}
+    announced = {"phase": "", "attempt": 0}
     last: dict[str, Any] | None = None
     watched: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
     watch = Watch(api, options.job, options.timeout_seconds)
@@ -96,28 +96,28 @@ def _follow(api: Api, options: Options, printer: _Printer) -> int:
         for source, stamp, text in following.arrived(LOOK_SECONDS):
             printer.line(source, stamp, text)
         while not watched.empty():
-            news = watched.get()
-            if isinstance(news, TimeoutError):
+            change = watched.get()
+            if isinstance(change, TimeoutError):
                 printer.note(
-                    f"{options.job} is still {phase(last or {})} after {options.timeout_seconds:g} s; it goes on"
+                    f"{options.job} is still {phase(last or {})} after {options.timeout_seconds:g} s and continues"
                 )
                 return WAIT_CODE
-            if isinstance(news, Exception):
-                raise news
-            if news is None and last is not None and phase(last) not in OVER:
+            if isinstance(change, Exception):
+                raise change
+            if change is None and last is not None and phase(last) not in OVER:
                 printer.note(f"the job {options.job} was deleted")
                 return 1
-            if news is not None:
-                last = news
-                _announce(last, said, printer)
+            if change is not None:
+                last = change
+                _announce(last, announced, printer)
         if last is not None and phase(last) in OVER:
             ended_at = ended_at or time.monotonic()
             if following.drained() or time.monotonic() - ended_at > DRAIN_SECONDS:
                 for source, stamp, text in following.arrived(0):
                     printer.line(source, stamp, text)
                 if not following.seen:
-                    _kept(last, options)
-                _verdict(last, options.job, printer)
+                    _show_kept_failure(last, options)
+                _note_failure(last, options.job, printer)
                 return exit_code(last)
 
 
@@ -127,30 +127,30 @@ def _watch(watch: Watch, watched: queue.SimpleQueue[dict[str, Any] | Exception |
             watched.put(job)
             if job is None or phase(job) in OVER:
                 return
-    except Exception as error:  # whatever it is: who waits for the job's end must hear of it
+    except Exception as error:  # the thread that waits for the job's end must receive every error
         watched.put(error)
 
 
-def _announce(job: dict[str, Any], said: dict[str, Any], printer: _Printer) -> None:
+def _announce(job: dict[str, Any], announced: dict[str, Any], printer: _Printer) -> None:
     attempt = (job.get("status") or {}).get("attempt") or 0
-    if attempt > said["attempt"] > 0:
+    if attempt > announced["attempt"] > 0:
         reason = ((job.get("status") or {}).get("firstFailure") or {}).get("message")
         printer.note(f"attempt {attempt} begins" + (f"; the last one ended: {reason}" if reason else ""))
-    news = f"{phase(job)}: {why(job)}" if why(job) else phase(job)
-    if news != said["phase"]:
-        printer.note(f"{job['metadata']['name']} is {news}")
-    said.update(phase=news, attempt=attempt)
+    state = f"{phase(job)}: {waiting_reason(job)}" if waiting_reason(job) else phase(job)
+    if state != announced["phase"]:
+        printer.note(f"{job['metadata']['name']} is {state}")
+    announced.update(phase=state, attempt=attempt)
 
 
-def _verdict(job: dict[str, Any], name: str, printer: _Printer) -> None:
+def _note_failure(job: dict[str, Any], name: str, printer: _Printer) -> None:
     failure = (job.get("status") or {}).get("firstFailure") or {}
     if phase(job) == "Failed":
         text = failure.get("message") or failure.get("reason") or "no reason is known"
         printer.note(f"{name} failed: {text}; next: topkube status {name}")
 
 
-def _kept(job: dict[str, Any], options: Options) -> None:
-    """The pods are gone; what the status kept of the first failure is all there is."""
+def _show_kept_failure(job: dict[str, Any], options: LogOptions) -> None:
+    """Show what the status holds of the first failure, if the pods are gone."""
     failure = (job.get("status") or {}).get("firstFailure") or {}
     if failure.get("logTail"):
         print(f"the pods are gone; the last lines of {failure.get('pod', 'the first failure')}:", file=sys.stderr)
@@ -162,7 +162,7 @@ def _kept(job: dict[str, Any], options: Options) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """One container of a pod that has something to say."""
+    """A container of a pod whose log is shown."""
 
     pod: dict[str, Any]
     container: str
@@ -173,7 +173,7 @@ class _Source:
 
     @property
     def index(self) -> int:
-        """The worker's; -1 for a launcher, which may live beside worker 0."""
+        """The worker's index; -1 for a launcher, which may be a container of worker 0."""
         return -1 if self.container == _LAUNCHER else index_of(self.pod)
 
     @property
@@ -181,26 +181,26 @@ class _Source:
         return container_state(self.pod, self.container)[0] == "waiting"
 
 
-def _sources(pods: list[dict[str, Any]], options: Options) -> list[_Source]:
-    found = []
+def _sources(pods: list[dict[str, Any]], options: LogOptions) -> list[_Source]:
+    sources = []
     for pod in pods:
-        beside = [one["name"] for one in pod["spec"]["containers"] if one.get("name") == _LAUNCHER]
-        found += [_Source(pod, name) for name in dict.fromkeys([main_container(pod), *beside])]
-    return [one for one in found if options.workers is None or one.index in options.workers]
+        launchers = [container["name"] for container in pod["spec"]["containers"] if container.get("name") == _LAUNCHER]
+        sources += [_Source(pod, name) for name in dict.fromkeys([main_container(pod), *launchers])]
+    return [source for source in sources if options.workers is None or source.index in options.workers]
 
 
 @dataclass
 class _Following:
-    """One thread per pod that has something to say."""
+    """The streams of all pods, with a thread for each."""
 
     api: Api
-    options: Options
+    options: LogOptions
     seen: dict[tuple[str, str], threading.Thread] = field(default_factory=dict)
     _lines: queue.Queue[tuple[_Source, str, bytes]] = field(default_factory=lambda: queue.Queue(10_000))
     _full: bool = False
 
     def look(self) -> Iterator[str]:
-        """Starts to follow pods that have started; gives what there is to say of that."""
+        """Start to follow containers that have started. Yield notes for the person."""
         try:
             sources = _sources(pods_of(self.api, self.options.job), self.options)
         except ClusterError as error:
@@ -210,16 +210,19 @@ class _Following:
         for source in sources:
             if source.key in self.seen or source.waits:
                 continue
-            if len(self.seen) >= MOST_STREAMS and sum(one.is_alive() for one in self.seen.values()) >= MOST_STREAMS:
+            if (
+                len(self.seen) >= MOST_STREAMS
+                and sum(thread.is_alive() for thread in self.seen.values()) >= MOST_STREAMS
+            ):
                 if not self._full:
-                    yield f"the first {MOST_STREAMS} containers are followed; choose others: --worker INDEX"
+                    yield f"only the first {MOST_STREAMS} containers are followed; choose others: --worker INDEX"
                 self._full = True
                 return
             self.seen[source.key] = threading.Thread(target=self._read, args=(source,), daemon=True)
             self.seen[source.key].start()
 
     def arrived(self, seconds: float) -> Iterator[tuple[_Source, str, bytes]]:
-        """Lines, as they come, for so long at the most."""
+        """Yield lines as they arrive, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -229,15 +232,15 @@ class _Following:
                 return
 
     def drained(self) -> bool:
-        """Whether all streams have ended and all their lines were taken."""
-        return not any(one.is_alive() for one in self.seen.values()) and self._lines.empty()
+        """Return True if all streams have ended and all their lines were taken."""
+        return not any(thread.is_alive() for thread in self.seen.values()) and self._lines.empty()
 
     def _read(self, source: _Source) -> None:
         for stamp, text in _lines(self.api, source, self.options, follow=True):
             self._lines.put((source, stamp, text))
 
 
-def _lines(api: Api, source: _Source, options: Options, follow: bool) -> Iterator[tuple[str, bytes]]:
+def _lines(api: Api, source: _Source, options: LogOptions, follow: bool) -> Iterator[tuple[str, bytes]]:
     """(time stamp, line) of a container, to its end where `follow`."""
     path = path_of(api.namespace, "pods", source.pod["metadata"]["name"])
     query: dict[str, Any] = {
@@ -286,7 +289,7 @@ def _goes_on(api: Api, path: str, source: _Source) -> bool:
 class _Printer:
     """Lines behind the name of what printed them, in colour on a terminal; notes of our own on stderr."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: LogOptions) -> None:
         from rich.console import Console
 
         self.options = options
@@ -296,9 +299,9 @@ class _Printer:
     def line(self, source: _Source, stamp: str, raw: bytes) -> None:
         text = raw.decode(errors="replace").rstrip("\r")
         index = source.index
-        said = _RANK.match(text) if index >= 0 else None  # a worker puts the rank before what its ranks print
-        rank = int(said[1]) if said else None
-        text = text[said.end() :] if said else text
+        rank_prefix = _RANK.match(text) if index >= 0 else None  # a worker puts the rank before what its ranks print
+        rank = int(rank_prefix[1]) if rank_prefix else None
+        text = text[rank_prefix.end() :] if rank_prefix else text
         if self.options.json:
             print(
                 json.dumps(

@@ -1,4 +1,4 @@
-"""`topkube status`: what `kubectl describe` would show, for people: phase, progress, pods, first failure, events."""
+"""`topkube status`: show a job's phase, progress, pods, first failure and events."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from topkube.algorithms import AUTO, DENSITY, describe
 from topkube.cli.cluster.api import Api, Where, connect
 from topkube.cli.cluster.jobs import (
     OVER,
@@ -18,16 +19,17 @@ from topkube.cli.cluster.jobs import (
     container_state,
     event_time,
     events_of,
-    find,
+    find_job,
     index_of,
     one_line,
     phase,
     pods_of,
-    why,
+    waiting_reason,
 )
 from topkube.cli.columns import columns
 from topkube.errors import ClusterError
 from topkube.telemetry.bar import duration, rate, size
+from topkube.timestamps import parse_timestamp
 
 MOST_EVENTS = 12
 MOST_PODS = 24
@@ -37,8 +39,8 @@ _COLOURS = {"Succeeded": "green", "Failed": "red", "Running": "cyan", "Suspended
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line asked for."""
+class StatusOptions:
+    """The options of the command line."""
 
     job: str | None
     where: Where
@@ -49,26 +51,26 @@ class Options:
 
 @dataclass(frozen=True)
 class View:
-    """All that is shown of one job."""
+    """The objects of one job that are shown."""
 
     job: dict[str, Any]
     pods: list[dict[str, Any]]
     events: list[dict[str, Any]]
 
 
-def show_status(options: Options) -> int:
+def show_status(options: StatusOptions) -> int:
     api = connect(options.where)
     if options.job is None:
         return _table(api, options)
     if options.watch:
         return _follow(api, options, options.job)
-    view = gather(api, find(api, options.job))
+    view = gather(api, find_job(api, options.job))
     _show(view, options.json)
     return 0
 
 
 def gather(api: Api, job: dict[str, Any]) -> View:
-    """Pods and events that this account may not see are left out."""
+    """Read the pods and events of a job. Those that this account may not read are left out."""
     try:
         pods = pods_of(api, job["metadata"]["name"])
         events = events_of(api, job, pods)
@@ -90,14 +92,14 @@ def _show(view: View, as_json: bool) -> None:
         console.print(line, markup=True, soft_wrap=True, emoji=False)
 
 
-def _follow(api: Api, options: Options, name: str) -> int:
+def _follow(api: Api, options: StatusOptions, name: str) -> int:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     console = Console(highlight=False)
     live = None if options.json or not console.is_terminal else Live(console=console, refresh_per_second=4)
-    said = ""
+    printed = ""
     with live or _nothing():
         for job in Watch(api, name).states():
             if job is None:
@@ -116,9 +118,9 @@ def _follow(api: Api, options: Options, name: str) -> int:
                 print(json.dumps(job), flush=True)
             else:
                 line = _one_line(job)
-                if line != said:
+                if line != printed:
                     print(line, flush=True)
-                said = line
+                printed = line
             if phase(job) in OVER:
                 break
     return 0
@@ -131,11 +133,11 @@ def _nothing() -> Any:
 
 
 def _one_line(job: dict[str, Any]) -> str:
-    return "  ".join(part for part in (job["metadata"]["name"], phase(job), _facts(job), why(job)) if part)
+    return "  ".join(part for part in (job["metadata"]["name"], phase(job), _facts(job), waiting_reason(job)) if part)
 
 
-def _table(api: Api, options: Options) -> int:
-    """All jobs, as `kubectl get tj` shows them."""
+def _table(api: Api, options: StatusOptions) -> int:
+    """List all jobs, like `kubectl get tj`."""
     jobs = all_jobs(api, options.everywhere)
     if options.json:
         print(json.dumps(jobs, indent=1))
@@ -143,8 +145,8 @@ def _table(api: Api, options: Options) -> int:
     if not jobs:
         print("no jobs" if options.everywhere else f"no jobs in namespace {api.namespace}", file=sys.stderr)
         return 0
-    head = [*(["NAMESPACE"] if options.everywhere else []), "NAME", "PHASE", "WORKERS", "STEP", "PROGRESS", "RATE"]
-    rows = [[*head, "RESTARTS", "AGE"]]
+    head = [*(["NAMESPACE"] if options.everywhere else []), "NAME", "PHASE", "WORKERS", "STEP", "PROGRESS"]
+    rows = [[*head, "SAMPLES/S", "LEFT", "RESTARTS", "AGE"]]
     now = datetime.now(UTC)
     for job in jobs:
         status, metadata = job.get("status") or {}, job["metadata"]
@@ -158,6 +160,7 @@ def _table(api: Api, options: Options) -> int:
                 _step(progress),
                 f"{progress['percent']}%" if "percent" in progress else "",
                 rate(progress["samplesPerSecond"]) if "samplesPerSecond" in progress else "",
+                _left(job),
                 str(status.get("restarts") or 0),
                 _age(metadata.get("creationTimestamp"), now),
             ]
@@ -167,7 +170,7 @@ def _table(api: Api, options: Options) -> int:
 
 
 def report(view: View, now: datetime, bar: bool = False) -> Iterator[str]:
-    """The lines, in rich's markup."""
+    """Yield the lines of the report, in rich's markup."""
     from rich.markup import escape
 
     job = view.job
@@ -184,9 +187,9 @@ def report(view: View, now: datetime, bar: bool = False) -> Iterator[str]:
     if status and generation and (status.get("observedGeneration") or 0) < generation:
         yield "  [yellow]the operator has not seen the last change yet[/]"
     if not status and spec.get("runPolicy", {}).get("managedBy", "topkube.dev/operator") == "topkube.dev/operator":
-        yield "  [yellow]no operator has looked at this job yet[/]: kubectl get pods -n topkube-system"
+        yield "[yellow]no operator has handled this job yet[/]: kubectl get pods -n topkube-system"
     if refused := _refused(status):
-        yield "  [yellow]a change of the spec is refused; the job follows status.acceptedSpec[/]:"
+        yield "  [yellow]a change of the spec was refused; the job follows status.acceptedSpec[/]:"
         yield from (f"  {escape(line)}" for line in refused)
     yield from _section("Conditions", [escape(line) for line in _conditions(status, now)])
     yield from _section("Pods", [escape(line) for line in _pods(view.pods, now)])
@@ -208,13 +211,13 @@ def _summary(job: dict[str, Any], now: datetime) -> Iterator[tuple[str, str]]:
     aggregation, policy = spec.get("aggregation") or {}, spec.get("runPolicy") or {}
     workers, slots = spec.get("workers", 1), spec.get("slotsPerWorker", 1)
     ready = status.get("workersReady") or f"0/{workers}"
+    ready += " succeeded" if phase(job) == "Succeeded" else " ready"
     yield (
         "workers",
-        f"{ready} ready, {slots} rank{'s' if slots != 1 else ''} each, {spec.get('mpiImplementation', 'MPICH')}",
+        f"{ready}, {slots} rank{'s' if slots != 1 else ''} each, {spec.get('mpiImplementation', 'MPICH')}",
     )
-    sparse = aggregation.get("algorithm", "auto") in ("auto", "naive", "hitopk")
-    density = f" at density {aggregation.get('density', 0.01):g}" if sparse else ""
-    yield "aggregation", f"{aggregation.get('algorithm', 'auto')}{density}"
+    algorithm, density = aggregation.get("algorithm", AUTO), aggregation.get("density", DENSITY.default)
+    yield "aggregation", describe(algorithm, density)
     if facts := _facts(job):
         yield "progress", facts
     attempts = [f"attempt {status['attempt']}"] if status.get("attempt") else []
@@ -222,16 +225,19 @@ def _summary(job: dict[str, Any], now: datetime) -> Iterator[tuple[str, str]]:
     if status.get("disruptions"):
         attempts.append(f"{status['disruptions']} disruptions")
     yield "attempts", ", ".join(attempts)
+    if avoided := status.get("avoidedNodes"):
+        yield "avoids", ", ".join(f"{entry['name']} ({entry.get('reason') or 'fault'})" for entry in avoided)
     times = [f"created {_age(metadata.get('creationTimestamp'), now)} ago"]
-    started, ended = _time(status.get("startTime")), _time(status.get("completionTime"))
+    started, ended = parse_timestamp(status.get("startTime")), parse_timestamp(status.get("completionTime"))
     if started:
         times.append(f"started {_age(status['startTime'], now)} ago")
     if started and ended:
         times.append(f"ran {duration((ended - started).total_seconds())}")
     yield "time", ", ".join(times)
     if checkpoint := spec.get("checkpoint"):
-        every = checkpoint.get("everySteps", 500)
-        yield "checkpoint", f"claim {checkpoint.get('claimName')}, {checkpoint.get('path')}, every {every} steps"
+        interval = checkpoint.get("everySteps", 500)
+        claim = checkpoint.get("claimName")
+        yield "checkpoint", f"{newest_checkpoint(job, now)}; claim {claim}, every {interval} steps"
     if dataset := spec.get("dataset"):
         yield "dataset", f"{dataset.get('uri')} at {dataset.get('mountPath')}"
 
@@ -245,9 +251,24 @@ def _facts(job: dict[str, Any]) -> str:
         parts.append(f"loss {progress['loss']}")
     if progress.get("samplesPerSecond"):
         parts.append(f"{rate(progress['samplesPerSecond'])} samples/s")
-    if progress.get("etaSeconds") and phase(job) == "Running":
-        parts.append(f"{duration(progress['etaSeconds'])} left")
+    if left := _left(job):
+        parts.append(f"{left} left")
     return "  ".join(parts)
+
+
+def _left(job: dict[str, Any]) -> str:
+    """Return the time until the last step of a running job as text; empty if it is unknown."""
+    seconds = ((job.get("status") or {}).get("progress") or {}).get("etaSeconds")
+    return duration(seconds) if seconds and phase(job) == "Running" else ""
+
+
+def newest_checkpoint(job: dict[str, Any], now: datetime) -> str:
+    """Return the newest checkpoint of a job in a few words: "newest of step 500, 41s ago"."""
+    progress = (job.get("status") or {}).get("progress") or {}
+    if not progress.get("checkpointStep"):
+        return "none yet"
+    age = _age(progress.get("checkpointAt"), now)
+    return f"newest of step {progress['checkpointStep']}" + (f", {age} ago" if age else "")
 
 
 def _step(progress: dict[str, Any]) -> str:
@@ -256,22 +277,22 @@ def _step(progress: dict[str, Any]) -> str:
 
 
 def _refused(status: dict[str, Any]) -> list[str]:
-    """The operator's words on a change that it does not follow."""
-    found = [one for one in status.get("conditions") or () if one.get("reason") == _REFUSED]
-    return [line for one in found for line in str(one.get("message") or "").splitlines()[1:]]
+    """Return the operator's messages about a change of the spec that it refused."""
+    refusals = [entry for entry in status.get("conditions") or () if entry.get("reason") == _REFUSED]
+    return [line for entry in refusals for line in str(entry.get("message") or "").splitlines()[1:]]
 
 
 def _conditions(status: dict[str, Any], now: datetime) -> list[str]:
     rows = [
         [
-            one["type"],
-            one["status"],
-            _age(one.get("lastTransitionTime"), now),
-            one.get("reason") or "",
-            one_line(one.get("message") or ""),
+            condition["type"],
+            condition["status"],
+            _age(condition.get("lastTransitionTime"), now),
+            condition.get("reason") or "",
+            one_line(condition.get("message") or ""),
         ]
-        for one in status.get("conditions") or ()
-        if one.get("reason") != _REFUSED
+        for condition in status.get("conditions") or ()
+        if condition.get("reason") != _REFUSED
     ]
     return columns(rows) if rows else []
 
@@ -313,10 +334,11 @@ def _failure(status: dict[str, Any]) -> list[str]:
     if not failure:
         return []
     where = [f"pod {failure['pod']}"] if failure.get("pod") else []
+    where += [f"node {failure['node']}"] if failure.get("node") else []
     where += [f"rank {failure['rank']}"] if failure.get("rank") is not None else []
-    why = [failure["reason"]] if failure.get("reason") else []
-    why += [f"exit code {failure['exitCode']}"] if failure.get("exitCode") is not None else []
-    lines = [f"  {', '.join(where)}{': ' if where else ''}{', '.join(why)}"]
+    reasons = [failure["reason"]] if failure.get("reason") else []
+    reasons += [f"exit code {failure['exitCode']}"] if failure.get("exitCode") is not None else []
+    lines = [f"  {', '.join(where)}{': ' if where else ''}{', '.join(reasons)}"]
     lines += [f"  {line}" for line in str(failure.get("message") or "").splitlines()]
     lines += [f"    | {line}" for line in str(failure.get("logTail") or "").splitlines()]
     return lines
@@ -327,7 +349,7 @@ def _cache(status: dict[str, Any]) -> list[str]:
     lines = [f"  hit ratio {cache['hitRatio']}"] if cache.get("hitRatio") else []
     if cache.get("remoteBytes") is not None:
         lines.append(f"  {size(cache['remoteBytes'])} from the remote")
-    return lines + [f"  {one['name']}  {size(one.get('cachedBytes') or 0)}" for one in cache.get("nodes") or ()]
+    return lines + [f"  {node['name']}  {size(node.get('cachedBytes') or 0)}" for node in cache.get("nodes") or ()]
 
 
 def _events(events: list[dict[str, Any]], now: datetime) -> list[str]:
@@ -348,8 +370,8 @@ def _events(events: list[dict[str, Any]], now: datetime) -> list[str]:
 
 
 def _age(text: str | None, now: datetime) -> str:
-    """41s, 3m, 2h5m, 4d: as kubectl writes it."""
-    then = _time(text)
+    """Return an age as kubectl writes it: 41s, 3m, 5h, 4d."""
+    then = parse_timestamp(text)
     if then is None:
         return ""
     seconds = max(0, int((now - then).total_seconds()))
@@ -359,10 +381,3 @@ def _age(text: str | None, now: datetime) -> str:
     if minutes < 180:
         return f"{minutes}m"
     return f"{hours}h" if hours < 48 else f"{hours // 24}d"
-
-
-def _time(text: str | None) -> datetime | None:
-    try:
-        return datetime.fromisoformat(text) if text else None
-    except ValueError:
-        return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from topkube.cli.cluster.api import APPLY, FIELD_MANAGER, Api, Where, connect
-from topkube.cli.cluster.jobs import OVER, WAIT_CODE, Watch, exit_code, job_path, phase, why
+from topkube.cli.cluster.jobs import OVER, WAIT_CODE, Watch, exit_code, job_path, phase, waiting_reason
 from topkube.errors import ClusterError, JobError
 from topkube.job import TrainingJob
 
@@ -17,8 +17,8 @@ _WRITTEN = ("name", "namespace", "labels", "annotations")
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line asked for."""
+class SubmitOptions:
+    """The options of the command line."""
 
     job: Path
     where: Where
@@ -30,15 +30,15 @@ class Options:
     json: bool = False
 
 
-def submit_job(options: Options) -> int:
-    """Returns the exit code: the job's own where it is waited for."""
+def submit_job(options: SubmitOptions) -> int:
+    """Submit the job and return the exit code: the job's own with --wait or --follow."""
     job = TrainingJob.from_yaml(options.job)
     api = connect(options.where)
     own = job.metadata.namespace
     if own and options.where.namespace and own != options.where.namespace:
         raise JobError(
-            f"{options.job} is for namespace {own}, and --namespace says {options.where.namespace}",
-            next_step="leave one of the two out",
+            f"{options.job} is for namespace {own}, but --namespace is {options.where.namespace}",
+            next_step="remove one of the two",
         )
     api.namespace = own or api.namespace
     before = _stored(api, job.name)
@@ -58,7 +58,7 @@ def submit_job(options: Options) -> int:
         from topkube.cli.cluster import logs
 
         where = Where(options.where.kubeconfig, options.where.context, api.namespace)
-        return logs.show_logs(logs.Options(job.name, where, timeout_seconds=options.timeout_seconds))
+        return logs.show_logs(logs.LogOptions(job.name, where, timeout_seconds=options.timeout_seconds))
     return wait(api, job.name, options.timeout_seconds) if options.wait else 0
 
 
@@ -71,7 +71,7 @@ def _stored(api: Api, name: str) -> dict[str, Any] | None:
         return None
 
 
-def _apply(api: Api, data: dict[str, Any], options: Options) -> dict[str, Any]:
+def _apply(api: Api, data: dict[str, Any], options: SubmitOptions) -> dict[str, Any]:
     query = {
         "fieldManager": FIELD_MANAGER,
         "force": options.force_conflicts,
@@ -101,21 +101,23 @@ def _verb(before: dict[str, Any] | None, after: dict[str, Any]) -> str:
 
 
 def wait(api: Api, name: str, seconds: float | None) -> int:
-    """Waits for the job's end, with a line per phase on stderr."""
-    said = ""
+    """Wait for the job's end, with a line per phase on stderr. Return the exit code."""
+    printed = ""
     try:
         for job in Watch(api, name, seconds).states():
             if job is None:
                 raise ClusterError(f"the job {name} was deleted before it ended", status=404)
-            news = ": ".join(part for part in (phase(job), why(job)) if part)
-            if news != said:
-                said = news
-                print(f"{name}: {said}", file=sys.stderr, flush=True)
+            state = ": ".join(part for part in (phase(job), waiting_reason(job)) if part)
+            if state != printed:
+                printed = state
+                print(f"{name}: {state}", file=sys.stderr, flush=True)
             if phase(job) in OVER:
                 failure = (job.get("status") or {}).get("firstFailure") or {}
                 if phase(job) == "Failed" and failure.get("message"):
                     print(f"{name}: {failure['message']}", file=sys.stderr)
                 return exit_code(job)
     except TimeoutError:
-        print(f"{name} is still {said} after {seconds:g} s; it goes on: topkube status {name}", file=sys.stderr)
+        print(
+            f"{name} is still {printed} after {seconds:g} s and continues; next: topkube status {name}", file=sys.stderr
+        )
     return WAIT_CODE

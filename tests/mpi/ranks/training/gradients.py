@@ -15,8 +15,8 @@ from ranks.training.scene import (
     assert_close,
     distributed,
     loss_of,
-    mine,
     network,
+    own_part,
     residual_sum,
     same_on_all_ranks,
     samples,
@@ -24,6 +24,7 @@ from ranks.training.scene import (
     weights,
 )
 from topkube.errors import TrainingError
+from topkube.training.exchange import buckets
 from topkube.world import World
 
 
@@ -32,7 +33,7 @@ def equals_one_process(make: Optimizers, clip: bool = True, **options: object) -
     optimizer, plain = distributed(model, make, **options), make(reference.parameters())
     for step in range(12):
         x, y = samples(8 * topkube.size(), step)
-        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(model, own_part(x), own_part(y)).backward()
         loss_of(reference, x, y).backward()
         for network_, chosen in ((model, optimizer), (reference, plain)):
             if clip:
@@ -71,7 +72,7 @@ def case_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(world: World) -
             x, y = samples(8 * topkube.size(), step)
             before = weights(model)
             residuals = copy.deepcopy(optimizer.state_dict()["topkube"]["residuals"]["pieces"])
-            loss = loss_of(model, mine(x), mine(y))
+            loss = loss_of(model, own_part(x), own_part(y))
             poisoned = step == 3
             if poisoned and topkube.rank() == topkube.size() - 1:
                 loss = loss * torch.nan
@@ -107,7 +108,7 @@ def case_error_feedback_loses_nothing(world: World) -> None:
                 wanted, torch.autograd.grad(0.01 * loss_of(model, x, y), list(model.parameters())), strict=True
             ):
                 total += gradient
-            (0.01 * loss_of(model, mine(x), mine(y))).backward()
+            (0.01 * loss_of(model, own_part(x), own_part(y))).backward()
             optimizer.step()
             optimizer.zero_grad()
         owed = residual_sum(optimizer, model)
@@ -124,7 +125,7 @@ def case_no_sync_accumulates(world: World) -> None:
         for micro in range(3):
             x, y = samples(4 * topkube.size(), 10 * step + micro)
             with contextlib.nullcontext() if micro == 2 else optimizer.no_sync():
-                loss_of(model, mine(x), mine(y)).backward()
+                loss_of(model, own_part(x), own_part(y)).backward()
             loss_of(reference, x, y).backward()
             assert optimizer.accumulating == (micro < 2)
         optimizer.step()
@@ -151,7 +152,7 @@ def case_several_backward_passes_add_up(world: World) -> None:
         for micro, local in enumerate((False, False, True, False)):
             x, y = samples(4 * topkube.size(), micro)
             with optimizer.no_sync() if local else contextlib.nullcontext():
-                loss_of(model, mine(x), mine(y)).backward()
+                loss_of(model, own_part(x), own_part(y)).backward()
             loss_of(reference, x, y).backward()
         for a, b in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
@@ -163,7 +164,7 @@ def case_gradients_that_are_zeroed_in_place_start_again(world: World) -> None:
         optimizer, plain = distributed(model), sgd(reference.parameters())
         for step in range(4):
             x, y = samples(4 * topkube.size(), step)
-            loss_of(model, mine(x), mine(y)).backward()
+            loss_of(model, own_part(x), own_part(y)).backward()
             loss_of(reference, x, y).backward()
             optimizer.step()
             plain.step()
@@ -179,7 +180,7 @@ def case_a_scaler_backs_off_on_all_ranks(world: World) -> None:
     scales = []
     for step in range(4):
         x, y = samples(4 * topkube.size(), step)
-        loss = loss_of(model, mine(x), mine(y))
+        loss = loss_of(model, own_part(x), own_part(y))
         if step == 1 and topkube.rank() == 0:
             loss = loss * torch.inf
         scaler.scale(loss).backward()
@@ -200,10 +201,49 @@ def case_sixteen_bit_parameters_train(world: World) -> None:
         optimizer, plain = distributed(model, aggregation="hitopk", density=1.0), sgd(reference.parameters())
         for step in range(4):
             x, y = (part.to(dtype) for part in samples(8 * topkube.size(), step))
-            loss_of(model, mine(x), mine(y)).backward()
+            loss_of(model, own_part(x), own_part(y)).backward()
             loss_of(reference, x, y).backward()
             for chosen in (optimizer, plain):
                 chosen.step()
                 chosen.zero_grad()
         assert_close(model, reference, tolerance=0.06)
         assert same_on_all_ranks([p.view(torch.int16) for p in weights(model)])
+
+
+def case_buckets_of_a_state_stay_as_they_are(world: World) -> None:
+    """Also if this version would plan others: a run that resumes has the same buckets, bit for bit."""
+    x, y = samples(8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "LEAST_BUCKET_BYTES", 2048)
+        model = network()
+        first = distributed(model, bucket_bytes=None)
+        loss_of(model, own_part(x), own_part(y)).backward()
+        state = first.state_dict()
+        first.unwrap()
+    planned = state["topkube"]["buckets"]
+    assert len(planned) > 2
+    assert sorted(name for names in planned for name in names) == sorted(dict(model.named_parameters()))
+    for options, is_kept in (({"bucket_bytes": None}, True), ({"bucket_bytes": 1 << 20}, False)):
+        other_model = network()
+        other = distributed(other_model, **options)
+        if world.rank == 0:  # the other ranks adopt the buckets
+            other.load_state_dict(state)
+        loss_of(other_model, own_part(x), own_part(y)).backward()
+        assert (other.state_dict()["topkube"]["buckets"] == planned) is is_kept
+        other.unwrap()
+
+
+def case_buckets_are_sent_during_backward(world: World) -> None:
+    """From the second step on: the first backward finds the order of the gradients."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "LEAST_BUCKET_BYTES", 2048)
+        model, (x, y) = network(), samples(8)
+        optimizer = distributed(model, bucket_bytes=None)
+        handed_over: list[int] = []
+        model[0].weight.register_hook(lambda _: handed_over.append(len(optimizer._backward._futures)))
+        for _ in range(2):
+            loss_of(model, own_part(x), own_part(y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert handed_over == [0, 2]
+        optimizer.unwrap()

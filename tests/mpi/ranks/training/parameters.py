@@ -14,8 +14,8 @@ from ranks.training.scene import (
     assert_close,
     distributed,
     loss_of,
-    mine,
     network,
+    own_part,
     residual_sum,
     same_on_all_ranks,
     samples,
@@ -44,11 +44,11 @@ def case_unused_parameters_are_as_with_one_process(world: World) -> None:
     for step in range(3):
         x, _ = samples(4 * topkube.size(), step)
         used = "first second" if topkube.rank() == 0 else "first"
-        model(mine(x), used).mean().backward()
-        share = len(mine(x)) / len(x)
+        model(own_part(x), used).mean().backward()
+        share = len(own_part(x)) / len(x)
         (reference(x, "first").mean()).backward()
         if topkube.rank() == 0:
-            second = reference(mine(x), "second").mean() * share
+            second = reference(own_part(x), "second").mean() * share
         else:
             second = reference(x[0 :: topkube.size()], "second").mean() * share
         second.backward()
@@ -65,13 +65,13 @@ def case_an_unused_parameter_is_paid_what_its_residual_owes(world: World) -> Non
     model = Forked()
     optimizer = distributed(model, lambda p: torch.optim.SGD(p, lr=0.1), aggregation="hitopk", density=0.05)
     x, _ = samples(4 * topkube.size())
-    model(mine(x), "first second").mean().backward()
+    model(own_part(x), "first second").mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     before = residual_sum(optimizer, model)["second.weight"].abs().sum()
     assert before > 0
     for _ in range(30):
-        model(mine(x), "first").mean().mul(1e-6).backward()
+        model(own_part(x), "first").mean().mul(1e-6).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert residual_sum(optimizer, model)["second.weight"].abs().sum() < before / 2
@@ -88,7 +88,7 @@ def case_frozen_parameters_stay_and_thaw(world: World) -> None:
                 network_[0].requires_grad_(True)
                 network_[3].requires_grad_(False)
         x, y = samples(4 * topkube.size(), step)
-        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(model, own_part(x), own_part(y)).backward()
         loss_of(reference, x, y).backward()
         if step == 2:
             assert model[3].weight.grad is None
@@ -107,7 +107,7 @@ def resume_in_the_middle(more: dict[str, object]) -> None:
     def train(model: nn.Module, optimizer: topkube.DistributedOptimizer, steps: Iterable[int]) -> None:
         for step in steps:
             x, y = samples(8 * topkube.size(), step)
-            loss_of(model, mine(x), mine(y)).backward()
+            loss_of(model, own_part(x), own_part(y)).backward()
             optimizer.step()
             optimizer.zero_grad()
 

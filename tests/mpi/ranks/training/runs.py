@@ -25,7 +25,7 @@ Meanwhile = Callable[[str, int], None]
 
 
 class Watched(TensorDataset):
-    """Tells when a sample is loaded."""
+    """A dataset that reports each load of a sample."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         super().__init__(*tensors)
@@ -47,12 +47,12 @@ def resumable(directory: str, steps: int, every: int = 4, meanwhile: Meanwhile |
     sampler = topkube.data.DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=3, sampler=sampler)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=every, checkpoint_keep=2)
-    done, tell = 0, meanwhile or (lambda moment, step: None)
+    done, report = 0, meanwhile or (lambda moment, step: None)
     with topkube.checkpointing(model, optimizer, sampler, settings=settings, scheduler=scheduler) as run:
-        dataset.loading = lambda: tell("loading", run.step + 1)
-        tell("start", 1)
+        dataset.loading = lambda: report("loading", run.step + 1)
+        report("start", 1)
         for x, y in run.progress(loader, total=steps):
-            tell("step", run.step + 1)
+            report("step", run.step + 1)
             loss_of(model, x, y).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -116,19 +116,15 @@ KILLS = {
 def be_killed(world: World, directory: str, moment: str) -> None:
     """A run in which a rank gets SIGKILL while the checkpoint of step 8 is saved."""
     rank, wanted, name = KILLS[moment]
-    saving = False
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if saving and event == wanted and os.path.basename(str(arguments[0])) == name:
+        path = str(arguments[0]) if event == wanted else ""
+        if os.path.basename(path) == name and "step-00000008" in path:  # the save of step 4 may still be under way
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def meanwhile(_: str, step: int) -> None:
-        nonlocal saving
-        saving = step == 8
 
     if world.rank == rank:
         sys.addaudithook(hook)
-    resumable(f"{directory}/{moment}", 10, meanwhile=meanwhile)
+    resumable(f"{directory}/{moment}", 10)
 
 
 def killed_runs_go_on_bit_for_bit(world: World, directory: str) -> None:
@@ -141,7 +137,7 @@ def killed_runs_go_on_bit_for_bit(world: World, directory: str) -> None:
 
 
 def leave_residuals(world: World, directory: str) -> None:
-    """Writes a checkpoint, and beside it what all ranks together owe."""
+    """Write a checkpoint, and beside it the sum of the residuals of all ranks."""
     model = network()
     optimizer = distributed(model, aggregation="hitopk", density=0.02)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=1000)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import topkube
 
+SPARSE: dict[str, object] = {"aggregation": "hitopk", "density": 0.05}
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -34,7 +36,7 @@ def samples(count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x[:, :1] * 2 - x[:, 1:2]
 
 
-def mine(x: torch.Tensor) -> torch.Tensor:
+def own_part(x: torch.Tensor) -> torch.Tensor:
     return x[topkube.rank() :: topkube.size()]
 
 
@@ -69,3 +71,34 @@ def sum_pieces(pieces: dict[str, list[tuple[int, torch.Tensor]]], model: nn.Modu
             full[start : start + values.numel()] += values.double().numpy()
         totals[name] = torch.from_numpy(topkube.world.current().comm.allreduce(full)).view_as(parameter)
     return totals
+
+
+def plain_sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def small(x: torch.Tensor) -> torch.Tensor:
+    return 0.01 * x
+
+
+@contextmanager
+def conserved(model: nn.Module, optimizer: topkube.DistributedOptimizer, tolerance: float = 1e-5):
+    """Within, call the yielded function with every loss over the whole batch whose gradient a step uses. At the end:
+    the change of the weights (rate 1) and what is owed now, less what was owed before, is the sum of those gradients.
+    """
+    start, before = weights(model), residual_sum(optimizer, model)
+    wanted = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+
+    def count(loss: torch.Tensor) -> None:
+        gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        for total, gradient in zip(wanted, gradients, strict=True):
+            total += 0 if gradient is None else gradient
+
+    yield count
+    owed = residual_sum(optimizer, model)
+    for (name, parameter), first, total in zip(model.named_parameters(), start, wanted, strict=True):
+        paid = (first - parameter).double().detach()
+        torch.testing.assert_close(
+            paid + owed[name] - before[name], total, rtol=1e-4, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    assert same_on_all_ranks(weights(model))

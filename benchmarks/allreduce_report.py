@@ -1,0 +1,199 @@
+"""The tables, texts and plots of the all-reduce between nodes in docs/benchmarks.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tables import number, table
+
+WHOLE = 25_557_032
+LAYOUTS = {"2x2": "2 nodes × 2 ranks", "4x1": "4 nodes × 1 rank"}
+LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "unshaped": "link not shaped"}
+
+Row = dict[str, Any]
+
+
+def section(stored: dict[str, Any]) -> dict[str, str]:
+    rows: list[Row] = stored["rows"]
+    tables = []
+    for part, layout in LAYOUTS.items():
+        for rate, link in LINKS.items():
+            selected = select_rows(rows, part, rate, WHOLE)
+            if selected:
+                tables.append(f"#### {layout}, {link}, {WHOLE:,} float32\n\n{between_nodes(selected)}")
+    small = []
+    for part, layout in LAYOUTS.items():
+        for rate, link in LINKS.items():
+            for elements in sorted({row["elements"] for row in rows if row["elements"] < WHOLE}):
+                selected = select_rows(rows, part, rate, elements)
+                if selected:
+                    small.append(f"#### {layout}, {link}, {size(elements)}\n\n{between_nodes(selected)}")
+    node = [
+        [
+            format_contender(row),
+            number(row["ms"]),
+            f"{number(row['ms_min'])}–{number(row['ms_max'])}",
+            number(row["bound_ms"]),
+            f"{row['of_bound']:.0f}%",
+            format_gain(row, "against_dense"),
+        ]
+        for row in sorted(select_rows(rows, "node", None, WHOLE), key=lambda row: row["ms"])
+    ]
+    return {
+        "HEADLINE": headline(rows),
+        "TABLES": "\n\n".join(tables),
+        "SMALL": "\n\n".join(small),
+        "NODE": table(["contender", "ms", "min–max", "bound, ms", "of bound", "× best peer"], node),
+        "LOSSES": losses(rows),
+        "CROSSING": crossing(rows),
+        "FACTS": fact_lines(stored["facts"]),
+        "TUNING": tuning(stored.get("tuning", [])),
+    }
+
+
+def pictures(stored: dict[str, Any]) -> dict[str, tuple[Callable[..., None], Any]]:
+    """Return the file name of each plot, the function that draws the plot, and its data."""
+    import plots
+
+    rows: list[Row] = stored["rows"]
+    whole = [row for row in rows if row["elements"] == WHOLE and row["part"] in LAYOUTS]
+    return {
+        "allreduce.png": (plots.headline, select_rows(rows, "2x2", "1gbit", WHOLE)),
+        "allreduce-links.png": (plots.links, whole),
+        "allreduce-sizes.png": (plots.sizes, [row for row in rows if row["rate"] == "1gbit"]),
+    }
+
+
+def size(elements: int) -> str:
+    """Return the size of an array of float32 as text."""
+    mebibytes = elements * 4 / 2**20
+    return f"{mebibytes:.0f} MiB" if mebibytes >= 1 else f"{mebibytes * 1024:.0f} KiB"
+
+
+def format_contender(row: Row) -> str:
+    return f"**{row['contender']}**" if row["kind"].startswith("ours") else str(row["contender"])
+
+
+def format_gain(row: Row, column: str) -> str:
+    return f"{row[column]:.2f}×" if row.get(column) is not None else "–"
+
+
+def between_nodes(rows: list[Row]) -> str:
+    """Return the table of contenders, fastest first."""
+    cells = [
+        [
+            format_contender(row),
+            number(row["ms"]),
+            f"{number(row['ms_min'])}–{number(row['ms_max'])}",
+            number(row["bound_ms"]),
+            f"{row['of_bound']:.0f}%",
+            f"{row['sent_mb']:.2f}",
+            f"{row['formula_mb']:.2f}",
+            format_gain(row, "against_dense"),
+            format_gain(row, "against_topk"),
+        ]
+        for row in sorted(rows, key=lambda row: row["ms"])
+    ]
+    headings = ["contender", "ms", "min–max", "bound, ms", "of bound", "sent, MB", "formula, MB", "× best dense peer"]
+    return table([*headings, "× torch.topk + all-gather"], cells)
+
+
+def select_rows(rows: list[Row], part: str, rate: str | None, elements: int) -> list[Row]:
+    return [row for row in rows if (row["part"], row["rate"], row["elements"]) == (part, rate, elements)]
+
+
+def find_contender(rows: list[Row], contender: str) -> Row | None:
+    return next((row for row in rows if row["contender"] == contender), None)
+
+
+def headline(rows: list[Row]) -> str:
+    selected = select_rows(rows, "2x2", "1gbit", WHOLE)
+    sparse, dense = find_contender(selected, "TopKube hitopk 1%"), find_contender(selected, "TopKube hierarchical")
+    if sparse is None or dense is None:
+        return ""
+    best = min((row for row in selected if row["kind"] == "peer dense"), key=lambda row: row["ms"])
+    text = (
+        f"![All-reduce over 1 Gbit/s](images/allreduce.png)\n\n"
+        f"Between 2 nodes × 2 ranks over 1 Gbit/s, summing {WHOLE:,} float32 (ResNet-50's parameters) takes the best "
+        f"dense peer ({best['contender']}) {number(best['ms'])} ms. `hitopk` at a density of 1% takes "
+        f"{number(sparse['ms'])} ms: {sparse['against_dense']:.1f}× faster than that, {sparse['against_topk']:.1f}× "
+        f"faster than torch.topk and an all-gather, {sparse['of_bound']:.0f}% of its bound. Dense `hierarchical` "
+        f"takes {number(dense['ms'])} ms, {dense['of_bound']:.0f}% of its bound."
+    )
+    node = find_contender(select_rows(rows, "node", None, WHOLE), "TopKube hierarchical")
+    if node:
+        text += (
+            f" Between two ranks of one node `hierarchical` takes {number(node['ms'])} ms, "
+            f"{node['against_dense']:.1f}× faster than the best peer."
+        )
+    return text
+
+
+def losses(rows: list[Row]) -> str:
+    """Return the table of `hitopk` 1% against the best dense exchange, for all layouts, links and sizes."""
+    cells = []
+    for part in LAYOUTS:
+        for rate in LINKS:
+            for elements in sorted({row["elements"] for row in rows}):
+                selected = select_rows(rows, part, rate, elements)
+                sparse = find_contender(selected, "TopKube hitopk 1%")
+                dense = sorted((row for row in selected if row["kind"].endswith("dense")), key=lambda row: row["ms"])
+                if sparse is None or not dense:
+                    continue
+                gain = dense[0]["ms"] / sparse["ms"]
+                verdict = "**sparse loses**" if gain < 1 else "small gain" if gain < 2 else "sparse wins"
+                cells.append(
+                    [
+                        f"{LAYOUTS[part]}, {LINKS[rate]}",
+                        size(elements),
+                        number(sparse["ms"]),
+                        f"{number(dense[0]['ms'])} ({dense[0]['contender']})",
+                        f"{gain:.2f}×",
+                        verdict,
+                    ]
+                )
+    lost = [cell for cell in cells if "loses" in cell[-1]]
+    summary = (
+        f"Sparse loses in {len(lost)} of these {len(cells)} exchanges." if lost else "Sparse loses in none of these."
+    )
+    return table(["exchange", "array", "hitopk 1%, ms", "best dense, ms", "gain", ""], cells) + f"\n\n{summary}"
+
+
+def crossing(rows: list[Row]) -> str:
+    """Return the text about the link speed at which dense is as fast as sparse, by the rows of 2 x 2 at 1 Gbit/s."""
+    selected = select_rows(rows, "2x2", "1gbit", WHOLE)
+    sparse, dense = find_contender(selected, "TopKube hitopk 1%"), find_contender(selected, "TopKube hierarchical")
+    if sparse is None or dense is None:
+        return ""
+    fixed = sparse["ms"] - sparse["inter_ms"]
+    speed = (dense["formula_mb"] - sparse["formula_mb"]) * 8 / fixed
+    return (
+        f"On this machine, all stages of `hitopk` except the link take {number(fixed)} ms for the whole array. Dense "
+        f"sends {number(dense['formula_mb'])} MB per node, sparse {sparse['formula_mb']:.2f} MB. At about "
+        f"**{number(speed)} Gbit/s** the link carries the difference in {number(fixed)} ms. From there on dense, which "
+        f"overlaps its stages inside the node with the link, is as fast."
+    )
+
+
+def fact_lines(facts: dict[str, Any]) -> str:
+    machine = ("processor", "cores", "system", "python")
+    lines = [f"- {' · '.join(f'{name}: {facts[name]}' for name in machine if name in facts)}"]
+    probed: dict[str, list[str]] = {}
+    for name, value in facts.items():
+        if name not in machine:
+            where, _, what = name.partition(" ")
+            probed.setdefault(where, []).append(f"{what} {value}")
+    return "\n".join([*lines, *(f"- {where}: {'; '.join(values)}" for where, values in probed.items())])
+
+
+def tuning(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    cells = [
+        [row["world"], row["part"], row["settings"] or "as installed", number(row["ms"])]
+        for row in sorted(rows, key=lambda row: (row["part"], row["ms"]))
+    ]
+    return "All settings that were tried, on the whole array:\n\n" + table(
+        ["world", "layout", "settings", "ms at 1 Gbit/s"], cells
+    )

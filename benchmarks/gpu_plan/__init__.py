@@ -1,0 +1,1 @@
+"""The stages of benchmarks/gpu.py: prepare a machine, check results, measure, and profile."""

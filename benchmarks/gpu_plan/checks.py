@@ -1,0 +1,95 @@
+"""Correctness at the sizes that are measured: every kernel against operations of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from gpu_plan.device import Device
+from gpu_plan.rows import Row, Rows
+from topkube import kernels
+
+_BEYOND_2_31 = 2_200_000_000
+
+
+def run(device: Device, rows: Rows, quick: bool) -> None:
+    """Check every case. Raises nothing: a wrong result is a row whose `wrong` is not empty."""
+    for name, make, density in _cases(device, quick):
+        rows.measure(f"check {name} {density:g}", lambda make=make, density=density: _checked(make(), density))
+        device.free()
+
+
+def _cases(device: Device, quick: bool) -> Iterator[tuple[str, Callable[[], torch.Tensor], float]]:
+    def unaligned() -> torch.Tensor:
+        return device.normal(device.elements(25_557_032) + 3)[3:]
+
+    def mostly_zero() -> torch.Tensor:
+        x = device.normal(device.elements(110_000_000))
+        return x * (torch.rand_like(x) < 0.005)
+
+    def with_nans() -> torch.Tensor:
+        x = device.normal(device.elements(25_557_032))
+        x[::1009] = torch.nan
+        x[7::100_003] = -torch.inf
+        return x
+
+    def normal(elements: int, dtype: torch.dtype = torch.float32) -> Callable[[], torch.Tensor]:
+        return lambda: device.normal(device.elements(elements), dtype)
+
+    yield "25.6M fp32", normal(25_557_032), 0.01
+    yield "25.6M bf16", normal(25_557_032, torch.bfloat16), 0.001
+    yield "25.6M fp16 half", normal(25_557_032, torch.float16), 0.5
+    yield "unaligned", unaligned, 0.01
+    yield "99.5% zeros", mostly_zero, 0.01
+    yield "constant", lambda: torch.full((device.elements(110_000_000),), -1.5, device=device.place), 0.01
+    yield "nan", with_nans, 0.01
+    if not quick:
+        yield "1B fp32", normal(1_000_000_000), 0.001
+        yield "2.2G bf16", normal(_BEYOND_2_31, torch.bfloat16), 0.001
+
+
+def positions(indices: torch.Tensor) -> torch.Tensor:
+    """Return uint32 indices as int64, which torch takes as an index."""
+    return indices.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+
+
+def _checked(x: torch.Tensor, density: float) -> Row:
+    elements, found = x.numel(), {}
+    k = kernels.entries_kept(elements, density)
+    indices, values = kernels.topk(x, k)
+    at = positions(indices)
+    found["topk: indices ascend"] = bool((at[1:] > at[:-1]).all())
+    found["topk: values are those of the array"] = _same(x[at], values)
+    finite = bool(values.isfinite().all())
+    if finite:
+        least = values.abs().min()
+        above, reaching = int((x.abs() > least).sum()), int((x.abs() >= least).sum())
+        found["topk: the largest"] = above <= k <= reaching
+    buffer = kernels.encode(indices, values, elements, wire="fp32")
+    if finite:
+        decoded, exact = kernels.decode(buffer, length=elements)
+        found["codec: indices"] = _same(torch.as_tensor(decoded), indices)
+        found["codec: values"] = _same(torch.as_tensor(exact), values.float())
+        taken, kept = kernels.mstopk(x, k)
+        found["mstopk: values are those of the array"] = _same(x[positions(taken)], kept)
+        upper = kernels.last_thresholds().upper
+        reached = int((x.float().abs() >= upper).sum())
+        found["mstopk: above the threshold"] = int((kept.float().abs() >= upper).sum()) == reached
+    if x.dtype == torch.float32:
+        residual = torch.empty_like(x).normal_()
+        whole = x + residual
+        whole[whole.isnan()] = torch.nan  # 0x7fc00000, as the kernels write it
+        left = x.clone()
+        indices, values = kernels.compress_(left, residual, k)
+        at = positions(indices)
+        found["compress_: values"] = _same(whole[at], values)
+        whole[at] = 0
+        found["compress_: what is left"] = _same(whole, left)
+    return {"elements": elements, "k": k, "wrong": [name for name, is_right in found.items() if not is_right]}
+
+
+def _same(a: torch.Tensor, b: Any) -> bool:
+    """Return True if two tensors have the same bits."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,89 @@
+"""The device of the stages: a GPU, or the CPU in the dry mode, where everything runs but the kernels of the GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+_SLEEP_CYCLES = 10_000_000
+_DRY_ELEMENTS = 40_000
+
+
+class Device:
+    """Where tensors of the plan are. In the `dry` mode they are small, and on the CPU: figures mean nothing."""
+
+    def __init__(self, dry: bool, repeats: int) -> None:
+        self.dry, self.repeats = dry, 1 if dry else repeats
+        self.place = torch.device("cpu" if dry else "cuda")
+
+    def elements(self, wanted: int) -> int:
+        """Return how many elements to use in place of `wanted`."""
+        return min(wanted, _DRY_ELEMENTS) if self.dry else wanted
+
+    def normal(self, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(elements, dtype=dtype, device=self.place).normal_()
+
+    def synchronize(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Give cached memory back to the device."""
+        if not self.dry:
+            torch.cuda.empty_cache()
+
+    def milliseconds(self, run: Callable[[int], Any], repeats: int | None = None) -> float:
+        """Return the median time of `run(i)`, which uses the i-th of rotating inputs."""
+        for i in range(1 if self.dry else 3):
+            run(i)
+        return statistics.median(self._timed(run, i) for i in range(1 if self.dry else repeats or self.repeats))
+
+    def _timed(self, run: Callable[[int], Any], i: int) -> float:
+        if self.dry:
+            start = time.perf_counter()
+            run(i)
+            return (time.perf_counter() - start) * 1e3
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_SLEEP_CYCLES)  # the host runs ahead, so that launches are not timed
+        begin.record()
+        run(i)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end)
+
+    def kernel_times(self, run: Callable[[], Any]) -> dict[str, float]:
+        """Return the microseconds of each kernel that `run` launches, by name, from torch's profiler. Empty if the
+        profiler cannot observe this device."""
+        if self.dry:
+            run()
+            return {}
+        from torch.profiler import ProfilerActivity, profile
+
+        run()
+        torch.cuda.synchronize()
+        times: dict[str, float] = {}
+        with suppress(RuntimeError), profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            run()
+            torch.cuda.synchronize()
+            for event in profiler.events() or []:
+                times[event.name[:80]] = times.get(event.name[:80], 0.0) + float(event.device_time_total)
+        return times
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a figure needs to be understood: device, driver and versions."""
+        found: dict[str, Any] = {"torch": torch.__version__, "CUDA of torch": torch.version.cuda, "dry": self.dry}
+        if not self.dry:
+            properties: Any = torch.cuda.get_device_properties(0)
+            found |= {
+                "device": properties.name,
+                "multiprocessors": properties.multi_processor_count,
+                "memory bytes": properties.total_memory,
+                "compute capability": f"{properties.major}.{properties.minor}",
+            }
+        return found

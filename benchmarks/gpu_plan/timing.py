@@ -1,0 +1,114 @@
+"""The time of the kernels, for all sizes, densities and dtypes, and the share of each launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpu_plan.device import Device
+from gpu_plan.rows import Row, Rows
+from topkube import kernels
+
+SIZES = {"0.82M": 819_200, "6.5M": 6_553_600, "25.6M": 25_557_032, "110M": 110_000_000, "1B": 1_000_000_000}
+DENSITIES = (0.001, 0.01)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+GOALS = {"topk % of a read": 60, "topk × torch.topk": 5, "compress_ % of 12 bytes": 65, "mstopk × torch": 5}
+_ROTATED_BYTES = 1 << 30
+
+
+def run(device: Device, rows: Rows, quick: bool) -> None:
+    """Measure every kernel. Inputs rotate through more memory than the L2 cache holds."""
+    sizes = {"25.6M": SIZES["25.6M"]} if quick else SIZES
+    for name, elements in sizes.items():
+        for dtype_name, dtype in DTYPES.items():
+            for density in DENSITIES[-1:] if quick else DENSITIES:
+                key = f"time {name} {dtype_name} {density:g}"
+                rows.measure(key, lambda a=(name, elements, dtype_name, dtype, density): _measured(device, *a))
+                device.free()
+
+
+def _measured(device: Device, name: str, elements: int, dtype_name: str, dtype: torch.dtype, density: float) -> Row:
+    elements = device.elements(elements)
+    copies = max(1, min(64, _ROTATED_BYTES // (dtype.itemsize * elements)))
+    inputs = [device.normal(elements, dtype) for _ in range(copies)]
+    residuals = [device.normal(elements) for _ in range(max(1, min(copies, _ROTATED_BYTES // (4 * elements))))]
+    accumulated = torch.empty(elements, device=device.place)
+    k = kernels.entries_kept(elements, density)
+    few = 5 if elements > 5e8 else 9
+
+    def of(i: int) -> torch.Tensor:
+        return inputs[i % copies]
+
+    read = device.milliseconds(lambda i: of(i).sum())
+    add = device.milliseconds(lambda i: residuals[i % len(residuals)].add_(accumulated, alpha=0.0))
+    peer = _torch_topk(device, inputs[0].abs(), k, few)
+    topk = device.milliseconds(lambda i: kernels.topk(of(i), k))
+    passes = kernels.last_effort().passes
+    indices, values = kernels.topk(inputs[0], k)
+    wait: dict[str, Any] = {} if device.dry else {"wait": False}
+    encode = device.milliseconds(lambda _: kernels.encode(indices, values, elements, wire="bf16", **wait))
+    buffer = kernels.encode(indices, values, elements, wire="bf16")
+    decode = device.milliseconds(lambda _: kernels.decode_add_(accumulated, buffer, **wait))
+
+    def compress(i: int) -> None:
+        kernels.compress_(of(i), residuals[i % len(residuals)], k, out=accumulated)
+
+    compress_ms = device.milliseconds(compress)
+    mstopk = device.milliseconds(lambda i: kernels.mstopk(of(i), k))
+    composed = device.milliseconds(lambda i: torch_mstopk(of(i), k), few)
+    return {
+        "size": name,
+        "elements": elements,
+        "dtype": dtype_name,
+        "density": density,
+        "read ms": read,
+        "read GB/s": dtype.itemsize * elements / read / 1e6,
+        "add ms": add,
+        "topk ms": topk,
+        "topk passes": passes,
+        "torch.topk ms": peer,
+        "compress_ ms": compress_ms,
+        "encode ms": encode,
+        "decode_add_ ms": decode,
+        "mstopk ms": mstopk,
+        "torch mstopk ms": composed,
+        "topk % of a read": 100 * read / topk,
+        "topk × torch.topk": peer / topk,
+        "compress_ % of 12 bytes": 100 * add / compress_ms * (dtype.itemsize + 8) / 12,
+        "mstopk × torch": composed / mstopk,
+        "topk kernels us": device.kernel_times(lambda: kernels.topk(inputs[0], k)),
+        "compress_ kernels us": device.kernel_times(lambda: compress(0)),
+    }
+
+
+def _torch_topk(device: Device, magnitudes: torch.Tensor, k: int, repeats: int) -> float:
+    return device.milliseconds(lambda _: torch.topk(magnitudes, k, sorted=False), repeats)
+
+
+def torch_mstopk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run MSTopK's Algorithm 1 with operations of torch."""
+    a = x.abs()
+    mean, top = a.double().mean().float(), a.max().float()
+    left, right = torch.zeros((), device=x.device), torch.ones((), device=x.device)
+    upper, lower = torch.full((), torch.inf, device=x.device), torch.zeros((), device=x.device)
+    for _ in range(30):
+        ratio = left + (right - left) / 2
+        threshold = mean + ratio * (top - mean)
+        few = (a >= threshold).sum() <= k
+        right, left = torch.where(few, ratio, right), torch.where(few, left, ratio)
+        upper, lower = torch.where(few, threshold, upper), torch.where(few, lower, threshold)
+    above = (a >= upper).nonzero().view(-1)
+    between = ((a >= lower) & (a < upper)).nonzero().view(-1)[: k - above.numel()]
+    indices = torch.cat([above, between]).sort().values
+    return indices, x[indices]
+
+
+def short_of_goals(rows: list[Row]) -> list[str]:
+    """Return a line for each result that misses its goal."""
+    return [
+        f"{row['size']} {row['dtype']} at {row['density']:g}: {name} is {row[name]:.1f}, the goal is {goal}"
+        for row in rows
+        for name, goal in GOALS.items()
+        if row.get(name, goal) < goal
+    ]

@@ -1,0 +1,83 @@
+"""Programs that run until they end or are killed with all their children: stages, sanitisers, profilers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+from gpu_plan.machine import ROOT
+from gpu_plan.rows import Row, Rows
+
+_SAMPLE = (
+    "import torch, topkube.kernels as k; x = torch.randn(300_000).cuda();"
+    "i, v = k.topk(x, 3000); k.compress_(x, torch.zeros_like(x), 3000); k.mstopk(x, 3000);"
+    "k.decode(k.encode(i, v, x.numel(), wire='bf16')); torch.cuda.synchronize()"
+)
+_COUNTERS = (
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__throughput.avg.pct_of_peak_sustained_elapsed,"
+    "sm__warps_active.avg.pct_of_peak_sustained_active,gpu__time_duration.sum"
+)
+_HOT = "regex:filter|collect|narrow|total"
+
+
+def run_group(
+    command: list[str], seconds: float, environment: dict[str, str] | None = None, capture: bool = False
+) -> tuple[int | None, str]:
+    """Run a command in a process group of its own. Return its exit status, None if it ran too long, and its output if
+    `capture` is set. Kill the whole group at the end: a profiler's children outlive the profiler."""
+    output = subprocess.PIPE if capture else None
+    process = subprocess.Popen(
+        command, env=environment, stdout=output, stderr=subprocess.STDOUT if capture else None, start_new_session=True
+    )
+    try:
+        text, _ = process.communicate(timeout=seconds)
+        return process.returncode, (text or b"").decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        return None, ""
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=10)
+
+
+def suite(rows: Rows, dry: bool, seconds: float = 300) -> None:
+    """Run the tests that are marked `gpu`: they compare every kernel with the CPU, bit for bit."""
+    folders = [str(ROOT / "tests/unit" / name) for name in ("kernels", "training/test_training_devices.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", *folders]
+    is_there = all(importlib.util.find_spec(name) is not None for name in ("pytest", "hypothesis"))
+    skipped = "the dry mode" if dry else "" if is_there else "pytest or hypothesis is not installed"
+    rows.measure("suite", lambda: {"tool": "pytest", "skipped": skipped} if skipped else _ended(command, seconds, 1))
+
+
+def profile(rows: Rows, dry: bool, seconds: float = 120) -> None:
+    """Read the counters of the hot kernels with Nsight Compute."""
+    command = ["ncu", "--metrics", _COUNTERS, "--kernel-name", _HOT, "--csv", sys.executable, "-c", _SAMPLE]
+    rows.measure("counters", lambda: _tool(command, seconds, dry))
+
+
+def sanitise(rows: Rows, dry: bool, seconds: float = 120) -> None:
+    """Check a selection for memory errors and races with compute-sanitizer."""
+    for tool in ("memcheck", "racecheck"):
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", sys.executable, "-c", _SAMPLE]
+        rows.measure(f"sanitiser {tool}", lambda command=command: _tool(command, seconds, dry))
+
+
+def _tool(command: list[str], seconds: float, dry: bool) -> Row:
+    if dry or shutil.which(command[0]) is None:
+        return {"tool": command[0], "skipped": "the dry mode" if dry else "it is not installed"}
+    return _ended(command, seconds, 3)
+
+
+def _ended(command: list[str], seconds: float, wrong_status: int) -> Row:
+    """Run a command and return how it ended. `wrong_status` is the exit status by which it reports errors."""
+    status, output = run_group(command, seconds, capture=True)
+    if status is None:
+        return {"tool": command[0], "skipped": f"it did not end within {seconds:g} s"}
+    wrong = ["errors"] if status == wrong_status else []
+    return {"tool": command[0], "status": status, "wrong": wrong, "output": output[-4000:]}

@@ -1,0 +1,105 @@
+"""Training steps on one GPU: plain torch, dense and hitopk; and two synchronised backwards against a reference."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+import topkube
+from gpu_plan.device import Device
+from gpu_plan.rows import Row, Rows
+from topkube.examples.char_gpt import GPT, VOCABULARY
+
+_WARMUP_STEPS = 4
+
+
+def run(device: Device, rows: Rows, quick: bool) -> None:
+    """Measure a step of a GPT with 113 million parameters, or of a small one."""
+    topkube.init()
+    small = quick or device.dry
+    shape = (2, 64, 4, 32, 2) if small else (16, 768, 12, 512, 32)
+    rows.measure("two backwards per step", lambda: _two_backwards(device))
+    rows.measure("training step", lambda: _steps(device, shape, 6 if small else 40))
+
+
+def _two_backwards(device: Device) -> Row:
+    """Compare gradients of two synchronised backwards per step with a reference on the same device: memory that the
+    allocator reuses too early changes them."""
+    weights = [torch.nn.Parameter(device.normal(device.elements(4_000_000))) for _ in range(6)]
+    named = [(f"weight{i}", weight) for i, weight in enumerate(weights)]
+    options: dict[str, Any] = {"aggregation": "hitopk", "density": 1.0, "warmup_steps": 0}
+    optimizer = topkube.DistributedOptimizer(torch.optim.SGD(weights, lr=0.0), named, **options)
+    wrong = 0
+    for _ in range(2 if device.dry else 20):
+        factors = [[device.normal(weight.numel()) for weight in weights] for _ in range(2)]
+        for turn in factors:
+            loss = sum((weight * factor).sum() for weight, factor in zip(weights, turn, strict=True))
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()
+        for i, weight in enumerate(weights):
+            wrong += not torch.equal(weight.grad if weight.grad is not None else weight, factors[0][i] + factors[1][i])
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.unwrap()
+    return {"wrong gradients": wrong, "wrong": ["gradients"] if wrong else []}
+
+
+def _steps(device: Device, shape: tuple[int, int, int, int, int], steps: int) -> Row:
+    layers, width, heads, context, batch = shape
+    contenders: dict[str, tuple[Any, Any]] = {}
+    for name in ("torch", "dense", "hitopk"):
+        torch.manual_seed(0)
+        model = GPT(layers, width, heads, context).to(device.place)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not device.dry)
+        if name != "torch":
+            options: dict[str, Any] = {"aggregation": name, "density": 0.01, "warmup_steps": 0}
+            optimizer = topkube.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+        contenders[name] = model, optimizer
+    codes = torch.randint(VOCABULARY, (batch, context), device=device.place)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+
+    def step_of(name: str) -> None:
+        model, optimizer = contenders[name]
+        with torch.autocast(device.place.type, torch.bfloat16):
+            loss = model(codes, codes)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(steps):
+        for name in contenders:  # alternating, so that a change of clocks touches all of them
+            device.synchronize()
+            start = time.perf_counter()
+            step_of(name)
+            device.synchronize()
+            if step >= _WARMUP_STEPS:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    median = {name: statistics.median(found) for name, found in times.items()}
+    launches = {name: _launches(device, lambda name=name: step_of(name)) for name in contenders}
+    return {
+        "parameters": sum(p.numel() for p in contenders["dense"][0].parameters()),
+        "layers": layers,
+        "width": width,
+        "context": context,
+        "batch": batch,
+        "torch ms": median["torch"],
+        "dense ms": median["dense"],
+        "hitopk 1% ms": median["hitopk"],
+        "overhead %": 100 * (median["hitopk"] / median["dense"] - 1),
+        "launches": launches,
+    }
+
+
+def _launches(device: Device, run: Any) -> int | None:
+    """Return how many kernels a step launches, from torch's profiler; None in the dry mode."""
+    if device.dry:
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        device.synchronize()
+    return len(profiler.events() or [])

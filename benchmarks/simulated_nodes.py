@@ -1,0 +1,210 @@
+"""Train on M simulated nodes in one process: try an exchange rule in a minute, before it is built.
+
+    python benchmarks/simulated_nodes.py                                    # list the rules
+    python benchmarks/simulated_nodes.py --rule dense --rule sign-weights   # train with both, report the difference
+    python benchmarks/simulated_nodes.py --rule sign-weights --nodes 4 --period 4 --seeds 3 --optimizer sgd
+
+A node stands for all of its ranks: the exchange inside a node is dense, so they act as one. Every node sees the samples
+that it would see in a real run (benchmarks/convergence.py: same model, same data, same order, same schedule). A rule
+decides what the nodes exchange and what happens to the rest. The result is the held-out loss after the last step, the
+relative difference to `dense` with the same seed, and the bytes that one node sends per step, headers left out.
+
+The rules `dense` and `hitopk` call the kernels that real ranks call; `tests/mpi/ranks/training/simulated.py` compares
+their weights with those of real ranks. Results are appended to a JSON file; runs that are in it are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import tasks
+from simulated_rules import RULES, Nodes, Rule, RuleOptions
+from topkube.data import DistributedSampler
+
+RESULTS = Path(__file__).parent / "results" / "simulated_nodes.json"
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """One run. `sent_bytes` is the mean per node and step, `dense_bytes` what a float32 ring would send."""
+
+    rule: str
+    model: str
+    optimizer: str
+    nodes: int
+    steps: int
+    period: int
+    density: float
+    seed: int
+    loss: float
+    sent_bytes: float
+    dense_bytes: float
+    seconds: float
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (self.rule, self.model, self.optimizer, self.nodes, self.steps, self.period, self.density, self.seed)
+
+
+def make_optimizer(name: str, model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Return the optimizer that benchmarks/convergence.py uses."""
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate)
+
+
+def batches_of_nodes(dataset: torch.utils.data.Dataset, batch: int, nodes: int, seed: int, steps: int):  # type: ignore[no-untyped-def, type-arg]
+    """Yield, for each step, the batch of each node: entries node, node + nodes, ... of the epoch's permutation."""
+    sampler = DistributedSampler(dataset, seed=seed)  # type: ignore[arg-type]
+    per_node = batch // nodes
+    done = epoch = 0
+    while done < steps:
+        sampler.set_epoch(epoch)
+        order = sampler.indices()
+        for first in range(0, len(order) - batch + 1, batch):
+            block = order[first : first + batch]
+            samples = [[dataset[int(i)] for i in block[node::nodes][:per_node]] for node in range(nodes)]
+            yield [tuple(torch.stack(column) for column in zip(*rows, strict=True)) for rows in samples]
+            done += 1
+            if done == steps:
+                return
+        epoch += 1
+
+
+def train(
+    rule_name: str, options: RuleOptions, model_name: str, optimizer_name: str, seed: int, steps: int
+) -> SimulatedRun:
+    """Train once. Returns the result; the loss is that of the weights that all nodes agree on."""
+    torch.manual_seed(seed)
+    model, dataset, loss_of, held_out = tasks.task(model_name)
+    learning_rate = tasks.LEARNING_RATE[model_name, optimizer_name]
+    nodes = Nodes(model, options.nodes, lambda model: make_optimizer(optimizer_name, model, learning_rate))
+    rule: Rule = RULES[rule_name](nodes, options)
+    rise = steps // 20
+    start = time.perf_counter()
+    for step, batches in enumerate(batches_of_nodes(dataset, tasks.BATCH[model_name], options.nodes, seed, steps)):
+        factor = min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+        nodes.set_learning_rate(learning_rate * factor)
+        rule.step(step, lambda node, model, batches=batches: loss_of(model, *batches[node]))
+    rule.finish()
+    with torch.no_grad():
+        loss, _ = held_out(nodes.global_model())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    dense = 2 * (options.nodes - 1) / options.nodes * 4 * count
+    return SimulatedRun(
+        rule_name,
+        model_name,
+        optimizer_name,
+        options.nodes,
+        steps,
+        options.period,
+        options.density,
+        seed,
+        float(loss),
+        rule.sent_bytes / steps,
+        dense,
+        time.perf_counter() - start,
+    )
+
+
+def differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
+    """Return one row per rule and setting: the paired difference to `dense`, in per cent, with its 95% interval."""
+    from scipy.stats import t
+
+    dense = {(r.model, r.optimizer, r.nodes, r.steps, r.seed): r.loss for r in results if r.rule == "dense"}
+    settings: dict[tuple[object, ...], list[SimulatedRun]] = {}
+    for result in results:
+        if result.rule != "dense" and (
+            (result.model, result.optimizer, result.nodes, result.steps, result.seed) in dense
+        ):
+            settings.setdefault(result.key[:-1], []).append(result)
+    rows = []
+    for runs in settings.values():
+        pairs = [100 * (run.loss / dense[run.model, run.optimizer, run.nodes, run.steps, run.seed] - 1) for run in runs]
+        mean, count = sum(pairs) / len(pairs), len(pairs)
+        half = None
+        if count > 1:
+            spread = math.sqrt(sum((pair - mean) ** 2 for pair in pairs) / (count - 1))
+            half = float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
+        first = runs[0]
+        rows.append(
+            {
+                "rule": first.rule,
+                "model": first.model,
+                "optimizer": first.optimizer,
+                "nodes": first.nodes,
+                "steps": first.steps,
+                "period": first.period,
+                "density": first.density,
+                "seeds": count,
+                "times_fewer_bytes": first.dense_bytes / first.sent_bytes if first.sent_bytes else None,
+                "difference_percent": mean,
+                "interval_percent": None if half is None else [mean - half, mean + half],
+                "each_seed": pairs,
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = [
+        "| rule | model | optimizer | nodes | steps | every | fewer bytes | seeds | against dense | 95% interval |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        interval = row["interval_percent"]
+        shown = f"{interval[0]:+.1f} to {interval[1]:+.1f}%" if isinstance(interval, list) else "–"
+        lines.append(
+            f"| {row['rule']} | {row['model']} | {row['optimizer']} | {row['nodes']} | {row['steps']} "
+            f"| {row['period']} | {row['times_fewer_bytes']:.1f}x | {row['seeds']} "
+            f"| {row['difference_percent']:+.2f}% | {shown} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train on simulated nodes with one exchange rule or several.")
+    parser.add_argument("--rule", action="append", choices=list(RULES), help="may be given more than once")
+    parser.add_argument("--model", choices=tasks.MODELS, default="char_gpt")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="adamw")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--period", type=int, default=1, help="steps between exchanges, for rules with local steps")
+    parser.add_argument("--density", type=float, default=0.01, help="for rules that send a share of the entries")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if not args.rule:
+        print("\n".join(f"{name:16s} {(rule.__doc__ or '').splitlines()[0]}" for name, rule in RULES.items()))
+        return
+    torch.set_num_threads(1)
+    results = (
+        [SimulatedRun(**entry) for entry in json.loads(args.output.read_text())["runs"]] if args.output.exists() else []
+    )
+    for seed in range(args.seeds):
+        for rule in dict.fromkeys(["dense", *args.rule]):
+            period = args.period if RULES[rule].has_period else 1
+            density = args.density if RULES[rule].has_density else 1.0
+            options = RuleOptions(args.nodes, period, density, warmup_steps=args.steps // 10)
+            key = (rule, args.model, args.optimizer, args.nodes, args.steps, period, density, seed)
+            if any(result.key == key for result in results):
+                continue
+            result = train(rule, options, args.model, args.optimizer, seed, args.steps)
+            results.append(result)
+            rows = differences(results)
+            text = json.dumps({"compared": rows, "runs": [asdict(result) for result in results]}, indent=1)
+            args.output.write_text(text + "\n")
+            print(f"{rule} seed {seed}: loss {result.loss:.4f} in {result.seconds:.0f} s", flush=True)
+    print(table(differences(results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The section of docs/benchmarks.md about exchange rules on simulated nodes, and its picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tables import number, table
+
+Row = dict[str, Any]
+STEPS = 2000
+"""The length of run at which models are compared."""
+
+
+def _label(row: Row) -> str:
+    return row["rule"] if row["period"] == 1 else f"{row['rule']}, every {row['period']} steps"
+
+
+def section(stored: dict[str, Any]) -> dict[str, str]:
+    """Return the table of all rules and models."""
+    rows = sorted(
+        stored["compared"], key=lambda row: (row["model"], row["optimizer"], row["nodes"], row["steps"], _label(row))
+    )
+    cells = []
+    for row in rows:
+        interval = row["interval_percent"]
+        cells.append(
+            [
+                f"{row['model']}, {row['optimizer']}",
+                number(row["nodes"]),
+                number(row["steps"]),
+                _label(row),
+                f"{row['times_fewer_bytes']:.1f}×",
+                number(row["seeds"]),
+                f"{row['difference_percent']:+.2f}%",
+                f"{interval[0]:+.1f} to {interval[1]:+.1f}%" if interval else "–",
+            ]
+        )
+    headings = ["model, optimizer", "nodes", "steps", "rule", "fewer bytes", "seeds", "difference", "95% interval"]
+    return {"SIMULATED": table(headings, cells)}
+
+
+def picture(rows: list[Row], path: Path) -> None:
+    """Plot the difference to dense against the length of the run, and for each model against the bytes saved."""
+    from matplotlib import pyplot
+
+    import plots
+
+    colours = {"hitopk": plots.TOPK, "sign-weights": plots.OURS, "sign-weights, every 4 steps": plots.OURS_DENSE}
+    figure, (lengths, models) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for label, colour in colours.items():
+        line = sorted(
+            (row for row in rows if _label(row) == label and (row["model"], row["optimizer"]) == ("char_gpt", "adamw")),
+            key=lambda row: row["steps"],
+        )
+        steps, means = [row["steps"] for row in line], [row["difference_percent"] for row in line]
+        lengths.plot(steps, means, color=colour, marker="o", label=label)
+        for row in line:
+            if row["interval_percent"] and row["seeds"] > 2:
+                lengths.vlines(row["steps"], *row["interval_percent"], color=colour, linewidth=1)
+    lengths.set_xscale("log")
+    lengths.set_xticks(sorted({row["steps"] for row in rows}), minor=False)
+    lengths.xaxis.set_major_formatter("{x:.0f}")
+    lengths.xaxis.minorticks_off()
+    lengths.set(xlabel="steps of the run", ylabel="held-out loss against dense, %", title="char_gpt, AdamW")
+    markers = dict(zip(sorted({row["model"] for row in rows}), "osD^v", strict=False))
+    for row in rows:
+        if row["steps"] == STEPS and _label(row) in colours:
+            models.plot(
+                row["times_fewer_bytes"],
+                row["difference_percent"],
+                marker=markers[row["model"]],
+                color=colours[_label(row)],
+                linestyle="",
+            )
+    for model, marker in markers.items():
+        models.plot([], [], marker=marker, color=plots.INK, linestyle="", label=model)
+    models.legend(frameon=False, fontsize=9)
+    models.set_xscale("log")
+    models.set_xticks([20, 50, 100], ["20×", "50×", "100×"])
+    models.xaxis.minorticks_off()
+    models.set(xlabel="fewer bytes than dense float32", title=f"{STEPS:,} steps, SGD and AdamW")
+    for axes in (lengths, models):
+        axes.axhline(0, color=plots.INK, linewidth=1)
+        axes.grid(color=plots.FAINT)
+    lengths.legend(frameon=False, fontsize=9)
+    plots.save(figure, path, rows)

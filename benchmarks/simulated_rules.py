@@ -1,0 +1,395 @@
+"""Exchange rules of simulated nodes (benchmarks/simulated_nodes.py): what nodes send, and where the rest stays."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from topkube import kernels
+from topkube.collectives.sparse import selected_count
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.buckets import Bucket, Parameter, plan
+
+LossOf = Callable[[int, torch.nn.Module], torch.Tensor]
+"""(node, model) -> the loss of the node's batch."""
+BLOCK = 256
+"""Elements that share one scale of a one-bit compressor."""
+
+
+@dataclass(frozen=True)
+class RuleOptions:
+    """Settings of a rule. `period` is the number of steps between exchanges; `density` the share of entries sent."""
+
+    nodes: int
+    period: int = 1
+    density: float = 0.01
+    warmup_steps: int = 0
+
+
+class Nodes:
+    """The weights and the optimizer of every node. Node 0 owns the model that was passed in."""
+
+    def __init__(
+        self, model: torch.nn.Module, count: int, make: Callable[[torch.nn.Module], torch.optim.Optimizer]
+    ) -> None:
+        self.count = count
+        self.models = [model]
+        self._make = make
+        self.optimizers = [make(model)]
+        self._names = [name for name, _ in model.named_parameters()]
+
+    def separate(self) -> None:
+        """Give every node weights and an optimizer of its own."""
+        self.models += [copy.deepcopy(self.models[0]) for _ in range(self.count - 1)]
+        self.optimizers = [self._make(model) for model in self.models]
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+
+    def parameters(self, node: int) -> list[torch.nn.Parameter]:
+        return list(self.models[node].parameters())
+
+    def named(self, node: int) -> list[Parameter]:
+        """Return the parameters with their lengths, as the training loop sees them."""
+        pairs = zip(self._names, self.parameters(node), strict=True)
+        return [Parameter(index, name, tensor) for index, (name, tensor) in enumerate(pairs)]
+
+    def global_model(self) -> torch.nn.Module:
+        """Return the model with the weights that all nodes agree on; `Rule.finish` has put them into node 0."""
+        return self.models[0]
+
+
+class Rule:
+    """Base of the rules. `step` trains all nodes for one step; `sent_bytes` counts what one node sends."""
+
+    has_period: ClassVar[bool] = False
+    has_density: ClassVar[bool] = False
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        self.nodes, self.options, self.sent_bytes = nodes, options, 0.0
+
+    def step(self, step: int, loss_of: LossOf) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Put the weights that all nodes agree on into node 0."""
+
+    def gradients(self, node: int, loss_of: LossOf) -> list[torch.Tensor]:
+        """Return the node's gradients at its own weights."""
+        model = self.nodes.models[node if len(self.nodes.models) > 1 else 0]
+        return list(torch.autograd.grad(loss_of(node, model), list(model.parameters())))
+
+    def ring_bytes(self, elements: int, width: int) -> float:
+        """Return the bytes that one node sends in a dense all-reduce of `elements` of `width` bytes."""
+        return 2 * (self.options.nodes - 1) / self.options.nodes * elements * width
+
+
+class Dense(Rule):
+    """All-reduce of the gradients in float32: the reference."""
+
+    def step(self, step: int, loss_of: LossOf) -> None:
+        nodes, count = self.nodes, self.options.nodes
+        rows = [self.gradients(node, loss_of) for node in range(count)]
+        for parameter, gradients in zip(nodes.parameters(0), zip(*rows, strict=True), strict=True):
+            parameter.grad = torch.stack(gradients).sum(0) / count
+            self.sent_bytes += self.ring_bytes(parameter.numel(), 4)
+        nodes.optimizers[0].step()
+
+
+class SimulatedHiTopK(Rule):
+    """Top-k of each bucket, a residual beside the gradient, all-gather in bf16: `hitopk` as it runs today."""
+
+    has_density = True
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        self._buckets: list[Bucket] = []
+        self._residuals: list[list[np.ndarray]] = []
+        self._aggregation = AggregationSettings("hitopk", options.density, options.warmup_steps, "bf16", "topk")
+
+    def step(self, step: int, loss_of: LossOf) -> None:
+        nodes, count = self.nodes, self.options.nodes
+        rows = [self.gradients(node, loss_of) for node in range(count)]
+        if not self._buckets:
+            self._buckets = plan(reversed(nodes.named(0)))
+            self._residuals = [[np.zeros(b.length, np.float32) for _ in range(count)] for b in self._buckets]
+        density = self._aggregation.density_at(step)
+        parameters = nodes.parameters(0)
+        for bucket, residuals in zip(self._buckets, self._residuals, strict=True):
+            flat = [
+                torch.cat([row[parameter.index].reshape(-1) for parameter in bucket.parameters]).numpy() for row in rows
+            ]
+            if bucket.small or density == 1:
+                mean = np.sum(flat, axis=0) / np.float32(count)
+                self.sent_bytes += self.ring_bytes(bucket.length, 4)
+            else:
+                mean = self._exchange(flat, residuals, density)
+            for parameter, start in zip(bucket.parameters, bucket.starts, strict=False):
+                tensor = parameters[parameter.index]
+                tensor.grad = torch.from_numpy(mean[start : start + parameter.length]).view_as(tensor)
+        nodes.optimizers[0].step()
+
+    def _exchange(self, flat: list[np.ndarray], residuals: list[np.ndarray], density: float) -> np.ndarray:
+        total = np.zeros(len(flat[0]), np.float32)
+        k = min(selected_count(len(total), density), len(total))
+        for gradient, residual in zip(flat, residuals, strict=True):
+            residual += gradient * np.float32(1 / self.options.nodes)
+            indices, values = kernels.topk(residual, k)
+            residual[indices] = 0
+            payload = kernels.encode(indices, values, len(total), wire="bf16", residual=residual)
+            indices, values = kernels.decode(payload, length=len(total))
+            total[indices] += values.astype(np.float32)
+        self.sent_bytes += (self.options.nodes - 1) * payload.size
+        return total
+
+
+class LocalAveraging(Rule):
+    """Every node trains alone; every `period` steps the weights are averaged in bf16."""
+
+    has_period = True
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        nodes.separate()
+        self.weights = [parameter.detach().clone() for parameter in nodes.parameters(0)]
+        """The weights that all nodes agree on: those after the last exchange."""
+
+    def step(self, step: int, loss_of: LossOf) -> None:
+        for node in range(self.options.nodes):
+            gradients = self.gradients(node, loss_of)
+            for parameter, gradient in zip(self.nodes.parameters(node), gradients, strict=True):
+                parameter.grad = gradient
+            self.update(node, gradients)
+        if (step + 1) % self.options.period == 0:
+            self.exchange()
+
+    def update(self, node: int, gradients: list[torch.Tensor]) -> None:
+        """Let the node's own optimizer change the node's weights."""
+        self.nodes.optimizers[node].step()
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Exchange the drift of all tensors."""
+        tensors = zip(self.weights, *(self.nodes.parameters(node) for node in range(self.options.nodes)), strict=True)
+        for index, (weight, *own) in enumerate(tensors):
+            drift = [parameter - weight for parameter in own]
+            sent = self.compress(index, drift)
+            weight += torch.stack(sent).sum(0) / self.options.nodes
+            for parameter, moved, delivered in zip(own, drift, sent, strict=True):
+                parameter.copy_(weight + (moved - delivered))
+
+    def compress(self, index: int, drift: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what each node sends of its drift in tensor `index`; the rest stays in the node's weights."""
+        self.sent_bytes += self.ring_bytes(drift[0].numel(), 2)
+        return drift if self._is_whole(index) else [part.bfloat16().float() for part in drift]
+
+    def _is_whole(self, index: int) -> bool:
+        return False
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for parameter, weight in zip(self.nodes.parameters(0), self.weights, strict=True):
+            parameter.copy_(weight)
+
+
+class WeightFeedback(LocalAveraging):
+    """Base: error feedback in the weights. Node i keeps x + e_i; it sends C(x_i - x); e_i is what C leaves.
+
+    Close to CSER (Xie et al., 2020). For AdamW a node's second moment holds the noise of a smaller batch: it is divided
+    by rho = sum v_i / sum v(mean gradient), clamped to [1, nodes], estimated per tensor from `PROBES` fixed entries.
+    """
+
+    PROBES: ClassVar[int] = 256
+    PROBE_EVERY: ClassVar[int] = 16
+    """Steps between two exchanges of probes: their bytes are counted."""
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        named = nodes.named(0)
+        self._small = [parameter.small for parameter in named]
+        self._adam = isinstance(nodes.optimizers[0], torch.optim.AdamW)
+        generator = torch.Generator().manual_seed(0)
+        self._entries = [torch.randperm(parameter.length, generator=generator)[: self.PROBES] for parameter in named]
+        self._own = [[torch.zeros(len(entries)) for entries in self._entries] for _ in range(options.nodes)]
+        self._mean = [torch.zeros(len(entries)) for entries in self._entries]
+        self._ratio = [[1.0] * len(named) for _ in range(options.nodes)]
+        self._step = 0
+
+    def step(self, step: int, loss_of: LossOf) -> None:
+        self._step = step
+        self._seen: list[list[torch.Tensor]] = []
+        rows = [self.gradients(node, loss_of) for node in range(self.options.nodes)]
+        if self._adam:
+            self._probe(rows)
+        for node, gradients in enumerate(rows):
+            for parameter, gradient in zip(self.nodes.parameters(node), gradients, strict=True):
+                parameter.grad = gradient
+            self.update(node, gradients)
+        if (step + 1) % self.options.period == 0:
+            self.exchange()
+
+    def _probe(self, rows: list[list[torch.Tensor]]) -> None:
+        """Follow the second moments of a few entries: those of each node's gradient and those of the mean gradient."""
+        if self._step % self.PROBE_EVERY:
+            return
+        beta = 0.9
+        for index, entries in enumerate(self._entries):
+            parts = [row[index].reshape(-1)[entries] for row in rows]
+            mean = torch.stack(parts).mean(0)
+            self._mean[index].mul_(beta).addcmul_(mean, mean, value=1 - beta)
+            for node, part in enumerate(parts):
+                own = self._own[node][index]
+                own.mul_(beta).addcmul_(part, part, value=1 - beta)
+                ratio = float(own.sum() / self._mean[index].sum().clamp_min(1e-30))
+                self._ratio[node][index] = min(max(ratio, 1.0), float(self.options.nodes))
+            self.sent_bytes += (self.options.nodes - 1) * 2 * len(entries)
+
+    @torch.no_grad()
+    def update(self, node: int, gradients: list[torch.Tensor]) -> None:
+        optimizer = self.nodes.optimizers[node]
+        if not self._adam:
+            optimizer.step()
+            return
+        group = optimizer.param_groups[0]
+        first, second = group["betas"]
+        for index, (parameter, gradient) in enumerate(zip(self.nodes.parameters(node), gradients, strict=True)):
+            state = optimizer.state[parameter]
+            if not state:
+                state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+            state["step"] += 1
+            state["exp_avg"].lerp_(gradient, 1 - first)
+            state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            scale = self._ratio[node][index] * (1 - second ** state["step"])
+            denominator = (state["exp_avg_sq"] / scale).sqrt_().add_(group["eps"])
+            parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - first ** state["step"]))
+
+    def compress(self, index: int, drift: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._small[index]:
+            self.sent_bytes += self.ring_bytes(drift[0].numel(), 2)
+            return [part.bfloat16().float() for part in drift]
+        sent = [self.compress_one(part.reshape(-1)).view_as(part) for part in drift]
+        self.sent_bytes += (self.options.nodes - 1) * self.payload_bytes(drift[0].numel())
+        return sent
+
+    def compress_one(self, drift: torch.Tensor) -> torch.Tensor:
+        """Return what a node sends of a large tensor's drift (1-D)."""
+        raise NotImplementedError
+
+    def payload_bytes(self, elements: int) -> float:
+        """Return the bytes of one node's message for a large tensor."""
+        raise NotImplementedError
+
+
+class SignWeights(WeightFeedback):
+    """One bit per element and a bf16 scale per block of 256, error feedback in the weights."""
+
+    has_period = True
+
+    def compress_one(self, drift: torch.Tensor) -> torch.Tensor:
+        return signs(drift)
+
+    def payload_bytes(self, elements: int) -> float:
+        return elements / 8 + 2 * -(-elements // BLOCK)
+
+
+class TopKWeights(WeightFeedback):
+    """Top-k of each tensor in bf16, error feedback in the weights."""
+
+    has_period = True
+    has_density = True
+
+    def compress_one(self, drift: torch.Tensor) -> torch.Tensor:
+        k = min(selected_count(drift.numel(), self.options.density), drift.numel())
+        indices = torch.topk(drift.abs(), k, sorted=False).indices
+        return torch.zeros_like(drift).index_copy_(0, indices, drift[indices].bfloat16().float())
+
+    def payload_bytes(self, elements: int) -> float:
+        return 4.0 * min(selected_count(elements, self.options.density), elements)
+
+
+class SignResidual(SimulatedHiTopK):
+    """One bit per element with the residual beside the gradient: the control of sign-weights."""
+
+    has_density = False
+
+    def _exchange(self, flat: list[np.ndarray], residuals: list[np.ndarray], density: float) -> np.ndarray:
+        total = np.zeros(len(flat[0]), np.float32)
+        for gradient, residual in zip(flat, residuals, strict=True):
+            residual += gradient * np.float32(1 / self.options.nodes)
+            sent = signs(torch.from_numpy(residual)).numpy()
+            residual -= sent
+            total += sent
+        self.sent_bytes += (self.options.nodes - 1) * (len(total) / 8 + 2 * -(-len(total) // BLOCK))
+        return total
+
+
+class PowerSGD(Rule):
+    """Low rank with error feedback (Vogels et al., 2019), rank 4, warm start of the factors."""
+
+    RANK: ClassVar[int] = 4
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        self._small = [parameter.small for parameter in nodes.named(0)]
+        self._errors: dict[tuple[int, int], torch.Tensor] = {}
+        self._factors: dict[int, torch.Tensor] = {}
+
+    def step(self, step: int, loss_of: LossOf) -> None:
+        count = self.options.nodes
+        rows = [self.gradients(node, loss_of) for node in range(count)]
+        for index, parameter in enumerate(self.nodes.parameters(0)):
+            parts = [row[index] for row in rows]
+            if self._small[index] or step < self.options.warmup_steps:
+                parameter.grad = torch.stack(parts).sum(0) / count
+                self.sent_bytes += self.ring_bytes(parameter.numel(), 4)
+            else:
+                parameter.grad = self._low_rank(index, parts).view_as(parameter)
+        self.nodes.optimizers[0].step()
+
+    def _low_rank(self, index: int, parts: list[torch.Tensor]) -> torch.Tensor:
+        count = self.options.nodes
+        matrices = [part.reshape(part.shape[0], -1) for part in parts]
+        matrices = [m + self._errors.get((index, node), 0) for node, m in enumerate(matrices)]
+        rows, columns = matrices[0].shape
+        rank = min(self.RANK, rows, columns)
+        q = self._factors.get(index)
+        if q is None:
+            q = torch.randn(columns, rank, generator=torch.Generator().manual_seed(index))
+        p = torch.linalg.qr(sum(m @ q for m in matrices) / count).Q
+        q = sum(m.T @ p for m in matrices) / count
+        self._factors[index] = q
+        mean = p @ q.T
+        for node, matrix in enumerate(matrices):
+            self._errors[index, node] = matrix - mean
+        self.sent_bytes += self.ring_bytes(rank * (rows + columns), 4)
+        return mean
+
+
+def signs(values: torch.Tensor) -> torch.Tensor:
+    """Return sign(x) * mean |x| of each block of 256 entries of the 1-D tensor, the mean rounded to bf16."""
+    padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+    sizes = torch.full((len(padded), 1), float(BLOCK))
+    if len(values) % BLOCK:
+        sizes[-1] = len(values) % BLOCK
+    scale = (padded.abs().sum(1, keepdim=True) / sizes).bfloat16().float()
+    return torch.where(padded < 0, -scale, scale).view(-1)[: len(values)]
+
+
+RULES: dict[str, type[Rule]] = {
+    "dense": Dense,
+    "hitopk": SimulatedHiTopK,
+    "powersgd": PowerSGD,
+    "local-averaging": LocalAveraging,
+    "sign-weights": SignWeights,
+    "topk-weights": TopKWeights,
+    "sign-residual": SignResidual,
+}
+"""The rules by name."""

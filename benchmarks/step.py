@@ -1,0 +1,197 @@
+"""Compares the training step of TopKube with DistributedDataParallel and its communication hooks.
+
+    python benchmarks/step.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|1gbit|100mbit ...] [--contender NAME ...]
+    python benchmarks/step.py --quick
+
+Nodes are network namespaces, as in benchmarks/allreduce; this needs root. A GPT of 4.8 million parameters trains on
+one thread per rank. Contenders alternate: each makes a few steps per round. A step lasts until the slowest rank has
+made it. Results are medians over all steps of all rounds. Beside the time, a row holds the processor time of the
+computing thread and of all other threads (the cost of communication), how often these other threads woke up, and the
+bytes that the busiest node sent per step. A row that is measured again replaces the stored row. torch's bf16 hook is
+absent, because it needs NCCL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import platform
+import signal
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from allreduce.network import Network, missing
+from allreduce.scratch import scratch
+from allreduce.worlds import RankWorld, Recipe, WorldFailed
+
+RESULTS = Path(__file__).parent / "results" / "step.json"
+SCRIPT = Path(__file__).with_name("step_rank.py")
+UNSHAPED = "unshaped"
+RATES = (UNSHAPED, "1gbit", "100mbit")
+LAYOUTS = {"2x1": (1, 1), "2x2": (2, 2), "4x1": (1, 1, 1, 1)}
+OURS = ("dense", "hitopk", "auto")
+PEERS = ("ddp", "fp16", "powersgd1", "powersgd2", "powersgd4")
+PLAIN = "plain"
+WORLDS = {
+    "mpich": Recipe(
+        "mpich",
+        "mpich",
+        Path(sys.executable),
+        (("UCX_TLS", "tcp,sm,self"), ("UCX_NET_DEVICES", "eth0"), ("TOPKUBE_CHECK_WEIGHTS", "off")),
+        script=SCRIPT,
+    ),
+    "gloo": Recipe("gloo", "gloo", Path(sys.executable), script=SCRIPT),
+}
+WARM_STEPS = 4
+"""Steps before the measured steps: DDP plans its buckets again after the first, and PowerSGD starts with the third."""
+Row = dict[str, Any]
+
+
+def world_of(contender: str) -> str:
+    """Return the name of the world that runs the contender."""
+    return "mpich" if contender in OURS else "gloo"
+
+
+class StepBench:
+    """The worlds of one layout, and the samples of every contender."""
+
+    def __init__(self, part: str, directory: Path, network: Network) -> None:
+        self.part, self.network, self._directory = part, network, directory
+        self._worlds: dict[str, RankWorld] = {}
+
+    def close(self) -> None:
+        for world in self._worlds.values():
+            world.close()
+
+    def _world(self, name: str) -> RankWorld:
+        if name not in self._worlds:
+            self._worlds[name] = RankWorld(WORLDS[name], LAYOUTS[self.part], self._directory, self.network)
+        return self._worlds[name]
+
+    def measure(self, rate: str, contenders: list[str], rounds: int, steps: int) -> list[Row]:
+        """Measure all contenders, interleaved, over links of `rate`. A contender that fails is left out, with a line on
+        stderr."""
+        self.network.shape(None if rate == UNSHAPED else rate)
+        samples: dict[str, list[Row]] = {contender: [] for contender in contenders}
+        for turn in range(rounds):
+            first = turn % len(contenders)
+            for contender in contenders[first:] + contenders[:first]:
+                if contender in samples:
+                    try:
+                        samples[contender].append(self._once(contender, steps))
+                    except WorldFailed as error:
+                        print(f"{contender} is left out: {str(error).splitlines()[-1]}", file=sys.stderr)
+                        del samples[contender]
+                        self._worlds.pop(world_of(contender)).close()
+        rows = [self._row(rate, contender, taken) for contender, taken in samples.items() if taken]
+        compare(rows)
+        return rows
+
+    def _once(self, contender: str, steps: int) -> Row:
+        world = self._world(world_of(contender))
+        before = self.network.traffic()
+        answers = world.ask(do="steps", contender=contender, warm=WARM_STEPS, steps=steps)
+        moved = [after - earlier for after, earlier in zip(self.network.traffic(), before, strict=True)]
+        ends = [max(times) for times in zip(*(answer["times"] for answer in answers), strict=True)]
+        return {
+            "seconds": [after - earlier for earlier, after in itertools.pairwise(ends)],
+            "sent": max(link.sent for link in moved) / (steps + WARM_STEPS),
+            **{name: max(answer[name] for answer in answers) for name in ("main_cpu", "other_cpu", "wakeups")},
+        }
+
+    def _row(self, rate: str, contender: str, samples: list[Row]) -> Row:
+        seconds = [value * 1e3 for sample in samples for value in sample["seconds"]]
+        return {
+            "part": self.part,
+            "rate": rate,
+            "contender": contender,
+            "ms": round(median(seconds), 1),
+            "ms_min": round(min(seconds), 1),
+            "ms_max": round(max(seconds), 1),
+            "steps": len(seconds),
+            "main_cpu_ms": round(median(sample["main_cpu"] for sample in samples) * 1e3, 1),
+            "other_cpu_ms": round(median(sample["other_cpu"] for sample in samples) * 1e3, 1),
+            "wakeups": round(median(sample["wakeups"] for sample in samples)),
+            "sent_mb": round(median(sample["sent"] for sample in samples) / 1e6, 2),
+        }
+
+
+def compare(rows: list[Row]) -> None:
+    """Add the speed of every row relative to plain DDP of the same run."""
+    ddp = next((row["ms"] for row in rows if row["contender"] == "ddp"), None)
+    for row in rows:
+        row["against_ddp"] = round(ddp / row["ms"], 2) if ddp else None
+
+
+def merge(stored: list[Row], new: list[Row]) -> list[Row]:
+    """Return the stored rows with those of `new` in place of the rows for the same layout, link and contender."""
+
+    def key(row: Row) -> tuple[str, ...]:
+        return row["part"], row["rate"], row["contender"]
+
+    replaced = {key(row) for row in new}
+    return [row for row in stored if key(row) not in replaced] + new
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the facts that the times depend on."""
+    import torch
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "processors": os.cpu_count(),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=LAYOUTS, action="append", help="only this layout; may be repeated")
+    parser.add_argument("--rate", choices=RATES, action="append", help="only this link; may be repeated")
+    parser.add_argument(
+        "--contender", choices=(PLAIN, *OURS, *PEERS), action="append", help="only this one; may be repeated"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every contender (%(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps per turn (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="one turn of two steps at 1 Gbit/s; stores nothing")
+    parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS})")
+    options = parser.parse_args()
+    if reason := missing():
+        print(reason, file=sys.stderr)
+        return 2
+    rates = ["1gbit"] if options.quick else options.rate or list(RATES)
+    rounds, steps = (1, 2) if options.quick else (options.rounds, options.steps)
+    contenders = options.contender or [PLAIN, *OURS, *PEERS]
+    target: Path | None = options.json or (None if options.quick else RESULTS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    for part in options.part or list(LAYOUTS):
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(scratch())
+            network = stack.enter_context(Network(len(LAYOUTS[part])))
+            bench = StepBench(part, directory, network)
+            stack.callback(bench.close)
+            for rate in rates:
+                rows = bench.measure(rate, contenders, rounds, steps)
+                for row in rows:
+                    print(json.dumps(row), flush=True)
+                if target is not None:
+                    stored = json.loads(target.read_text()) if target.exists() else {"rows": []}
+                    facts = {**describe_machine(), "rounds": rounds, "steps": steps}
+                    merged = {"facts": facts, "rows": merge(stored["rows"], rows)}
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_text(json.dumps(merged, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

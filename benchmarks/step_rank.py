@@ -1,0 +1,160 @@
+"""The program of every rank of benchmarks/step.py: it receives orders, makes training steps, and answers.
+
+step_rank.py LIBRARY SOCKET LAYOUT        LIBRARY: mpich (TopKube) | gloo (DistributedDataParallel)
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from allreduce import orders
+from topkube.examples.char_gpt import GPT, VOCABULARY
+
+BATCH, CONTEXT = 4, 128
+LAYERS, WIDTH = 6, 256
+POWERSGD_START = 2
+"""The first step that PowerSGD compresses. The smallest number that it allows."""
+Step = Callable[[], None]
+
+
+def model_and_data(rank: int) -> tuple[GPT, torch.Tensor, torch.Tensor]:
+    """Return a GPT of 4.8 million parameters, the same on all ranks, and this rank's batch."""
+    torch.manual_seed(0)
+    model = GPT(layers=LAYERS, width=WIDTH, context=CONTEXT)
+    generator = torch.Generator().manual_seed(rank)
+    codes = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=generator)
+    return model, codes[:, :-1].contiguous(), codes[:, 1:].contiguous()
+
+
+def step_of(model: Callable[..., torch.Tensor], optimizer: Any, codes: torch.Tensor, targets: torch.Tensor) -> Step:
+    def step() -> None:
+        model(codes, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class TopKube:
+    """Training with DistributedOptimizer."""
+
+    def __init__(self) -> None:
+        import topkube
+
+        topkube.init()
+        self.topkube, self.rank = topkube, topkube.rank()
+        self.barrier: Callable[[], None] = topkube.barrier
+
+    def training(self, contender: str) -> tuple[Step, Callable[[], None]]:
+        """Return a function that makes a step, and a function that ends the training."""
+        model, codes, targets = model_and_data(self.rank)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        options = {"density": 0.01, "wire": "bf16", "warmup_steps": 0}
+        optimizer = self.topkube.DistributedOptimizer(inner, model.named_parameters(), aggregation=contender, **options)
+        return step_of(model, optimizer, codes, targets), optimizer.unwrap
+
+    def phases(self) -> dict[str, float]:
+        from topkube.telemetry import phases
+
+        return phases.current.take().seconds
+
+
+class Ddp:
+    """Training with DistributedDataParallel over gloo, or without any exchange ("plain")."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+        self.barrier: Callable[[], None] = dist.barrier
+
+    def training(self, contender: str) -> tuple[Step, Callable[[], None]]:
+        """Return a function that makes a step, and a function that ends the training."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+        from torch.nn.parallel import DistributedDataParallel
+
+        model, codes, targets = model_and_data(self.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        if contender == "plain":
+            return step_of(model, optimizer, codes, targets), lambda: None
+        parallel = DistributedDataParallel(model)
+        if contender.startswith("powersgd"):
+            state = powerSGD_hook.PowerSGDState(
+                None,
+                matrix_approximation_rank=int(contender.removeprefix("powersgd")),
+                start_powerSGD_iter=POWERSGD_START,
+            )
+            parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif contender != "ddp":
+            hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[contender]
+            parallel.register_comm_hook(None, hook)
+        return step_of(parallel, optimizer, codes, targets), lambda: None
+
+    def phases(self) -> dict[str, float]:
+        return {}
+
+
+def other_threads() -> tuple[float, int]:
+    """Return the processor seconds, and the number of times a sleep ended, of all threads but the main thread, which
+    computes."""
+    seconds, wakeups = 0.0, 0
+    for thread in Path("/proc/self/task").iterdir():
+        if int(thread.name) == os.getpid():
+            continue
+        try:
+            seconds += int((thread / "schedstat").read_text().split()[0]) / 1e9
+            lines = (thread / "status").read_text().splitlines()
+        except OSError:  # the thread ended
+            continue
+        wakeups += next(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
+    return seconds, wakeups
+
+
+def obey(backend: TopKube | Ddp, order: dict[str, Any]) -> dict[str, Any]:
+    """Make `order["steps"]` steps with `order["contender"]`, after `order["warm"]` steps that are not measured."""
+    step, end = backend.training(order["contender"])
+    for _ in range(order["warm"]):
+        step()
+    gc.collect()
+    gc.disable()
+    backend.phases()
+    backend.barrier()
+    processor, wakeups = other_threads()
+    own = time.thread_time()
+    times = [time.clock_gettime(time.CLOCK_MONOTONIC)]
+    for _ in range(order["steps"]):
+        step()
+        times.append(time.clock_gettime(time.CLOCK_MONOTONIC))
+    own = time.thread_time() - own
+    after_processor, after_wakeups = other_threads()
+    gc.enable()
+    backend.barrier()
+    end()
+    return {
+        "times": times,
+        "main_cpu": own / order["steps"],
+        "other_cpu": (after_processor - processor) / order["steps"],
+        "wakeups": (after_wakeups - wakeups) / order["steps"],
+        "phases": {name: seconds / order["steps"] for name, seconds in backend.phases().items()},
+    }
+
+
+def main(library: str, path: str) -> None:
+    torch.set_num_threads(1)
+    backend = TopKube() if library == "mpich" else Ddp()
+    orders.follow(path, backend.rank, lambda order: obey(backend, order))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,55 @@
+"""The section of docs/benchmarks.md about the training step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tables import number, table
+
+NAMES = {
+    "plain": "no exchange",
+    "dense": "**TopKube dense**",
+    "hitopk": "**TopKube hitopk, 1%, bf16**",
+    "auto": "**TopKube auto**",
+    "ddp": "DDP",
+    "fp16": "DDP, fp16 hook",
+    "powersgd1": "DDP, PowerSGD rank 1",
+    "powersgd2": "DDP, PowerSGD rank 2",
+    "powersgd4": "DDP, PowerSGD rank 4",
+}
+LINKS = {"unshaped": "link not shaped", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
+
+
+def section(stored: dict[str, Any]) -> dict[str, str]:
+    """Return a table for each layout and link, and the facts of the run."""
+    tables = []
+    for part in sorted({row["part"] for row in stored["rows"]}):
+        for rate, link in LINKS.items():
+            rows = [row for row in stored["rows"] if (row["part"], row["rate"]) == (part, rate)]
+            if rows:
+                nodes, ranks = part.split("x")
+                tables.append(f"**{nodes} nodes × {ranks}, {link}**\n\n{_table(rows)}")
+    return {"TRAINING_STEP": "\n\n".join(tables), "TRAINING_STEP_FACTS": facts(stored["facts"])}
+
+
+def facts(stored: dict[str, Any]) -> str:
+    """Return what the times depend on, as one line."""
+    return " · ".join(f"{name.replace('_', ' ')}: {value}" for name, value in stored.items())
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        [
+            NAMES[row["contender"]],
+            number(row["ms"]),
+            f"{number(row['ms_min'])}–{number(row['ms_max'])}",
+            f"{row['against_ddp']:.2f}×" if row["against_ddp"] else "–",
+            f"{row['sent_mb']:.2f}",
+            number(row["main_cpu_ms"]),
+            number(row["other_cpu_ms"]),
+            number(row["wakeups"]),
+        ]
+        for row in sorted(rows, key=lambda row: row["ms"])
+    ]
+    headings = ["", "step, ms", "min–max", "× DDP", "sent per node, MB", "computing thread, ms", "other threads, ms"]
+    return table([*headings, "wakeups"], cells)

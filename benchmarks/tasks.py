@@ -1,0 +1,102 @@
+"""The models, data, learning rates and batches on which convergence.py and simulated_nodes.py compare exchange rules.
+
+Nothing is downloaded: the text is that of the Python standard library (topkube.examples.char_gpt), the images are
+scikit-learn's handwritten digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from topkube.examples.char_gpt import GPT, VOCABULARY, Source
+from topkube.examples.digits_cnn import CNN, accuracy, digits
+
+Task = tuple[nn.Module, Dataset, Callable[..., torch.Tensor], Callable[[nn.Module], tuple[float, float | None]]]
+"""(model, training data, loss of a batch, held-out (loss, accuracy))."""
+LEARNING_RATE = {
+    ("char_gpt", "sgd"): 0.1,
+    ("char_gpt", "adamw"): 3e-3,
+    ("digits_cnn", "sgd"): 0.1,
+    ("digits_cnn", "adamw"): 5e-3,
+    ("digits_batchnorm", "sgd"): 0.1,
+    ("digits_batchnorm", "adamw"): 1e-2,
+    ("char_lstm", "sgd"): 2.0,
+    ("char_lstm", "adamw"): 2e-2,
+}
+"""The learning rates with the lowest dense loss among a few; compressed runs use the same rates."""
+BATCH = {"char_gpt": 16, "digits_cnn": 32, "digits_batchnorm": 32, "char_lstm": 16}
+"""Samples per step, over all ranks."""
+CONTEXT, GPT_WIDTH, GPT_LAYERS, CNN_CHANNELS, LSTM_WIDTH = 64, 64, 2, 8, 96
+LABEL_SMOOTHING = 0.1
+"""Label smoothing for the digits: without it the loss tends to 0, and a difference in per cent has no meaning."""
+
+
+class LSTM(nn.Module):
+    """A character model of one LSTM layer; most of its weights are in matrices that are used once per character. Takes
+    codes and targets (B, T), returns the mean loss in nats."""
+
+    def __init__(self, characters: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(characters, width)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, characters)
+
+    def forward(self, codes: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.lstm(self.embedding(codes))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+class BatchNormCNN(nn.Sequential):
+    """The CNN of the digits with batch normalization after each convolution. Returns logits (B, 10)."""
+
+    def __init__(self, channels: int) -> None:
+        first, relu, second, *rest = CNN(channels)
+        super().__init__(first, nn.BatchNorm2d(channels), relu, second, nn.BatchNorm2d(2 * channels), *rest)
+
+
+def task(name: str) -> Task:
+    """Return the task of this name, with fresh weights from torch's generator."""
+    if name.startswith("char"):
+        return _text(name)
+    return _digits(name)
+
+
+def _text(name: str) -> Task:
+    source = Source(CONTEXT, held_out=True)
+    chosen = torch.linspace(0, len(source) - 1, 1024).long().tolist()
+    codes, targets = (torch.stack(part) for part in zip(*(source[i] for i in chosen), strict=True))
+
+    def held_out(model: nn.Module) -> tuple[float, None]:
+        parts = [model(*part).item() for part in zip(codes.split(64), targets.split(64), strict=True)]
+        return sum(parts) / len(parts), None
+
+    if name == "char_gpt":
+        model: nn.Module = GPT(GPT_LAYERS, GPT_WIDTH, 4, CONTEXT)
+    else:
+        model = LSTM(VOCABULARY, LSTM_WIDTH)
+    return model, Source(CONTEXT), lambda model, codes, targets: model(codes, targets), held_out
+
+
+def _digits(name: str) -> Task:
+    train, test = digits()
+    images, labels = test.tensors
+
+    def held_out(model: nn.Module) -> tuple[float, float]:
+        model.eval()
+        loss = F.cross_entropy(model(images), labels, label_smoothing=LABEL_SMOOTHING)
+        right = accuracy(model, test)  # type: ignore[arg-type]
+        model.train()
+        return loss.item(), right
+
+    def loss_of(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(images), labels, label_smoothing=LABEL_SMOOTHING)
+
+    return (BatchNormCNN if name == "digits_batchnorm" else CNN)(CNN_CHANNELS), train, loss_of, held_out
+
+
+MODELS = tuple(BATCH)

@@ -1,0 +1,56 @@
+#include "bindings/bind.hpp"
+#include "cpu/reduction/reduce.hpp"
+
+namespace topkube {
+
+void bind_reduction(nb::module_& module) {
+  module.def(
+      "sum",
+      [](Bytes out, int out_code, const std::vector<ConstBytes>& inputs, int in_code, float factor) {
+        const Dtype out_dtype = dtype_of(out_code), in_dtype = dtype_of(in_code);
+        const std::size_t length = out.size() / item_size(out_dtype);
+        require(!inputs.empty(), "inputs must not be empty");
+        std::vector<const void*> pointers;
+        for (const ConstBytes& input : inputs) {
+          require(input.size() == length * item_size(in_dtype), "inputs differ in length");
+          pointers.push_back(input.data());
+        }
+        void* to = out.data();
+        nb::gil_scoped_release release;
+        sum(to, out_dtype, pointers.data(), pointers.size(), in_dtype, length, factor);
+      },
+      nb::arg("out"), nb::arg("out_dtype"), nb::arg("inputs"), nb::arg("in_dtype"), nb::arg("scale"));
+  module.def(
+      "scale",
+      [](Bytes data, int code, float factor) {
+        const Dtype dtype = dtype_of(code);
+        void* to = data.data();
+        const std::size_t length = data.size() / item_size(dtype);
+        nb::gil_scoped_release release;
+        scale(to, dtype, length, factor);
+      },
+      nb::arg("data"), nb::arg("dtype"), nb::arg("factor"));
+  module.def(
+      "is_finite",
+      [](ConstBytes data, int code) {
+        const Dtype dtype = dtype_of(code);
+        const void* from = data.data();
+        const std::size_t length = data.size() / item_size(dtype);
+        nb::gil_scoped_release release;
+        return is_finite(from, dtype, length);
+      },
+      nb::arg("data"), nb::arg("dtype"));
+  module.def(
+      "copy",
+      [](Bytes out, ConstBytes input) {
+        require(out.size() == input.size(), "out and input differ in length");
+        void* to = out.data();
+        const void* from = input.data();
+        const std::size_t bytes = out.size();
+        nb::gil_scoped_release release;
+        copy(to, from, bytes);
+      },
+      nb::arg("out"), nb::arg("input"));
+}
+
+}  // namespace topkube

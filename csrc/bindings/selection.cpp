@@ -1,0 +1,72 @@
+#include "bindings/bind.hpp"
+#include "cpu/selection/select.hpp"
+
+namespace topkube {
+namespace {
+
+using Indices = nb::ndarray<std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void require_selection(std::size_t length, std::size_t k, std::size_t value_bytes, std::size_t value_size) {
+  require(k >= 1 && k <= length, "k outside 1..length");
+  require(length < std::size_t{1} << 32, "length does not fit 32-bit indices");
+  require(value_bytes == k * value_size, "values and indices differ in length");
+}
+
+}  // namespace
+
+void bind_selection(nb::module_& module) {
+  module.def(
+      "topk",
+      [](ConstBytes data, int code, int threads, Indices indices, Bytes values) {
+        const Dtype dtype = dtype_of(code);
+        const std::size_t length = data.size() / item_size(dtype), k = indices.size();
+        require_selection(length, k, values.size(), item_size(dtype));
+        const void* from = data.data();
+        std::uint32_t* to = indices.data();
+        void* kept = values.data();
+        nb::gil_scoped_release release;
+        const Effort effort = topk(from, dtype, length, k, threads, to, kept);
+        return std::pair(effort.passes, effort.candidates);
+      },
+      nb::arg("data"), nb::arg("dtype"), nb::arg("threads"), nb::arg("indices"), nb::arg("values"));
+  module.def(
+      "compress",
+      [](ConstBytes gradient, int code, ConstBytes residual, Bytes acc, int threads, Indices indices, Bytes values) {
+        const Dtype dtype = dtype_of(code);
+        const std::size_t length = gradient.size() / item_size(dtype), k = indices.size();
+        require_selection(length, k, values.size(), sizeof(float));
+        require(residual.size() == length * sizeof(float) && acc.size() == length * sizeof(float), "lengths differ");
+        const void* from = gradient.data();
+        const auto* old = reinterpret_cast<const float*>(residual.data());
+        auto* sum = reinterpret_cast<float*>(acc.data());
+        std::uint32_t* to = indices.data();
+        auto* kept = reinterpret_cast<float*>(values.data());
+        nb::gil_scoped_release release;
+        const Effort effort = compress(from, dtype, old, sum, length, k, threads, to, kept);
+        return std::pair(effort.passes, effort.candidates);
+      },
+      nb::arg("gradient"), nb::arg("dtype"), nb::arg("residual"), nb::arg("acc"), nb::arg("threads"), nb::arg("indices"),
+      nb::arg("values"));
+  module.def(
+      "mstopk",
+      [](ConstBytes data, int code, int iterations, std::uint64_t seed, int threads, Indices indices, Bytes values) {
+        const Dtype dtype = dtype_of(code);
+        const std::size_t length = data.size() / item_size(dtype), k = indices.size();
+        require_selection(length, k, values.size(), item_size(dtype));
+        const void* from = data.data();
+        std::uint32_t* to = indices.data();
+        void* kept = values.data();
+        Thresholds thresholds;
+        Effort effort;
+        {
+          nb::gil_scoped_release release;
+          effort = mstopk(from, dtype, length, k, iterations, seed, threads, to, kept, &thresholds);
+        }
+        return nb::make_tuple(effort.passes, effort.candidates, thresholds.upper, thresholds.above_upper, thresholds.lower,
+                              thresholds.above_lower);
+      },
+      nb::arg("data"), nb::arg("dtype"), nb::arg("iterations"), nb::arg("seed"), nb::arg("threads"), nb::arg("indices"),
+      nb::arg("values"));
+}
+
+}  // namespace topkube

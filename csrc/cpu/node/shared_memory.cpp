@@ -1,0 +1,319 @@
+#include "cpu/node/shared_memory.hpp"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+
+#include "cpu/float_state.hpp"
+#include "cpu/paths/path.hpp"
+#include "cpu/reduction/reduce.hpp"
+#include "cpu/stream.hpp"
+
+namespace topkube {
+namespace {
+
+constexpr std::size_t line = 128;     // two lines: the prefetcher of many CPUs fetches pairs
+constexpr std::size_t block = 2048;   // elements summed at once, in the first-level cache
+constexpr std::size_t few_ranks = 3;  // with at most this many, every rank computes the whole sum: one exchange, not two
+
+double now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+void copy_out(void* out, const void* input, std::size_t bytes, bool stream) {
+  if (stream)
+    stream_copy(out, input, bytes);
+  else
+    copy(out, input, bytes);
+}
+
+}  // namespace
+
+NodeTimeout::NodeTimeout(std::vector<int> ranks)
+    : std::runtime_error("a rank of this node did not arrive"), missing(std::move(ranks)) {}
+NodeMismatch::NodeMismatch(std::vector<int> ranks)
+    : std::runtime_error("ranks of this node entered different collectives"), different(std::move(ranks)) {}
+
+// Counters only grow, over the life of the world, so they are never reset. A rank can be at most one call ahead of another rank,
+// so two signatures per rank are enough.
+struct SharedMemory::Slot {
+  alignas(line) std::atomic<std::uint64_t> entered;
+  std::atomic<std::uint64_t> signature[2];
+  alignas(line) std::atomic<std::uint64_t> published;
+  alignas(line) std::atomic<std::uint64_t> taken;
+  alignas(line) std::atomic<std::uint32_t> asleep;  // 1 if the rank sleeps, or is about to sleep, until `woken` changes
+  std::atomic<std::uint32_t> woken;
+};
+
+std::size_t SharedMemory::bytes(int ranks, int cells) {
+  return static_cast<std::size_t>(ranks) * (sizeof(Slot) + static_cast<std::size_t>(cells) * cell_bytes) + line;
+}
+
+SharedMemory::SharedMemory(void* base, int rank, int ranks, int shards, int cells, bool crowded)
+    : rank_(rank), ranks_(ranks), shards_(shards), cells_(cells), crowded_(crowded) {
+  const auto address = reinterpret_cast<std::uintptr_t>(base);
+  base_ = reinterpret_cast<char*>((address + line - 1) / line * line);
+}
+
+SharedMemory::Slot& SharedMemory::slot(int rank) const { return reinterpret_cast<Slot*>(base_)[rank]; }
+
+char* SharedMemory::cell(int rank, std::uint64_t step) const {
+  const std::size_t number = static_cast<std::size_t>(rank) * cells_ + step % cells_;
+  return base_ + sizeof(Slot) * ranks_ + number * cell_bytes;
+}
+
+// Wakes the ranks that sleep. This rank changes its counters before it checks for sleepers, and a sleeper sets `asleep` before it
+// checks the counters for the last time. So at least one of the two sees the change of the other.
+void SharedMemory::wake_sleepers() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int p = 0; p < ranks_; ++p) {
+    Slot& other = slot(p);
+    if (p == rank_ || other.asleep.load(std::memory_order_relaxed) == 0) continue;
+    other.woken.fetch_add(1, std::memory_order_release);
+    syscall(SYS_futex, &other.woken, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+  }
+}
+
+// Spins for about the time of one chunk and then sleeps until another rank wakes this rank. There may be more ranks than
+// processors, and a waiting rank must not take a processor from a rank that it waits for.
+template <class Ready>
+void SharedMemory::wait(Ready ready) {
+  for (int i = 0; i < (crowded_ ? 20 : 400); ++i) {
+    if (ready()) return;
+    relax();
+  }
+  for (int i = 0; i < (crowded_ ? 2 : 50); ++i) {
+    sched_yield();
+    if (ready()) return;
+  }
+  Slot& mine = slot(rank_);
+  double polled = now();
+  for (;;) {
+    const std::uint32_t seen = mine.woken.load(std::memory_order_acquire);
+    mine.asleep.store(1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    const bool done = ready();
+    if (!done) {
+      const timespec longest{0, 50'000'000};
+      syscall(SYS_futex, &mine.woken, FUTEX_WAIT, seen, &longest, nullptr, 0);
+    }
+    mine.asleep.store(0, std::memory_order_relaxed);
+    if (done || ready()) return;
+    const double time = now();
+    if (time - polled > 0.1) {
+      polled = time;
+      if (poll) poll();
+    }
+    if (time > ends_) {
+      std::vector<int> missing;
+      for (int p = 0; p < ranks_; ++p)
+        if (slot(p).entered.load(std::memory_order_acquire) < calls_) missing.push_back(p);
+      throw NodeTimeout(missing);
+    }
+  }
+}
+
+void SharedMemory::enter(Call call) {
+  ends_ = now() + call.deadline;
+  ++calls_;
+  Slot& mine = slot(rank_);
+  mine.signature[calls_ % 2].store(call.signature, std::memory_order_relaxed);
+  mine.entered.store(calls_, std::memory_order_release);
+  wake_sleepers();
+  int arrived = 0;
+  wait([&] {
+    while (arrived < ranks_ && slot(arrived).entered.load(std::memory_order_acquire) >= calls_) ++arrived;
+    return arrived == ranks_;
+  });
+  std::vector<int> different;
+  for (int p = 0; p < ranks_; ++p)
+    if (slot(p).signature[calls_ % 2].load(std::memory_order_relaxed) != call.signature) different.push_back(p);
+  if (!different.empty()) throw NodeMismatch(different);
+}
+
+bool SharedMemory::all_published(std::uint64_t steps) {
+  if (published_ >= steps) return true;
+  std::uint64_t least = ~std::uint64_t{0};
+  for (int p = 0; p < ranks_; ++p)
+    if (p != rank_) least = std::min(least, slot(p).published.load(std::memory_order_acquire));
+  published_ = least;
+  return least >= steps;
+}
+
+bool SharedMemory::all_taken(std::uint64_t steps) {
+  if (taken_ >= steps) return true;
+  std::uint64_t least = ~std::uint64_t{0};
+  for (int p = 0; p < ranks_; ++p)
+    if (p != rank_) least = std::min(least, slot(p).taken.load(std::memory_order_acquire));
+  taken_ = least;
+  return least >= steps;
+}
+
+// Publishes one or two steps ahead of the step that it takes, so that no rank waits for the copy of another rank. If the other
+// ranks are late, it publishes further ahead, as far as there are free cells.
+template <class Publish, class Take>
+void SharedMemory::pipeline(std::uint64_t steps, Publish publish, Take take) {
+  constexpr std::uint64_t ahead = 2;
+  if (ranks_ == 1) {
+    for (std::uint64_t i = 0; i < steps; ++i) take(i);
+    return;
+  }
+  Slot& mine = slot(rank_);
+  const std::uint64_t cells = static_cast<std::uint64_t>(cells_);
+  const auto room = [&](std::uint64_t step) { return sequence_ + step < cells || all_taken(sequence_ + step + 1 - cells); };
+  std::uint64_t published = 0, done = 0;
+  while (done < steps) {
+    const bool near = published < steps && published < done + ahead && room(published);
+    if (!near && all_published(sequence_ + done + 1)) {
+      take(done);
+      mine.taken.store(sequence_ + ++done, std::memory_order_release);
+      wake_sleepers();
+    } else if (published < steps && room(published)) {
+      publish(published);
+      mine.published.store(sequence_ + ++published, std::memory_order_release);
+      wake_sleepers();
+    } else {
+      wait([&] { return all_published(sequence_ + done + 1) || (published < steps && room(published)); });
+    }
+  }
+  sequence_ += steps;
+}
+
+bool SharedMemory::all_reduce(void* data, Dtype dtype, std::size_t length, float scale, Call call) {
+  const IeeeScope ieee;
+  enter(call);
+  char* x = static_cast<char*>(data);
+  const std::size_t item = item_size(dtype);
+  bool finite = true;
+  if (static_cast<std::size_t>(ranks_) > few_ranks) {
+    // Reduce-scatter and all-gather, in pieces that stay in the second-level cache between the two.
+    const std::size_t piece = 4 * cell_bytes / item * ranks_;
+    for (std::size_t start = 0; start < length; start += piece) {
+      const std::size_t size = std::min(piece, length - start);
+      finite &= reduce_steps(x + start * item, dtype, size, scale, nullptr, nullptr);
+      gather_steps(x + start * item, item, size, nullptr, false);
+    }
+    return finite;
+  }
+  const std::size_t chunk = cell_bytes / item;
+  const PathKernels& path = active();
+  pipeline((length + chunk - 1) / chunk,
+           [&](std::uint64_t step) {
+             const std::size_t start = step * chunk;
+             copy(cell(rank_, sequence_ + step), x + start * item, std::min(chunk, length - start) * item);
+           },
+           [&](std::uint64_t step) {
+             const std::size_t start = step * chunk, size = std::min(chunk, length - start);
+             const void* inputs[few_ranks];
+             for (std::size_t at = 0; at < size; at += block) {
+               const std::size_t count = std::min(block, size - at);
+               char* own = x + (start + at) * item;
+               for (int p = 0; p < ranks_; ++p) inputs[p] = p == rank_ ? own : cell(p, sequence_ + step) + at * item;
+               sum(own, dtype, inputs, ranks_, dtype, count, scale);
+               finite &= path.is_finite[static_cast<int>(dtype)](own, count);
+             }
+           });
+  return finite;
+}
+
+bool SharedMemory::reduce_scatter(void* x, Dtype dtype, std::size_t length, float scale, float* out, const float* add, Call call) {
+  const IeeeScope ieee;
+  enter(call);
+  return reduce_steps(x, dtype, length, scale, out, add);
+}
+
+bool SharedMemory::reduce_steps(void* data, Dtype dtype, std::size_t length, float scale, float* out, const float* add) {
+  char* x = static_cast<char*>(data);
+  const std::size_t item = item_size(dtype);
+  // A cell holds one part for each rank that owns a shard. If every rank owns a shard, it needs no part for its own.
+  const bool all_own = ranks_ == shards_;
+  const int parts = std::max(1, all_own ? shards_ - 1 : shards_);
+  const std::size_t chunk = cell_bytes / item / parts / 16 * 16;
+  const auto place = [&](int giver, int owner) { return (all_own && owner > giver ? owner - 1 : owner) * chunk * item; };
+  std::size_t longest = 0;
+  for (int i = 0; i < shards_; ++i)
+    longest = std::max(longest, shard_begin(length, shards_, i + 1) - shard_begin(length, shards_, i));
+  const std::size_t begin = rank_ < shards_ ? shard_begin(length, shards_, rank_) : 0;
+  const std::size_t end = rank_ < shards_ ? shard_begin(length, shards_, rank_ + 1) : 0;
+  const PathKernels& path = active();
+  std::vector<const void*> inputs(ranks_);
+  alignas(64) float sums[block];
+  bool finite = true;
+  pipeline((longest + chunk - 1) / chunk,
+           [&](std::uint64_t step) {
+             for (int owner = 0; owner < shards_; ++owner) {
+               if (owner == rank_) continue;
+               const std::size_t first = shard_begin(length, shards_, owner) + step * chunk;
+               const std::size_t last = std::min(first + chunk, shard_begin(length, shards_, owner + 1));
+               if (first < last) copy(cell(rank_, sequence_ + step) + place(rank_, owner), x + first * item, (last - first) * item);
+             }
+           },
+           [&](std::uint64_t step) {
+             const std::size_t first = begin + step * chunk, last = std::min(first + chunk, end);
+             for (std::size_t at = first; at < last; at += block) {
+               const std::size_t count = std::min(block, last - at);
+               char* own = x + at * item;
+               for (int p = 0; p < ranks_; ++p)
+                 inputs[p] = p == rank_ ? own : cell(p, sequence_ + step) + place(p, rank_) + (at - first) * item;
+               if (out == nullptr) {
+                 sum(own, dtype, inputs.data(), inputs.size(), dtype, count, scale);
+                 finite &= path.is_finite[static_cast<int>(dtype)](own, count);
+               } else {
+                 sum(sums, Dtype::f32, inputs.data(), inputs.size(), dtype, count, scale);
+                 if (add != nullptr) path.add_f32(sums, sums, add + (at - begin), count, 1.0f);
+                 finite &= path.is_finite[static_cast<int>(Dtype::f32)](sums, count);
+                 stream_copy(out + (at - begin), sums, count * sizeof(float));
+               }
+             }
+           });
+  if (out != nullptr) stream_end();
+  return finite;
+}
+
+void SharedMemory::check(Call call) { enter(call); }
+
+void SharedMemory::all_gather(void* x, std::size_t item, std::size_t length, const std::uint64_t* bounds, Call call) {
+  enter(call);
+  gather_steps(x, item, length, bounds, true);
+}
+
+void SharedMemory::gather_steps(void* data, std::size_t item, std::size_t length, const std::uint64_t* bounds, bool stream) {
+  char* x = static_cast<char*>(data);
+  const auto from = [&](int shard) {
+    return bounds != nullptr ? static_cast<std::size_t>(bounds[shard]) : shard_begin(length, shards_, shard);
+  };
+  const std::size_t chunk = cell_bytes / item;
+  std::size_t longest = 0;
+  for (int i = 0; i < shards_; ++i) longest = std::max(longest, from(i + 1) - from(i));
+  if (ranks_ == 1) return;
+  pipeline((longest + chunk - 1) / chunk,
+           [&](std::uint64_t step) {
+             if (rank_ >= shards_) return;
+             const std::size_t first = from(rank_) + step * chunk, last = std::min(first + chunk, from(rank_ + 1));
+             if (first < last) copy(cell(rank_, sequence_ + step), x + first * item, (last - first) * item);
+           },
+           [&](std::uint64_t step) {
+             for (int owner = 0; owner < shards_; ++owner) {
+               if (owner == rank_) continue;
+               const std::size_t first = from(owner) + step * chunk, last = std::min(first + chunk, from(owner + 1));
+               if (first < last) copy_out(x + first * item, cell(owner, sequence_ + step), (last - first) * item, stream);
+             }
+           });
+  if (stream) stream_end();
+}
+
+}  // namespace topkube

@@ -1,0 +1,94 @@
+// Collectives among the ranks of one node, through a small window of memory that all of them map.
+//
+// Every rank owns a slot (counters on separate cache lines) and a ring of cells. A collective is a pipeline of steps. In each
+// step a rank publishes a cell (a copy of the part of its array that other ranks need) and takes the cells that other ranks
+// published. Cells stay in the last-level cache, so an array of any length is read from memory once and written once. The window
+// has a few megabytes, for buckets of any size.
+//
+// Sums are added in the order of local ranks, in float32, so their bits depend neither on chunks nor on timing.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <vector>
+
+#include "cpu/dtype.hpp"
+
+namespace topkube {
+
+// The deadline has passed. `missing` lists the local ranks that have not entered the call.
+struct NodeTimeout : std::runtime_error {
+  explicit NodeTimeout(std::vector<int> ranks);
+  std::vector<int> missing;
+};
+
+// Local ranks entered the same call with different signatures.
+struct NodeMismatch : std::runtime_error {
+  explicit NodeMismatch(std::vector<int> ranks);
+  std::vector<int> different;
+};
+
+class SharedMemory {
+ public:
+  static constexpr std::size_t cell_bytes = 64 * 1024;
+
+  // Returns the size of the window for `ranks` ranks with `cells` cells each. The window must be zero before the first call.
+  static std::size_t bytes(int ranks, int cells);
+
+  // `shards`: arrays are cut into this many shards, one for each of the first local ranks.
+  // `crowded`: the machine has more ranks than processors, so waiting ranks yield at once.
+  SharedMemory(void* base, int rank, int ranks, int shards, int cells, bool crowded);
+
+  // Called in long waits, about ten times per second. It may throw, which ends the call.
+  std::function<void()> poll;
+
+  // The arguments of every call: a signature that must be equal on all ranks, and how many seconds this rank waits for the others.
+  struct Call {
+    std::uint64_t signature;
+    double deadline;
+  };
+
+  // Reduces x[length] over all ranks in place: their sum times `scale`. Returns true if every result is finite.
+  bool all_reduce(void* x, Dtype dtype, std::size_t length, float scale, Call call);
+
+  // Reduces this rank's shard of x: the sum times `scale`, plus `add` (float32, may be null). The result goes to `out` (float32),
+  // or into x if `out` is null. Ranks without a shard only contribute. Returns true if every result of this rank is finite.
+  bool reduce_scatter(void* x, Dtype dtype, std::size_t length, float scale, float* out, const float* add, Call call);
+
+  // Returns when all ranks have entered the same call.
+  void check(Call call);
+
+  // Copies each shard of x from its owner to all other ranks. `bounds` (shards + 1 offsets) replaces the even division.
+  void all_gather(void* x, std::size_t item, std::size_t length, const std::uint64_t* bounds, Call call);
+
+  static std::size_t shard_begin(std::size_t length, int shards, int shard) { return length * shard / shards; }
+
+ private:
+  struct Slot;
+
+  Slot& slot(int rank) const;
+  char* cell(int rank, std::uint64_t step) const;
+  void enter(Call call);
+  bool all_published(std::uint64_t steps);
+  bool all_taken(std::uint64_t steps);
+  void wake_sleepers();
+  template <class Ready>
+  void wait(Ready ready);
+  template <class Publish, class Take>
+  void pipeline(std::uint64_t steps, Publish publish, Take take);
+  bool reduce_steps(void* x, Dtype dtype, std::size_t length, float scale, float* out, const float* add);
+  void gather_steps(void* x, std::size_t item, std::size_t length, const std::uint64_t* bounds, bool stream);
+
+  char* base_;
+  int rank_, ranks_, shards_, cells_;
+  bool crowded_;
+  std::uint64_t calls_ = 0;     // calls that this rank has entered
+  std::uint64_t sequence_ = 0;  // steps that this rank has finished, over all calls
+  double ends_ = 0;             // the time at which the deadline of the call passes
+  std::uint64_t published_ = 0,
+                taken_ = 0;  // the steps that all other ranks have published and taken, as far as this rank has seen
+};
+
+}  // namespace topkube

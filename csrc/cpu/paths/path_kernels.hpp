@@ -1,0 +1,49 @@
+// The table of inner loops that each path fills. This header includes nothing that the linker could share between paths.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace topkube {
+
+constexpr std::size_t filter_slack = 16;  // entries that a filter may write after the last entry that it appends
+
+struct PathKernels {
+  const char* name;
+
+  // Dense kernels, indexed by Dtype. Each call works on one block. See reduce.hpp.
+  using Widen = void (*)(float* out, const void* input, std::size_t length);                // out = input
+  using WidenAdd = void (*)(float* out, const void* input, std::size_t length);             // out += input
+  using Narrow = void (*)(void* out, const float* input, std::size_t length, float scale);  // out = round(input * scale)
+  using IsFinite = bool (*)(const void* data, std::size_t length);
+  Widen widen[3];
+  WidenAdd widen_add[3];
+  Narrow narrow[3];
+  IsFinite is_finite[3];
+  // Selection. Appends the index and the 32-bit value of every element whose value without the sign is at least `threshold` (an
+  // integer up to 2^31) to `indices` and `values`. Returns the number of appended entries. `base` is the index of the first
+  // element. Both buffers have room for length + filter_slack entries.
+  using Filter = std::size_t (*)(const void* data, std::size_t length, std::uint32_t base, std::uint32_t threshold,
+                                 std::uint32_t* indices, std::uint32_t* values);
+  Filter filter_bits[3];   // the value is the bits of the element, widened with zeros
+  Filter filter_float[3];  // the value is the element as fp32
+  // Writes acc = residual + gradient and filters it in the same pass; appended entries are zero in acc. `acc` may be `gradient`.
+  using AccumulateFilter = std::size_t (*)(const void* gradient, const float* residual, float* acc, std::size_t length,
+                                           std::uint32_t base, std::uint32_t threshold, std::uint32_t* indices,
+                                           std::uint32_t* values);
+  AccumulateFilter accumulate_filter[3];
+  // The sum of |x| in double, added in a fixed order (path_kernels.cpp), and the bits of the largest |x| as fp32.
+  using Moments = void (*)(const void* data, std::size_t length, double* sum, std::uint32_t* largest);
+  Moments moments[3];
+
+  // out = (a + b) * scale, fp32. `out` may be `a` or `b`.
+  void (*add_f32)(float* out, const float* a, const float* b, std::size_t length, float scale);
+
+  // One block of cpu/sign/sign.hpp, of at most 256 elements. `sign_pack` returns the scale as bf16; the sum of |x| has a fixed
+  // order (path_kernels.cpp). `sign_unpack_add` adds +-scales[p] over the parts, in their order, and then adds that sum.
+  std::uint16_t (*sign_pack)(float* values, std::size_t length, std::uint8_t* bits);
+  void (*sign_unpack_add)(float* values, std::size_t length, const float* scales, const std::uint8_t* const* bits,
+                          std::size_t parts);
+};
+
+}  // namespace topkube

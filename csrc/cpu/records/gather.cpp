@@ -1,0 +1,98 @@
+#include "cpu/records/gather.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "cpu/stream.hpp"
+
+namespace topkube {
+
+namespace {
+
+// A batch of this size leaves the caches before it is read. Plain stores would first fetch the cache lines that they overwrite.
+constexpr size_t kStreamedBytes = size_t{16} << 20;
+// The next record can be anywhere in memory, so the processor's own prefetcher cannot predict it, and translating the address of
+// its page takes as long as reading the record. So the pages of later records are touched first, and their cache lines a little
+// later.
+constexpr size_t kFetchedAhead = 3, kLookedUpAhead = 8, kFetchedBytes = 4096;
+
+struct Record {
+  const uint8_t* from;
+  size_t length;
+};
+
+// Copies the records one after the other. record(i) returns the place of record i.
+template <class Where>
+void gather(size_t count, uint8_t* out, size_t total, Where record) {
+  const bool streamed = total >= kStreamedBytes;
+  for (size_t i = 0; i < count; ++i) {
+    if (i + kLookedUpAhead < count) {
+      const Record later = record(i + kLookedUpAhead);
+      if (later.length) __builtin_prefetch(later.from), __builtin_prefetch(later.from + later.length - 1);
+    }
+    if (i + kFetchedAhead < count) {
+      const Record next = record(i + kFetchedAhead);
+      for (size_t at = 0; at < std::min(next.length, kFetchedBytes); at += 64) __builtin_prefetch(next.from + at);
+    }
+    const Record now = record(i);
+    if (streamed)
+      stream_copy(out, now.from, now.length);
+    else
+      std::memcpy(out, now.from, now.length);
+    out += now.length;
+  }
+  if (streamed) stream_end();
+}
+
+}  // namespace
+
+void gather_memory(const uint8_t* source, const int64_t* offsets, const int64_t* lengths, size_t count, uint8_t* out) {
+  size_t total = 0;
+  for (size_t i = 0; i < count; ++i) total += static_cast<size_t>(lengths[i]);
+  gather(count, out, total, [&](size_t i) { return Record{source + offsets[i], static_cast<size_t>(lengths[i])}; });
+}
+
+void gather_rows(const uint8_t* source, size_t length, const int64_t* rows, size_t count, uint8_t* out) {
+  gather(count, out, count * length, [&](size_t i) { return Record{source + static_cast<size_t>(rows[i]) * length, length}; });
+}
+
+size_t gather_files(const int32_t* files, const int64_t* offsets, const int64_t* lengths, size_t count, uint8_t* out, int& error) {
+  error = 0;
+  for (size_t i = 0; i < count; ++i) {
+    int64_t done = 0;
+    while (done < lengths[i]) {
+      const ssize_t got = ::pread(files[i], out + done, static_cast<size_t>(lengths[i] - done), offsets[i] + done);
+      if (got < 0 && errno == EINTR) continue;
+      if (got <= 0) {
+        error = got < 0 ? errno : 0;
+        return i;
+      }
+      done += got;
+    }
+    out += lengths[i];
+  }
+  return count;
+}
+
+size_t write_rows(int file, size_t length, const int64_t* rows, size_t count, const uint8_t* source, int& error) {
+  error = 0;
+  for (size_t i = 0; i < count; ++i, source += length) {
+    const off_t offset = rows[i] * static_cast<int64_t>(length);
+    size_t done = 0;
+    while (done < length) {
+      const ssize_t put = ::pwrite(file, source + done, length - done, offset + static_cast<off_t>(done));
+      if (put < 0 && errno == EINTR) continue;
+      if (put <= 0) {
+        error = put < 0 ? errno : EIO;
+        return i;
+      }
+      done += static_cast<size_t>(put);
+    }
+  }
+  return count;
+}
+
+}  // namespace topkube

@@ -1,0 +1,23 @@
+// Adds several sparse vectors into one dense vector.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "cpu/dtype.hpp"
+
+namespace topkube {
+
+// The entries of one sparse vector. Indices ascend.
+struct SparsePart {
+  const std::uint32_t* indices;
+  const float* values;
+  std::size_t count;
+};
+
+// out[length] = the sum of `parts`, added in their order in float32 and rounded once. Each block is computed in the first-level
+// cache and streamed to `out`, so `out` is written once and never read. Indices are below `length`.
+void spread(void* out, Dtype dtype, std::size_t length, const std::vector<SparsePart>& parts);
+
+}  // namespace topkube

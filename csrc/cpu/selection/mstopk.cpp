@@ -1,0 +1,237 @@
+// MSTopK: "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters", Algorithm 1.
+//
+// The algorithm bisects between the mean and the largest magnitude, and counts at each of N probes how many magnitudes reach the
+// probe. That count exceeds k if and only if the (k + 1)-th largest magnitude reaches the probe. So this code finds that
+// magnitude once and counts nothing per probe. Each probe is exactly the fp32 number of the algorithm.
+#include <limits>
+
+#include "cpu/selection/candidates.hpp"
+#include "cpu/selection/select.hpp"
+
+namespace topkube {
+namespace {
+
+thread_local Workspace workspace;
+thread_local Workspace scratch_space;
+
+constexpr std::uint32_t infinity_bits = 0x7f800000u;
+
+int slot(Dtype dtype) { return static_cast<int>(dtype); }
+const char* at(const void* data, Dtype dtype, std::size_t index) {
+  return static_cast<const char*>(data) + index * item_size(dtype);
+}
+
+// Returns one element as the bits of an fp32.
+std::uint32_t element_bits(const void* data, Dtype dtype, std::size_t i) {
+  if (dtype == Dtype::f32) return static_cast<const std::uint32_t*>(data)[i];
+  const std::uint16_t bits = static_cast<const std::uint16_t*>(data)[i];
+  return bits_of(dtype == Dtype::bf16 ? from_bf16(bits) : from_f16(bits));
+}
+
+// Filters by fp32 magnitude, and computes the moments of each block while the block is in the cache.
+struct MomentsFilter {
+  static constexpr bool goes_on = true;
+  const PathKernels& path;
+  const void* data;
+  Dtype dtype;
+  double* sums;
+  std::uint32_t* largest;
+  std::size_t operator()(std::size_t start, std::size_t size, std::uint32_t threshold, std::uint32_t* indices,
+                         std::uint32_t* values) const {
+    path.moments[slot(dtype)](at(data, dtype, start), size, sums + start / block, largest + start / block);
+    return path.filter_float[slot(dtype)](at(data, dtype, start), size, static_cast<std::uint32_t>(start), threshold, indices,
+                                          values);
+  }
+};
+
+enum class Verdict { few, many, unknown };  // at most k magnitudes reach the probe; more than k; not known yet
+
+struct Bisection {
+  double mean, largest;
+  int left_to_do;
+  double left = 0, right = 1;
+  float upper = std::numeric_limits<float>::infinity(), lower = 0;
+
+  // Probes until all probes are done or `decide` returns `unknown`.
+  template <class Decide>
+  void probe(const Decide& decide) {
+    for (; left_to_do > 0; --left_to_do) {
+      const double ratio = left + (right - left) / 2;
+      const auto threshold = static_cast<float>(mean + ratio * (largest - mean));
+      const Verdict verdict = decide(bits_of(threshold));
+      if (verdict == Verdict::unknown) return;
+      // A later probe with the same verdict is closer, so the last probe is the best. If two probes have the same count, both
+      // select the same entries.
+      if (verdict == Verdict::few) {
+        right = ratio;
+        upper = threshold;
+      } else {
+        left = ratio;
+        lower = threshold;
+      }
+    }
+  }
+};
+
+// Writes the selected entries in order: all that reach `upper`, and of those between the thresholds numbers first to last - 1.
+struct Output {
+  Dtype dtype;
+  std::uint32_t upper, lower;
+  std::size_t first, last, k;
+  std::uint32_t* indices;
+  void* values;
+  std::size_t between = 0, count = 0;
+
+  Output(Dtype dtype, const Thresholds& thresholds, std::size_t k, std::uint64_t seed, std::uint32_t* indices, void* values)
+      : dtype(dtype), upper(bits_of(thresholds.upper)), lower(bits_of(thresholds.lower)), k(k), indices(indices), values(values) {
+    const std::size_t wanted = k - thresholds.above_upper;
+    const std::size_t offsets =
+        thresholds.above_lower - thresholds.above_upper - wanted + 1;  // the consecutive entries must end inside the list
+    first = static_cast<std::size_t>(static_cast<unsigned __int128>(mixed(seed)) * offsets >> 64);
+    last = first + wanted;
+  }
+
+  void take(const Run& run) {
+    for (std::size_t i = 0; i < run.count && count < k; ++i) {
+      const std::uint32_t magnitude = run.values[i] & magnitude_of_f32;
+      const bool is_above = magnitude >= upper, is_between = !is_above && magnitude >= lower;
+      if (is_above || (is_between && between >= first && between < last)) put(run.indices[i], run.values[i]);
+      between += is_between;
+    }
+  }
+
+ private:
+  void put(std::uint32_t index, std::uint32_t bits) {
+    indices[count] = index;
+    if (dtype == Dtype::f32) {
+      static_cast<std::uint32_t*>(values)[count] = bits;
+    } else {
+      const float value = float_of(bits);
+      static_cast<std::uint16_t*>(values)[count] = dtype == Dtype::bf16 ? to_bf16(value) : to_f16(value);  // exact
+    }
+    ++count;
+  }
+};
+
+std::size_t count_at_least(const Candidates& candidates, float threshold) {
+  const std::uint32_t least = bits_of(threshold);
+  std::size_t count = 0;
+  for (const Run& run : candidates.runs) {
+    for (std::size_t i = 0; i < run.count; ++i) count += (run.values[i] & magnitude_of_f32) >= least;
+  }
+  return count;
+}
+
+template <class Part>
+std::vector<std::uint32_t> float_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t size, int threads,
+                                           const Part& part) {
+  const auto magnitude = [&part](std::uint32_t bits) { return part(bits & magnitude_of_f32); };
+  if (dtype == Dtype::f32) return histogram<std::uint32_t>(data, length, size, threads, magnitude);
+  if (dtype == Dtype::bf16) {
+    return histogram<std::uint16_t>(data, length, size, threads,
+                                    [&](std::uint16_t bits) { return magnitude(bits_of(from_bf16(bits))); });
+  }
+  return histogram<std::uint16_t>(data, length, size, threads,
+                                  [&](std::uint16_t bits) { return magnitude(bits_of(from_f16(bits))); });
+}
+
+// Finds the thresholds without candidates. A histogram of the upper 16 bits answers every probe outside the bin of the (k + 1)-th
+// largest magnitude. A second histogram of the lower 15 bits covers that bin and the bins of both thresholds: it answers the other
+// probes and yields both counts.
+Thresholds by_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads, Bisection bisection) {
+  constexpr unsigned low_bits = 15;
+  constexpr std::uint32_t low_size = 1u << low_bits;
+  const auto coarse = float_histogram(data, dtype, length, 1u << 16, threads, [](std::uint32_t m) { return m >> low_bits; });
+  const bool all = k == length;
+  std::size_t rank = k + 1;
+  const std::uint32_t bin = all ? 0 : static_cast<std::uint32_t>(bin_of_kth(coarse.data(), coarse.size(), rank));
+  bisection.probe([&](std::uint32_t probe) {
+    if (all || probe >> low_bits > bin) return Verdict::few;
+    return probe >> low_bits < bin ? Verdict::many : Verdict::unknown;
+  });
+  const std::uint32_t refined[3] = {bin, bits_of(bisection.upper) >> low_bits, bits_of(bisection.lower) >> low_bits};
+  const auto fine = float_histogram(data, dtype, length, 3 * low_size, threads, [&refined](std::uint32_t m) {
+    const std::uint32_t high = m >> low_bits, low = m & (low_size - 1);
+    const std::uint32_t table = high == refined[0] ? 0 : high == refined[1] ? 1 : high == refined[2] ? 2 : 3;
+    return table * low_size + low;
+  });
+  if (!all) {
+    const std::uint32_t kth = bin << low_bits | static_cast<std::uint32_t>(bin_of_kth(fine.data(), low_size, rank));
+    bisection.probe([kth](std::uint32_t probe) { return probe > kth ? Verdict::few : Verdict::many; });
+  }
+  const auto count = [&](float threshold) {
+    const std::uint32_t high = bits_of(threshold) >> low_bits, low = bits_of(threshold) & (low_size - 1);
+    std::size_t reached = 0;
+    for (std::size_t i = high + 1; i < coarse.size(); ++i) reached += coarse[i];
+    const std::size_t table = high == refined[0] ? 0 : high == refined[1] ? 1 : 2;
+    for (std::size_t i = low; i < low_size; ++i) reached += fine[table * low_size + i];
+    return reached;
+  };
+  return {bisection.upper, bisection.lower, count(bisection.upper), count(bisection.lower)};
+}
+
+}  // namespace
+
+Effort mstopk(const void* data, Dtype dtype, std::size_t length, std::size_t k, int iterations, std::uint64_t seed, int threads,
+              std::uint32_t* indices, void* values, Thresholds* thresholds) {
+  const IeeeScope ieee;
+  const std::size_t known = std::min(k + 1, length);  // the verdicts depend on this many of the largest magnitudes
+  const Plan plan =
+      plan_filter(length, known, magnitude_of_f32, workspace, [&](std::size_t i) { return element_bits(data, dtype, i); });
+  const std::size_t blocks = (length + block - 1) / block;
+  std::vector<double> sums(blocks);
+  std::vector<std::uint32_t> tops(blocks);
+  const Candidates candidates =
+      filter_pass(length, plan, threads, workspace, MomentsFilter{active(), data, dtype, sums.data(), tops.data()});
+  Effort effort{1, candidates.count};
+  const std::uint32_t largest = *std::max_element(tops.begin(), tops.end());
+  if (largest >= infinity_bits) {
+    *thresholds = {};
+    if (dtype == Dtype::f32) {
+      return select_f32_from(candidates, plan, static_cast<const float*>(data), length, k, threads, indices,
+                             static_cast<float*>(values));
+    }
+    effort = topk(data, dtype, length, k, threads, indices, values);
+    ++effort.passes;
+    return effort;
+  }
+  double total = 0;
+  for (const double sum : sums) total += sum;
+  Bisection bisection{total / static_cast<double>(length), float_of(largest), iterations};
+
+  bool complete = !candidates.overflowed && candidates.count >= known;  // the candidates are sufficient for the answer
+  if (complete) {
+    Bisection attempt = bisection;
+    if (known == k) {
+      attempt.probe([](std::uint32_t) { return Verdict::few; });
+    } else {
+      const std::uint32_t kth =
+          kth_largest(candidates.runs, known, magnitude_of_f32, plan.threshold, scratch_space.room(candidates.count + 1)).threshold;
+      attempt.probe([kth](std::uint32_t probe) { return probe > kth ? Verdict::few : Verdict::many; });
+    }
+    complete = bits_of(attempt.lower) >= plan.threshold;
+    if (complete) {
+      *thresholds = {attempt.upper, attempt.lower, count_at_least(candidates, attempt.upper),
+                     count_at_least(candidates, attempt.lower)};
+      Output output(dtype, *thresholds, k, seed, indices, values);
+      for (const Run& run : candidates.runs) output.take(run);
+    }
+  }
+  if (!complete) {
+    *thresholds = by_histogram(data, dtype, length, k, threads, bisection);
+    effort.passes += 3;
+    Output output(dtype, *thresholds, k, seed, indices, values);
+    std::vector<std::uint32_t> room(2 * (block + filter_slack));
+    Run run{room.data(), room.data() + block + filter_slack, 0};
+    for (std::size_t start = 0; start < length && output.count < k; start += block) {
+      run.count = active().filter_float[slot(dtype)](at(data, dtype, start), std::min(block, length - start),
+                                                     static_cast<std::uint32_t>(start), output.lower, run.indices, run.values);
+      output.take(run);
+    }
+  }
+  workspace.trim();
+  scratch_space.trim();
+  return effort;
+}
+
+}  // namespace topkube

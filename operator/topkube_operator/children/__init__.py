@@ -1,0 +1,1 @@
+"""Build the objects of a job: pods, credentials, the Service, policies, volumes, and their placement. Pure."""

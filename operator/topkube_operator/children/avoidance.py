@@ -1,0 +1,32 @@
+"""Keep a pod away from nodes that are suspected of faults. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from topkube_operator.children.placement import HOSTNAME
+from topkube_operator.children.templates import list_in, mapping_in
+from topkube_operator.model import names
+
+_WHERE = "spec.template.spec"
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+def avoid_nodes(pod: dict[str, Any], hostnames: Iterable[str]) -> None:
+    """Forbid the scheduler to place a pod on nodes with these values of `kubernetes.io/hostname`, in addition to the
+    template's own affinity. An annotation of the pod lists them. Raises JobError if the template's affinity is
+    malformed."""
+    avoided = sorted(set(hostnames))
+    if not avoided:
+        return
+    pod["metadata"]["annotations"][names.AVOIDED_NODES] = ",".join(avoided)
+    affinity = mapping_in(mapping_in(pod["spec"], "affinity", _WHERE), "nodeAffinity", f"{_WHERE}.affinity")
+    required = mapping_in(affinity, _REQUIRED, f"{_WHERE}.affinity.nodeAffinity")
+    terms = list_in(required, "nodeSelectorTerms", f"{_WHERE}.affinity.nodeAffinity.{_REQUIRED}")
+    if not terms:
+        terms.append({})
+    for term in terms:  # a node fits if one of the terms matches, so each term needs the rule
+        if isinstance(term, dict):
+            expressions = list_in(term, "matchExpressions", f"{_WHERE}.affinity.nodeAffinity.{_REQUIRED}")
+            expressions.append({"key": HOSTNAME, "operator": "NotIn", "values": avoided})

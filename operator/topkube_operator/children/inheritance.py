@@ -1,0 +1,113 @@
+"""What a launcher takes over from the workers' template: its placement, its security context, labels, resources. Pure.
+
+A launcher without a template of its own must be admitted and scheduled wherever a worker is: on nodes of the same
+architecture, under the same runtime class, in a namespace with a quota or a LimitRange.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from topkube.job import TrainingJob
+from topkube.job.quantity import parse_quantity
+from topkube.job.template import without_nulls, worker_container
+from topkube_operator.children.templates import mapping_in
+
+_FIELDS = (
+    "imagePullSecrets",
+    "tolerations",
+    "priorityClassName",
+    "schedulerName",
+    "serviceAccountName",
+    "nodeSelector",
+    "runtimeClassName",
+    "securityContext",
+)
+"""Fields of a pod's spec that the launcher's pod has too, unless its own template sets them."""
+_AFFINITY = ("nodeAffinity", "podAffinity")
+"""The parts of `affinity` that are taken over. An anti-affinity keeps workers apart and would ask for a node more."""
+_REQUESTS = {"cpu": "50m", "memory": "96Mi"}
+_GUARANTEED_CPU, _LIMIT_CPU = "500m", "2"
+_LIMIT_MIB, _LIMIT_MIB_PER_WORKER = 512, 1
+
+
+def inherit(launcher: dict[str, Any], workers: Mapping[str, Any]) -> None:
+    """Add to the template of a launcher what it lacks and the workers' template has. Neither contains nulls."""
+    spec = mapping_in(launcher, "spec", "spec.launcher.template")
+    source: Any = workers.get("spec") or {}
+    for field in _FIELDS:
+        if field in source:
+            spec.setdefault(field, copy.deepcopy(source[field]))
+    affinity = source.get("affinity")
+    if isinstance(affinity, dict) and any(part in affinity for part in _AFFINITY):
+        spec.setdefault("affinity", {part: copy.deepcopy(affinity[part]) for part in _AFFINITY if part in affinity})
+    metadata = mapping_in(launcher, "metadata", "spec.launcher.template")
+    own = mapping_in(metadata, "labels", "spec.launcher.template.metadata")
+    labels: Any = (workers.get("metadata") or {}).get("labels") or {}
+    selected = set(_spreading_keys(source))
+    for key, value in labels.items():
+        if key not in selected:
+            own.setdefault(key, value)
+
+
+def _spreading_keys(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the labels by which the template keeps its own pods apart. With these labels, a launcher would count as
+    a worker and would take a node or a domain from the workers."""
+    affinity = spec.get("affinity")
+    apart = affinity.get("podAntiAffinity") if isinstance(affinity, dict) else None
+    rules = [rule for entries in apart.values() for rule in _entries(entries)] if isinstance(apart, dict) else []
+    for rule in [*rules, *_entries(spec.get("topologySpreadConstraints"))]:
+        term = rule.get("podAffinityTerm", rule)
+        selector = term.get("labelSelector") if isinstance(term, dict) else None
+        if isinstance(selector, dict):
+            matched = selector.get("matchLabels")
+            yield from matched if isinstance(matched, dict) else ()
+            yield from (str(entry.get("key")) for entry in _entries(selector.get("matchExpressions")))
+
+
+def _entries(value: Any) -> list[dict[str, Any]]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+
+def launcher_resources(job: TrainingJob) -> dict[str, Any]:
+    """Return the resources of the launcher's container, if its template has none.
+
+    spec.launcher.resources wins. Otherwise the launcher has a limit if the worker has a limit: a quota on limits admits
+    a pod only if all its containers have limits. If the worker's pod would be Guaranteed, a launcher inside the pod has
+    equal requests and limits, so that the pod stays Guaranteed.
+    """
+    if job.spec.launcher.resources is not None:
+        wanted = job.spec.launcher.resources
+        given = {"requests": wanted.requests, "limits": wanted.limits}
+        return {name: dict(amounts) for name, amounts in given.items() if amounts}
+    memory = f"{_LIMIT_MIB + _LIMIT_MIB_PER_WORKER * job.spec.workers}Mi"
+    if job.spec.launcher.colocate and is_guaranteed(job.spec.template):
+        exact = {"cpu": _GUARANTEED_CPU, "memory": memory}
+        return {"requests": dict(exact), "limits": exact}
+    worker: Any = worker_container(job.spec.template)
+    limited = _resources(worker, "limits")
+    limits = {name: value for name, value in (("cpu", _LIMIT_CPU), ("memory", memory)) if name in limited}
+    return {"requests": dict(_REQUESTS), **({"limits": limits} if limits else {})}
+
+
+def is_guaranteed(template: Mapping[str, Any]) -> bool:
+    """Return True if Kubernetes would put a pod of this template into the QoS class Guaranteed."""
+    spec: Any = without_nulls(template).get("spec") or {}
+    containers = [*_entries(spec.get("containers")), *_entries(spec.get("initContainers"))]
+    return bool(containers) and all(_is_guaranteed(container) for container in containers)
+
+
+def _is_guaranteed(container: Mapping[str, Any]) -> bool:
+    requests, limits = _resources(container, "requests"), _resources(container, "limits")
+    return all(
+        (limit := parse_quantity(limits.get(name))) and limit == parse_quantity(requests.get(name, limits[name]))
+        for name in ("cpu", "memory")
+    )
+
+
+def _resources(container: Any, kind: str) -> dict[str, Any]:
+    resources = container.get("resources") if isinstance(container, Mapping) else None
+    amounts = resources.get(kind) if isinstance(resources, Mapping) else None
+    return dict(amounts) if isinstance(amounts, Mapping) else {}

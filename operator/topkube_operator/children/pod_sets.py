@@ -1,0 +1,98 @@
+"""The pods of an attempt as queues and gang schedulers count them: sets of equal pods, and what they request. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from topkube.job import TrainingJob
+from topkube.job.quantity import parse_quantity
+from topkube_operator.children import placement, pods
+from topkube_operator.model import names
+from topkube_operator.model.observed import Policy
+
+_ADDRESS = "0.0.0.0"
+"""Stands for the address of the launcher's Service, which no count depends on."""
+
+
+@dataclass(frozen=True)
+class PodSet:
+    """Equal pods. The launcher is first."""
+
+    name: str
+    count: int
+    pod: Mapping[str, Any]
+    """The manifest of one of the pods."""
+
+
+def build_pod_sets(job: TrainingJob, uid: str, policy: Policy) -> list[PodSet]:
+    """Return the pods of one attempt. Raises JobError if the templates make no valid pod."""
+    workers = [(index, 1) for index in range(job.spec.workers)]
+    worker = pods.build_worker(job, uid, job.spec.workers - 1, 1, _ADDRESS, policy)
+    if job.spec.launcher.colocate:
+        head, rest = pods.build_colocated(job, uid, 1, workers, policy), job.spec.workers - 1
+    else:
+        head, rest = pods.build_launcher(job, uid, 1, workers, policy), job.spec.workers
+    sets = [PodSet(names.LAUNCHER, 1, head), PodSet(names.WORKER, rest, worker)]
+    return [pod_set for pod_set in sets if pod_set.count]
+
+
+def requested_by_members(job: TrainingJob, uid: str, policy: Policy) -> dict[str, str]:
+    """Return what the pods that must fit at the same time request together. The launcher is one of them."""
+    total, left = dict[str, Decimal](), placement.count_members(job)
+    for pod_set in build_pod_sets(job, uid, policy):
+        count = min(pod_set.count, left)
+        left -= count
+        for name, amount in pod_requests(pod_set.pod["spec"]).items():
+            total[name] = total.get(name, Decimal(0)) + count * amount
+    return {name: format_quantity(name, amount) for name, amount in sorted(total.items()) if amount}
+
+
+def pod_requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
+    """Return what a pod requests, as the scheduler counts it: all containers and native sidecars together, or the
+    largest init container if that is more."""
+    running = _sum(_requests(container) for container in spec.get("containers") or ())
+    largest = dict[str, Decimal]()
+    for container in spec.get("initContainers") or ():
+        if isinstance(container, Mapping) and container.get("restartPolicy") == "Always":
+            running = _sum([running, _requests(container)])
+        else:
+            largest = _larger(largest, _requests(container))
+    overhead = spec.get("overhead")
+    return _sum([_larger(running, largest), _amounts(overhead)])
+
+
+def _requests(container: Any) -> dict[str, Decimal]:
+    resources = container.get("resources") if isinstance(container, Mapping) else None
+    if not isinstance(resources, Mapping):
+        return {}
+    return _amounts(resources.get("limits")) | _amounts(resources.get("requests"))
+
+
+def _amounts(value: Any) -> dict[str, Decimal]:
+    entries = value.items() if isinstance(value, Mapping) else ()
+    known = ((str(name), parse_quantity(text)) for name, text in entries)
+    return {name: amount for name, amount in known if amount is not None}
+
+
+def _sum(parts: Iterable[Mapping[str, Decimal]]) -> dict[str, Decimal]:
+    total = dict[str, Decimal]()
+    for part in parts:
+        for name, amount in part.items():
+            total[name] = total.get(name, Decimal(0)) + amount
+    return total
+
+
+def _larger(one: Mapping[str, Decimal], other: Mapping[str, Decimal]) -> dict[str, Decimal]:
+    return {name: max(one.get(name, Decimal(0)), other.get(name, Decimal(0))) for name in dict.fromkeys([*one, *other])}
+
+
+def format_quantity(name: str, amount: Decimal) -> str:
+    """Return an amount as Kubernetes writes it: thousandths of processors, whole numbers of anything else."""
+    thousandths = math.ceil(amount * 1000)
+    if name == "cpu" and thousandths % 1000:
+        return f"{thousandths}m"
+    return str(math.ceil(amount))

@@ -1,0 +1,346 @@
+"""The pods of a job: the user's template with its main container wrapped, and the fields that restricted pods need.
+Pure.
+
+The operator overrides nothing in the template, except restartPolicy and the command of the wrapped container, which
+becomes the argument of `topkube worker`. Sidecars and init containers stay unchanged. `children/inheritance.py` decides
+what a launcher takes over from the workers' template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from topkube.job import TrainingJob
+from topkube.job.template import without_nulls, worker_container
+from topkube.launch import contract
+from topkube_operator.children import datasets, inheritance, placement
+from topkube_operator.children.templates import list_in, mapping_in
+from topkube_operator.model import names
+from topkube_operator.model.observed import Policy, digest
+
+CHECKPOINTS = "/checkpoint"
+HOME = "/home/topkube"
+_USER = 1000
+_GRACE_SECONDS = 30
+_LAST_WORDS_SECONDS = 5
+_DOMAINS_SECONDS = 15.0
+"""How long a launcher waits for the zones, racks or blocks of its workers."""
+_SHM_MIB, _SHM_MIB_PER_RANK = 1024, 256
+_PREFIX = "topkube-"
+_OF_WORKERS, _OF_LAUNCHER = "spec.template", "spec.launcher.template"
+_POD, _CONTAINER = "the pod template's spec", "the container"
+_USER_FIELDS = ("runAsNonRoot", "runAsUser", "seccompProfile")
+"""The fields of a security context that the operator sets, unless the template sets them to a value or to null."""
+
+
+def shape(job: TrainingJob) -> str:
+    """Return a hash of everything that a worker's pod is made from. The next attempt replaces pods of another shape."""
+    spec = job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    parts = ("template", "slotsPerWorker", "mpiImplementation", "dataset", "spread")
+    claim = [job.spec.checkpoint.claim_name] if job.spec.checkpoint else []
+    topology = [spec["topology"]] if "topology" in spec else []
+    return digest([*(spec.get(part) for part in parts), *claim, *topology])
+
+
+def build_worker(
+    job: TrainingJob,
+    uid: str,
+    index: int,
+    attempt: int,
+    address: str,
+    policy: Policy,
+    warm: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the pod of worker `index`, made for `attempt`.
+
+    `address` is the address of the launcher's Service. `warm` holds the percentage of the dataset by node. Raises
+    JobError if the template makes no valid pod.
+    """
+    name = names.worker_name(job.name, index, attempt)
+    launches = index == 0 and job.spec.launcher.colocate
+    pod, container = _build_pod(job, job.spec.template, name, attempt, policy)
+    metadata, spec = pod["metadata"], pod["spec"]
+    metadata["labels"] |= {names.ROLE: names.WORKER, names.WORKER_INDEX: str(index)}
+    metadata["annotations"] |= {
+        names.SHAPE: shape(job),
+        names.LAUNCHER_ADDRESS: address,
+        names.DEFAULT_CONTAINER: container["name"],
+    }
+    spec.setdefault("terminationGracePeriodSeconds", _GRACE_SECONDS)
+    host = f"$({contract.POD_IP_VARIABLE})" if launches else address
+    plan = contract.WorkerPlan(
+        name=job.name,
+        namespace=job.metadata.namespace or "",
+        uid=uid,
+        index=index,
+        attempt=attempt,
+        pod=name,
+        slots=job.spec.slots_per_worker,
+        workers=job.spec.workers,
+        launcher=endpoint(host),
+        grace_seconds=_ranks_grace(job),
+    )
+    container["command"] = ["topkube", "worker", "--", *container["command"]]
+    _add_environment(container, {contract.WORKER_VARIABLE: plan.text()})
+    _restrict(container, spec, _unset_fields(job))
+    _add_scratch_volumes(spec, container, job.spec.slots_per_worker, datasets.shared_memory_bytes(job))
+    datasets.add_dataset(spec, container, job, policy)
+    _mount_volume(
+        spec,
+        container,
+        {
+            "name": _PREFIX + "token",
+            "secret": _secret_source(job, {contract.token_item(index, attempt): contract.TOKEN_FILE}),
+        },
+        contract.CREDENTIALS_DIRECTORY,
+        read_only=True,
+    )
+    ports = list_in(container, "ports", _CONTAINER)
+    if not any(isinstance(port, dict) and port.get("containerPort") == contract.METRICS_PORT for port in ports):
+        ports.append({"name": "topkube-metrics", "containerPort": contract.METRICS_PORT, "protocol": "TCP"})
+    if job.spec.checkpoint:
+        claim = {"claimName": job.spec.checkpoint.claim_name}
+        _mount_volume(spec, container, {"name": _PREFIX + "checkpoint", "persistentVolumeClaim": claim}, CHECKPOINTS)
+        security = mapping_in(spec, "securityContext", f"{_OF_WORKERS}.spec")
+        if "fsGroup" not in security and not {"fsGroup", "runAsUser"} & _unset_fields(job):
+            security |= {"fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"}
+    if job.spec.spread == "Node":
+        placement.spread_over_nodes(spec, job)
+    placement.place_together(spec, job)
+    if datasets.uses_node_cache(job):
+        placement.prefer_warm_nodes(spec, warm)
+    placement.join_gang(pod, job, policy.gang, policy.gang_scheduler)
+    placement.join_kueue_group(pod, names.LAUNCHER if launches else names.WORKER)
+    return pod
+
+
+def build_launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[tuple[int, int]], policy: Policy) -> Any:
+    """Return the launcher's pod of `attempt`. `workers` holds (index, attempt for which the pod was made) of each
+    worker. Raises JobError if the template makes no valid pod."""
+    name = names.launcher_name(job.name, attempt)
+    template = without_nulls(job.spec.launcher.template or {})
+    spec = mapping_in(template, "spec", _OF_LAUNCHER)
+    if "serviceAccountName" not in spec:
+        spec.setdefault("automountServiceAccountToken", False)
+    inheritance.inherit(template, without_nulls(job.spec.template))
+    spec.setdefault("terminationGracePeriodSeconds", _grace(job))  # the launcher waits while ranks save their state
+    containers = list_in(spec, "containers", f"{_OF_LAUNCHER}.spec")
+    if not any(isinstance(entry, dict) and entry.get("name") == names.LAUNCHER for entry in containers):
+        if len(containers) == 1 and isinstance(containers[0], dict) and "name" not in containers[0]:
+            containers[0]["name"] = names.LAUNCHER
+        else:
+            containers.insert(0, {"name": names.LAUNCHER})
+    pod, container = _build_pod(job, template, name, attempt, policy, names.LAUNCHER)
+    pod["metadata"]["labels"] |= {names.ROLE: names.LAUNCHER}
+    _add_launcher(job, uid, attempt, workers, policy, pod, container)
+    placement.join_gang(pod, job, policy.gang, policy.gang_scheduler)
+    placement.join_kueue_group(pod, names.LAUNCHER)
+    return pod
+
+
+def build_colocated(
+    job: TrainingJob,
+    uid: str,
+    attempt: int,
+    workers: Sequence[tuple[int, int]],
+    policy: Policy,
+    warm: Mapping[str, int] = MappingProxyType({}),
+) -> Any:
+    """Return the pod of worker 0 of `attempt`, with the launcher as a second container. Raises JobError if the template
+    makes no valid pod."""
+    pod = build_worker(job, uid, 0, attempt, "", policy, warm)
+    container: dict[str, Any] = {"name": names.LAUNCHER}
+    list_in(pod["spec"], "containers", _POD).append(container)
+    _add_launcher(job, uid, attempt, workers, policy, pod, container)
+    return pod
+
+
+def _grace(job: TrainingJob) -> int:
+    """Return the seconds that workers' pods may take to end."""
+    spec: Any = without_nulls(job.spec.template.get("spec"))
+    grace = (spec or {}).get("terminationGracePeriodSeconds")
+    return grace if isinstance(grace, int) else _GRACE_SECONDS
+
+
+def _ranks_grace(job: TrainingJob) -> float:
+    """Return the part of the grace period in which ranks can save their state."""
+    return max(0.0, float(_grace(job)) - _LAST_WORDS_SECONDS)
+
+
+def _checks_address(job: TrainingJob, policy: Policy) -> bool:
+    """Return True if the launcher compares the address of a caller with the address of the worker's pod."""
+    wanted = job.metadata.annotations.get(names.CHECK_ADDRESS)
+    return wanted == "true" if wanted in ("true", "false") else policy.check_address
+
+
+def endpoint(host: str) -> str:
+    """Return HOST:PORT of the launcher."""
+    return f"[{host}]:{contract.LAUNCHER_PORT}" if ":" in host else f"{host}:{contract.LAUNCHER_PORT}"
+
+
+def _add_launcher(
+    job: TrainingJob,
+    uid: str,
+    attempt: int,
+    workers: Sequence[tuple[int, int]],
+    policy: Policy,
+    pod: dict[str, Any],
+    container: dict[str, Any],
+) -> None:
+    """Make `container` the launcher."""
+    image = worker_container(job.spec.template)
+    settings = datasets.cache_settings(job, policy)
+    if job.spec.checkpoint:
+        settings["checkpoint_directory"] = f"{CHECKPOINTS}/{job.spec.checkpoint.path}"
+    plan = contract.LaunchPlan(
+        name=job.name,
+        namespace=job.metadata.namespace or "",
+        uid=uid,
+        attempt=attempt,
+        workers=tuple(
+            contract.ExpectedWorker(index=index, attempt=made, pod=names.worker_name(job.name, index, made))
+            for index, made in workers
+        ),
+        slots=job.spec.slots_per_worker,
+        mpi=job.spec.mpi_implementation,
+        # Pods may wait in a queue for days, which only the operator knows. The operator ends a rendezvous itself.
+        rendezvous_seconds=30 * 86400,
+        stall_seconds=policy.stall_seconds,
+        startup_seconds=policy.startup_seconds,
+        lost_seconds=policy.lost_seconds,
+        grace_seconds=_ranks_grace(job),
+        domains_seconds=_DOMAINS_SECONDS if job.spec.topology is not None else 0.0,
+        check_address=_checks_address(job, policy),
+        environment=job.environment(**settings),
+    )
+    container.setdefault("image", image["image"])
+    if "imagePullPolicy" in image:
+        container.setdefault("imagePullPolicy", image["imagePullPolicy"])
+    container.setdefault("command", ["topkube", "launch"])
+    container.setdefault("resources", inheritance.launcher_resources(job))
+    _add_environment(container, {contract.PLAN_VARIABLE: plan.text().replace("$", "$$")})
+    _restrict(container, pod["spec"], _unset_fields(job, of_launcher=True))
+    container["securityContext"].setdefault("readOnlyRootFilesystem", True)
+    _add_scratch_volumes(pod["spec"], container, 0)
+    list_in(container, "ports", _CONTAINER).append(
+        {"name": "launcher", "containerPort": contract.LAUNCHER_PORT, "protocol": "TCP"}
+    )
+    keys = (contract.KEY_FILE, contract.TOKEN_KEY_FILE, contract.OPERATOR_TOKEN_FILE)
+    _mount_volume(
+        pod["spec"],
+        container,
+        {"name": _PREFIX + "keys", "secret": _secret_source(job, {key: key for key in keys})},
+        contract.CREDENTIALS_DIRECTORY,
+        read_only=True,
+    )
+    pod["metadata"]["annotations"].setdefault(names.DEFAULT_CONTAINER, container["name"])
+    pod["metadata"]["annotations"][names.WORKERS] = str(len(workers))
+    pod["metadata"]["finalizers"] = [names.ENDING]
+
+
+def _build_pod(
+    job: TrainingJob, template: dict[str, Any], name: str, attempt: int, policy: Policy, role: str = names.WORKER
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the pod of a template, and the container to wrap in it."""
+    template = without_nulls(template)
+    path = _OF_WORKERS if role == names.WORKER else _OF_LAUNCHER
+    template_metadata = mapping_in(template, "metadata", path)
+    labels, annotations = placement.queue_metadata(job, policy)
+    metadata: dict[str, Any] = {
+        "name": name,
+        "namespace": job.metadata.namespace,
+        "labels": {**mapping_in(template_metadata, "labels", f"{path}.metadata"), **labels},
+        "annotations": {**mapping_in(template_metadata, "annotations", f"{path}.metadata"), **annotations},
+    }
+    metadata["labels"] |= {names.JOB_NAME: names.job_label(job.name), names.ATTEMPT: str(attempt)}
+    spec = template["spec"]
+    spec["restartPolicy"] = "Never"
+    spec.setdefault("enableServiceLinks", False)
+    if "serviceAccountName" not in spec:
+        spec.setdefault("automountServiceAccountToken", False)
+    if role == names.WORKER:
+        container = worker_container(template)
+        container.setdefault("name", names.WORKER)
+    else:
+        containers = [entry for entry in spec["containers"] if isinstance(entry, dict)]
+        container = next(entry for entry in containers if entry.get("name") == role)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}, container
+
+
+def _add_environment(container: dict[str, Any], plans: dict[str, str]) -> None:
+    """Add our variables. They replace variables of the same name in the template."""
+    entries = list_in(container, "env", _CONTAINER)
+    ours: list[dict[str, Any]] = [
+        {"name": contract.POD_IP_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": contract.NODE_NAME_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        *({"name": name, "value": value} for name, value in plans.items()),
+    ]
+    reserved = {entry["name"] for entry in ours}
+    kept = [entry for entry in entries if not (isinstance(entry, dict) and entry.get("name") in reserved)]
+    named = {entry.get("name") for entry in kept if isinstance(entry, dict)}
+    if "HOME" not in named:
+        ours.append({"name": "HOME", "value": HOME})
+    container["env"] = ours + kept
+
+
+def _unset_fields(job: TrainingJob, *, of_launcher: bool = False) -> frozenset[str]:
+    """Return the fields of security contexts that a template sets to null: the cluster chooses their values. A null in
+    the workers' template also counts for the launcher."""
+    templates = [job.spec.template, job.spec.launcher.template or {}] if of_launcher else [job.spec.template]
+    unset = set[str]()
+    for template in templates:
+        spec = template.get("spec")
+        for part in (spec, worker_container(template)):
+            context = part.get("securityContext") if isinstance(part, dict) else None
+            unset |= {name for name, value in context.items() if value is None} if isinstance(context, dict) else set()
+    return frozenset(unset)
+
+
+def _restrict(container: dict[str, Any], pod: dict[str, Any], unset: frozenset[str]) -> None:
+    """Set what Pod Security's restricted level requires, if neither the container nor its pod sets it, or sets it to
+    null (`unset`)."""
+    security = mapping_in(container, "securityContext", _CONTAINER)
+    pod_security = mapping_in(pod, "securityContext", _POD)
+    security.setdefault("allowPrivilegeEscalation", bool(security.get("privileged")))
+    if not security.get("privileged"):
+        security.setdefault("capabilities", {"drop": ["ALL"]})
+    for field, value in zip(_USER_FIELDS, (True, _USER, {"type": "RuntimeDefault"}), strict=True):
+        if field not in pod_security and field not in security and field not in unset:
+            if field == "runAsNonRoot" and 0 in (security.get("runAsUser"), pod_security.get("runAsUser")):
+                continue
+            security[field] = value
+
+
+def _add_scratch_volumes(pod: dict[str, Any], container: dict[str, Any], ranks: int, memory_tier: int = 0) -> None:
+    """Mount a writable /tmp and HOME, and a /dev/shm for the ranks' shared windows and `memory_tier` bytes of
+    samples."""
+    _mount_volume(pod, container, {"name": f"{_PREFIX}tmp-{container['name']}", "emptyDir": {}}, "/tmp")
+    _mount_volume(pod, container, {"name": f"{_PREFIX}home-{container['name']}", "emptyDir": {}}, HOME)
+    if ranks:
+        size = f"{_SHM_MIB + _SHM_MIB_PER_RANK * ranks + -(-memory_tier // (1 << 20))}Mi"
+        shared = {"name": _PREFIX + "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+        _mount_volume(pod, container, shared, "/dev/shm")
+
+
+def _mount_volume(
+    pod: dict[str, Any], container: dict[str, Any], volume: dict[str, Any], path: str, *, read_only: bool = False
+) -> None:
+    """Mount `volume` at `path`, unless the template mounts something there."""
+    mounts = list_in(container, "volumeMounts", _CONTAINER)
+    if any(isinstance(mount, dict) and str(mount.get("mountPath")).rstrip("/") == path for mount in mounts):
+        return
+    volume["name"] = names.child_name(volume["name"])
+    list_in(pod, "volumes", _POD).append(volume)
+    mounts.append({"name": volume["name"], "mountPath": path, **({"readOnly": True} if read_only else {})})
+
+
+def _secret_source(job: TrainingJob, files: dict[str, str]) -> dict[str, Any]:
+    """Return the job's Secret with the items that one pod may read: the certificate and `files` (item: file name)."""
+    items = {contract.CERTIFICATE_FILE: contract.CERTIFICATE_FILE, **files}
+    return {
+        "secretName": names.secret_name(job.name),
+        "defaultMode": 0o444,
+        "items": [{"key": key, "path": path} for key, path in items.items()],
+    }

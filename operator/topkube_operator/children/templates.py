@@ -1,0 +1,29 @@
+"""Read pod templates, which are stored as users wrote them and may contain values of any type. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from topkube.errors import JobError
+
+
+def list_in(parent: dict[str, Any], field: str, path: str) -> list[Any]:
+    """Return the list `field` of `parent`; add an empty list if there is none. Raises JobError for another type."""
+    value = parent.setdefault(field, [])
+    if not isinstance(value, list):
+        raise _type_error(f"{path}.{field}", "list")
+    return value
+
+
+def mapping_in(parent: dict[str, Any], field: str, path: str) -> dict[str, Any]:
+    """Return the mapping `field` of `parent`; add an empty mapping if there is none. Raises JobError for another
+    type."""
+    value = parent.setdefault(field, {})
+    if not isinstance(value, dict):
+        raise _type_error(f"{path}.{field}", "mapping")
+    return value
+
+
+def _type_error(path: str, kind: str) -> JobError:
+    problem = f"{path}: is not a {kind}"
+    return JobError("the pods of this job cannot be made", [problem], next_step="correct the pod template")

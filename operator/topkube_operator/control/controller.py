@@ -1,0 +1,237 @@
+"""The controller's loop: threads take jobs from the work queue, plan, and let the plan executor carry the plan out.
+
+A job is planned again after every write, because the answers are in the watch cache by then, until its plan is empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from topkube.job import KIND
+from topkube_operator.control.plan_executor import ControlContext, JobMemory, PlanExecutor
+from topkube_operator.model.observed import LauncherReport, Observed, Policy
+from topkube_operator.model.plan import Release
+from topkube_operator.planning import planner
+from topkube_operator.watch.api_client import ApiError
+from topkube_operator.watch.watch_cache import Owner
+from topkube_operator.watch.work_queue import Key
+
+_log = logging.getLogger(__name__)
+WORKERS = 16
+"""Threads that reconcile."""
+_MAX_ROUNDS = 12
+"""Plans in a row for one job. Then the other jobs have their turn."""
+_LONGEST_PAUSE = 60.0
+_CHECK_SECONDS = 0.5
+"""How often a replica checks if it may take up postponed jobs."""
+
+
+class Controller:
+    """Reconciles jobs while `acting` returns True. `policy` returns the admin's policy for a stored job."""
+
+    def __init__(
+        self,
+        context: ControlContext,
+        policy: Callable[[Mapping[str, Any]], Policy],
+        acting: Callable[[], bool],
+    ) -> None:
+        self._cluster, self._cache, self._queue = context.cluster, context.cache, context.queue
+        self._metrics, self._policy, self._acting = context.metrics, policy, acting
+        self._executor = PlanExecutor(context)
+        self._memories: dict[str, JobMemory] = {}
+        self._uids: dict[Key, str] = {}
+        self._postponed: set[Key] = set()
+        """Jobs that became due while this replica was not allowed to write."""
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"reconcile-{index}", daemon=True) for index in range(WORKERS)
+        ]
+        self._threads.append(threading.Thread(target=self._resume_postponed, name="resume-postponed", daemon=True))
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._queue.close()
+        self._stopped.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=5)
+        self._executor.close()
+
+    def receive_report(self, key: Key, uid: str, report: LauncherReport) -> None:
+        """Store a launcher's report. Wake its job if the report differs from the last one."""
+        memory = self._memory(key, uid)
+        before, memory.report = memory.report, report
+        if before is None or _without_time(before) != _without_time(report):
+            self._queue.add(key)
+
+    def wake(self, keys: Iterable[Key]) -> None:
+        """Make jobs due whose observed state has changed."""
+        for key in keys:
+            self._queue.add(key)
+
+    def wake_all(self) -> None:
+        """Make all jobs due, because this replica has begun to lead."""
+        with self._lock:
+            self._memories.clear()
+        for job in self._cache.jobs():
+            self._queue.add((job["metadata"]["namespace"], job["metadata"]["name"]))
+
+    def _memory(self, key: Key, uid: str) -> JobMemory:
+        with self._lock:
+            before = self._uids.get(key)
+            if before is not None and before != uid:
+                self._memories.pop(before, None)
+            self._uids[key] = uid
+            return self._memories.setdefault(uid, JobMemory())
+
+    def _forget(self, key: Key) -> None:
+        with self._lock:
+            self._memories.pop(self._uids.pop(key, ""), None)
+
+    def _work(self) -> None:
+        while (key := self._queue.get()) is not None:
+            begun, outcome = time.monotonic(), "error"
+            try:
+                outcome = "changed" if self.reconcile(key) else "unchanged"
+            except ApiError as error:
+                if error.reason == "NotLeading":
+                    self._postpone(key)
+                else:
+                    _log.warning("%s/%s: %s", *key, error)
+                    self._queue.add_after(key, max(self._back_off(key), error.wait * random.uniform(1.0, 1.2)))
+            except Exception:
+                _log.exception("%s/%s: the reconcile failed", *key)
+                self._queue.add_after(key, self._back_off(key))
+            finally:
+                self._queue.done(key)
+                self._metrics.observe_reconcile(time.monotonic() - begun, outcome)
+
+    def _postpone(self, key: Key) -> None:
+        with self._lock:
+            self._postponed.add(key)
+
+    def _resume_postponed(self) -> None:
+        """Make postponed jobs due when this replica may write: it leads and has listed everything, or a late renewal of
+        its Lease has succeeded. No event would wake these jobs."""
+        while not self._stopped.wait(_CHECK_SECONDS):
+            if self._postponed and self._acting():
+                with self._lock:
+                    keys, self._postponed = self._postponed, set()
+                self.wake(keys)
+
+    def _back_off(self, key: Key) -> float:
+        """Count a failure of the job. Return the seconds until the next try."""
+        job = self._cache.job(key)
+        return 1.0 if job is None else self._memory(key, job["metadata"]["uid"]).back_off()
+
+    def reconcile(self, key: Key) -> bool:
+        """Bring one job to its wanted state. Return True if anything was written."""
+        has_written = False
+        if self._acting():
+            self._remove_stuck_pods(key)
+        for turn in range(_MAX_ROUNDS):
+            job = self._cache.job(key)
+            if job is None:
+                self._forget(key)
+                if not self._acting():
+                    if self._cache.find_unreleased_pods(key, "") or self._cache.find_stuck_pods(key):
+                        self._postpone(key)  # no event will wake this key again
+                elif turn:  # the job was deleted while we worked on it
+                    self._remove_stuck_pods(key)
+                return has_written
+            if not self._acting():
+                self._postpone(key)
+                return has_written
+            memory = self._memory(key, job["metadata"]["uid"])
+            observed = self._observe(key, job, memory)
+            plan = planner.plan(job, observed, datetime.now(UTC))
+            if plan.logs:
+                self._executor.read_logs(key, plan, memory)
+                continue
+            if plan.reads:
+                self._executor.read_objects(plan, memory)
+                continue
+            plan_again, changed = self._executor.execute(key, job, plan, memory)
+            has_written = has_written or changed
+            if plan.requeue is not None:
+                self._queue.add_after(key, plan.requeue)
+            if not plan_again:
+                return has_written
+        self._queue.add_after(key, 1.0)
+        return has_written
+
+    def _observe(self, key: Key, job: dict[str, Any], memory: JobMemory) -> Observed:
+        now = time.monotonic()
+        paused = memory.contests.paused(now)
+        seconds = memory.contests.seconds_to_next_change(now)
+        if seconds is not None:
+            self._queue.add_after(key, seconds)
+        troubles = {**memory.troubles, **memory.contests.troubles()}
+        owner = Owner.of(job)
+        observed = self._cache.observe(owner, self._policy(job), memory.report, troubles, memory.logs, job, paused)
+        return replace(observed, objects=memory.known_objects(now))
+
+    def _remove_stuck_pods(self, key: Key) -> None:
+        """Remove pods that are being deleted and in which nothing runs.
+
+        Kubelets do that at once, with exceptions: a kubelet of Kubernetes 1.20 that has missed the end of a container,
+        or that waits for a volume of a removed Secret, takes a minute or two.
+        """
+        self._release_orphans(key)
+        now = datetime.now(UTC)
+        for pod in self._cache.find_stuck_pods(key):
+            assert pod.removable_from is not None
+            wait = (pod.removable_from - now).total_seconds()
+            if wait > 0:
+                self._queue.add_after(key, wait)
+                continue
+            with contextlib.suppress(ApiError):  # the pod is gone by now, or an event will wake this key again
+                self._cluster.delete("Pod", key[0], pod.name, pod.uid, ended=True)
+
+    def _release_orphans(self, key: Key) -> None:
+        """Remove our finalizer from pods whose job is gone. Pods may be listed before their jobs are, so ask the API
+        server for the job."""
+        job = self._cache.job(key)
+        orphans = self._cache.find_unreleased_pods(key, job["metadata"]["uid"] if job is not None else "")
+        if not orphans:
+            return
+        try:
+            uid = self._read_job_uid(key)
+            for owner, pod in orphans:
+                if owner.uid != uid:
+                    self._executor.release(key, Release(pod.name, pod.uid))
+        except ApiError as error:
+            if error.reason == "NotLeading":
+                self._postpone(key)
+                return
+            _log.warning("%s/%s: the pods of an earlier job keep their finalizers for now: %s", *key, error)
+            self._queue.add_after(key, max(_LONGEST_PAUSE, error.wait))
+
+    def _read_job_uid(self, key: Key) -> str:
+        """Return the UID of the job of this name; empty if there is none."""
+        try:
+            return str(self._cluster.get(KIND, *key)["metadata"]["uid"])
+        except ApiError as error:
+            if error.status != http.HTTPStatus.NOT_FOUND:
+                raise
+            return ""
+
+
+def _without_time(report: LauncherReport) -> tuple[Any, ...]:
+    return report.attempt, report.state, report.joined, report.missing, report.progress, report.cache
+
+
+__all__ = ["Controller"]

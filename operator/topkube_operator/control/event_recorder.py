@@ -1,0 +1,128 @@
+"""Kubernetes Events on jobs. A thread of its own writes them. Repeated Events increase a count."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from topkube.job import API_VERSION, KIND
+from topkube.timestamps import format_timestamp
+from topkube_operator.model.status import Event
+from topkube_operator.watch.api_client import ApiError, Cluster
+
+_log = logging.getLogger(__name__)
+_REMEMBERED = 4096
+_REPEATED_WITHIN = 600.0
+_BURST, _PER_SECOND = 25.0, 1 / 60
+_LONGEST = 1024
+
+
+@dataclass
+class _Known:
+    name: str
+    count: int
+    at: float
+
+
+class EventRecorder:
+    """Records Events without ever waiting: Events are dropped if the queue is full or a job has too many of them."""
+
+    def __init__(self, cluster: Cluster, identity: str) -> None:
+        self._cluster, self._identity = cluster, identity
+        self._queue: queue.Queue[tuple[dict[str, Any], Event] | None] = queue.Queue(maxsize=10_000)
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._budgets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write the waiting Events, for at most three seconds."""
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            return
+        if self._thread.is_alive():
+            self._thread.join(timeout=3)
+
+    def record(self, metadata: dict[str, Any], events: Iterable[Event]) -> None:
+        """Queue Events on the job with this `metadata`."""
+        for event in events:
+            try:
+                self._queue.put_nowait((metadata, event))
+            except queue.Full:
+                return
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                self._write(*item)
+            except ApiError as error:
+                _log.warning("an Event could not be written: %s", error)
+            except Exception:
+                _log.exception("an Event could not be written")
+
+    def _write(self, job: dict[str, Any], event: Event) -> None:
+        now, time_text = time.monotonic(), format_timestamp(datetime.now(UTC))
+        text = f"{job['uid']}/{event.type}/{event.reason}/{event.message}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        known = self._known.get(digest)
+        if known is not None and now - known.at < _REPEATED_WITHIN:
+            known.count, known.at = known.count + 1, now
+            self._known.move_to_end(digest)
+            try:
+                patch = {"count": known.count, "lastTimestamp": time_text}
+                self._cluster.patch("Event", job["namespace"], known.name, patch)
+                return
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+        if not self._take_token(job["uid"], now):
+            return
+        name = f"{job['name'][:200]}.{time.time_ns():x}"
+        self._cluster.create(
+            {
+                "apiVersion": "v1",
+                "kind": "Event",
+                "metadata": {"name": name, "namespace": job["namespace"]},
+                "involvedObject": {
+                    "apiVersion": API_VERSION,
+                    "kind": KIND,
+                    "name": job["name"],
+                    "namespace": job["namespace"],
+                    "uid": job["uid"],
+                    "resourceVersion": job.get("resourceVersion", ""),
+                },
+                "type": event.type,
+                "reason": event.reason,
+                "message": event.message[:_LONGEST],
+                "source": {"component": "topkube-operator"},
+                "reportingComponent": "topkube.dev/operator",
+                "reportingInstance": self._identity[:128],
+                "firstTimestamp": time_text,
+                "lastTimestamp": time_text,
+                "count": 1,
+            }
+        )
+        self._known[digest] = _Known(name, 1, now)
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+
+    def _take_token(self, uid: str, now: float) -> bool:
+        """Return True if the job's token bucket allows another Event."""
+        tokens, at = self._budgets.get(uid, (_BURST, now))
+        tokens = min(_BURST, tokens + (now - at) * _PER_SECOND)
+        self._budgets[uid] = (max(0.0, tokens - 1), now)
+        self._budgets.move_to_end(uid)
+        if len(self._budgets) > _REMEMBERED:
+            self._budgets.popitem(last=False)
+        return tokens >= 1

@@ -1,0 +1,1 @@
+"""Answer callers in the cluster, within bounds: probes, metrics, and the validating webhook."""

@@ -1,0 +1,91 @@
+"""The operator's HTTP port: /metrics, /healthz (is it working?) and /readyz (has it listed the cluster once?).
+
+The port has a thread and an event loop of its own. So it answers even if the operator's other threads and loops hang,
+which is what a liveness probe must detect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from topkube_operator.http.bounded_server import BoundedServer, Bounds, listen, refuse
+
+Check = Callable[[], str]
+"""Return a problem; an empty text if there is none."""
+BOUNDS = Bounds(connections=64, connections_of_one=16, head_seconds=5.0, idle_seconds=75.0, work_seconds=15.0)
+_CHECK_SECONDS = 4.0
+"""Shorter than the kubelet's timeout."""
+_CHECKS = 4
+_START_SECONDS = 10.0
+_SCRAPE_SECONDS = 1.0
+"""Scrapes within this time get the same text."""
+
+
+class Probes:
+    """Serves on `port` (0: a free port) from `start` to `stop`. `metrics` returns the answer of /metrics. Raises
+    OSError if the port is in use."""
+
+    def __init__(self, port: int, metrics: Callable[[], bytes], healthy: Check, ready: Check, host: str = "") -> None:
+        self._metrics, self._checks = metrics, {"/healthz": healthy, "/readyz": ready}
+        self._listener = listen(host, port)
+        self.port = int(self._listener.getsockname()[1])
+        self._pool = ThreadPoolExecutor(_CHECKS, "probe")
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="probes", daemon=True)
+        self._ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped: asyncio.Event | None = None
+        self._scraped: tuple[float, bytes] = (float("-inf"), b"")
+
+    def start(self) -> None:
+        self._thread.start()
+        self._ready.wait(_START_SECONDS)
+
+    def stop(self) -> None:
+        if self._loop is not None and self._stopped is not None:
+            self._loop.call_soon_threadsafe(self._stopped.set)
+            self._thread.join(timeout=5)
+        self._listener.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _serve(self) -> None:
+        self._loop, self._stopped, self._scraping = asyncio.get_running_loop(), asyncio.Event(), asyncio.Lock()
+        server = BoundedServer(self._listener, self._answer, bounds=BOUNDS)
+        await server.open()
+        self._ready.set()
+        try:
+            await self._stopped.wait()
+        finally:
+            await server.close()
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method not in ("GET", "HEAD"):
+            return refuse(405, "use GET")
+        if request.path == "/metrics":
+            return web.Response(body=await self._scrape(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        if request.path in self._checks:
+            problem = await self._run_check(self._checks[request.path])
+            return web.Response(status=503 if problem else 200, text=(problem or "ok") + "\n")
+        return refuse(404, "try /metrics, /healthz or /readyz")
+
+    async def _scrape(self) -> bytes:
+        """Return the metrics. One scrape runs at a time, because a thousand jobs take a while."""
+        async with self._scraping:
+            at, text = self._scraped
+            if time.monotonic() - at > _SCRAPE_SECONDS:
+                text = await asyncio.get_running_loop().run_in_executor(self._pool, self._metrics)
+                self._scraped = (time.monotonic(), text)
+            return text
+
+    async def _run_check(self, check: Check) -> str:
+        try:
+            async with asyncio.timeout(_CHECK_SECONDS):
+                return await asyncio.get_running_loop().run_in_executor(self._pool, check)
+        except TimeoutError:
+            return f"the check has not ended within {_CHECK_SECONDS:g} s"

@@ -1,0 +1,66 @@
+"""The names of a job's children, and the labels and annotations that mark the children as the job's own."""
+
+from __future__ import annotations
+
+from topkube.job import API_VERSION, KIND
+from topkube.launch.contract import child_name, worker_name
+
+MANAGER = "topkube.dev/operator"
+"""Our value of spec.runPolicy.managedBy. Another controller manages the jobs that have another value."""
+FIELD_MANAGER = "topkube-operator"
+
+JOB_NAME = "topkube.dev/job-name"
+ROLE = "topkube.dev/role"
+WORKER_INDEX = "topkube.dev/worker-index"
+ATTEMPT = "topkube.dev/attempt"
+SHAPE = "topkube.dev/shape"
+"""Annotation of pods: a hash of the part of the spec that the pod was made from."""
+LAUNCHER_ADDRESS = "topkube.dev/launcher-address"
+"""Annotation of worker pods: the address of the launcher's Service in the worker's environment."""
+WORKERS = "topkube.dev/workers"
+"""Annotation of the launcher's pod: the number of workers that the launcher expects."""
+AVOIDED_NODES = "topkube.dev/avoided-nodes"
+"""Annotation of pods: the nodes on which the scheduler may not place the pod, besides the template's own rules."""
+NODE_CACHE = "topkube.dev/node-cache"
+"""Label of the claims and volumes that give a namespace a node cache."""
+ENDING = "topkube.dev/ending"
+"""Finalizer of launcher pods: the finalizer keeps the pod until the job's status records how the attempt ended."""
+KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
+KUEUE_GROUP = "kueue.x-k8s.io/pod-group-name"
+KUEUE_RETRIABLE = "kueue.x-k8s.io/retriable-in-group"
+"""Annotation of pods in a Kueue pod group: "false" if no pod of the group will be replaced any more."""
+CHECK_ADDRESS = "topkube.dev/check-address"
+"""Annotation of jobs: "false" if callers of the launcher may have other addresses than their pods, because a service
+mesh or the network rewrites addresses; "true" overrides an operator that does not check addresses."""
+DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
+
+LAUNCHER = "launcher"
+WORKER = "worker"
+
+
+def launcher_name(job: str, attempt: int) -> str:
+    return child_name(job, LAUNCHER, attempt)
+
+
+def secret_name(job: str) -> str:
+    return child_name(job, "credentials")
+
+
+def job_label(job: str) -> str:
+    """Return the job's name as the value of a label."""
+    return child_name(job)
+
+
+def owner(name: str, uid: str) -> dict[str, object]:
+    """Return the owner reference that all children carry."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": name,
+        "uid": uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+__all__ = ["child_name", "job_label", "launcher_name", "owner", "secret_name", "worker_name"]

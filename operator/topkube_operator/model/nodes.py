@@ -1,0 +1,64 @@
+"""What the operator knows of nodes: conditions that report a fault, and failures of jobs that began on a node. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from topkube.timestamps import parse_timestamp
+
+FAULTS = (
+    "KernelDeadlock",
+    "ReadonlyFilesystem",
+    "XfsShutdown",
+    "CorruptDockerOverlay2",
+    "CperHardwareErrorFatal",
+    "KubeletUnhealthy",
+    "ContainerRuntimeUnhealthy",
+    "FrequentKubeletRestart",
+    "FrequentContainerdRestart",
+    "FrequentUnregisterNetDevice",
+)
+"""Condition types that report a fault if their status is True. The Node Problem Detector sets them."""
+HEALTHS = ("AcceleratedHardwareReady", "ContainerRuntimeReady", "KernelReady", "NetworkingReady", "StorageReady")
+"""Condition types that report a fault if their status is False. Monitoring agents of cloud providers set them."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailure:
+    """Failures of one job's attempts that began on one node."""
+
+    node: str
+    job: str
+    """The UID of the job."""
+    count: int
+    reason: str
+    at: datetime
+    """The time of the last failure."""
+
+
+def find_fault(conditions: Iterable[Mapping[str, Any]], more_types: Iterable[str] = ()) -> str:
+    """Return the type of the first condition that reports a fault of a node; empty if there is none. `more_types` are
+    further condition types that report a fault if their status is True."""
+    faults = {*FAULTS, *more_types}
+    for condition in conditions:
+        kind, status = condition.get("type"), condition.get("status")
+        if (kind in faults and status == "True") or (kind in HEALTHS and status == "False"):
+            return str(kind)
+    return ""
+
+
+def read_node_failures(uid: str, status: Any) -> tuple[NodeFailure, ...]:
+    """Return the `nodeFailures` in the stored status of the job with UID `uid`, whatever is stored."""
+    entries = status.get("nodeFailures") if isinstance(status, Mapping) else None
+    failures = list[NodeFailure]()
+    for entry in entries if isinstance(entries, list) else ():
+        time = parse_timestamp(entry.get("lastFailureTime")) if isinstance(entry, Mapping) else None
+        if time is None or not isinstance(entry.get("name"), str):
+            continue
+        count = entry.get("count")
+        count = count if isinstance(count, int) and count > 0 else 1
+        failures.append(NodeFailure(entry["name"], uid, count, str(entry.get("reason") or ""), time))
+    return tuple(failures)

@@ -1,0 +1,115 @@
+"""Which spec a job follows: the stored spec, or the spec that was accepted before a forbidden change. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from topkube.errors import JobError
+from topkube.job import TrainingJob
+from topkube.job.changes import change_problems, in_force, outline, restored
+from topkube.job.spec import Spec
+from topkube.job.template import with_nulls_of, without_nulls
+from topkube_operator.model import stored_job
+from topkube_operator.model.status import StatusDraft
+from topkube_operator.planning import admission
+
+LARGEST_COPY = 128 << 10
+"""Bytes of JSON. The status holds a copy of specs up to this size."""
+_EDITS_OF_A_RESUMPTION = 2
+"""Number of generations by which a job advances if it is suspended, changed and resumed between two looks."""
+INVALID = "InvalidSpec"
+"""The reason of the Failed condition of a job whose spec cannot be used."""
+
+
+@dataclass(frozen=True)
+class AcceptedJob:
+    """The job with the spec that the operator follows."""
+
+    job: TrainingJob
+    refusal: str = ""
+    """Why the last change is not followed; empty if the stored spec is followed."""
+    replaced: bool = False
+    """True if the job was suspended, changed and resumed between two looks: its pods belong to the earlier spec."""
+
+
+def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
+    """Return the job with the spec to follow, and store that spec in `draft.accepted`.
+
+    Admission refuses forbidden changes. If admission did not run, the accepted spec stays in force, except for the
+    fields that may change at any time.
+
+    The placement of pods may change while a job is suspended. The job may be resumed before the operator reads it. The
+    number of changes since the last look is known, so a change that was possible in a suspended job is followed.
+
+    Raises JobError if no spec can be followed.
+    """
+    data = {name: value for name, value in job.items() if name != "status"}
+    accepted, wanted, lost = draft.accepted, without_nulls(job.get("spec")), list[str]()
+    if accepted is not None:
+        accepted, lost = restored(accepted, wanted)
+    before: TrainingJob | None = None
+    if accepted is not None and accepted != wanted:
+        with contextlib.suppress(JobError):  # a spec that an older version accepted may be invalid now
+            before = TrainingJob.from_cluster({**data, "spec": accepted})
+    try:
+        after = TrainingJob.from_cluster(data)
+    except JobError:
+        if before is None or not has_ended(draft):
+            raise
+        return AcceptedJob(before)  # only cleaning up is left to do
+    if lost and not has_ended(draft):
+        raise JobError(
+            "this cannot be changed in a job that exists",
+            lost,
+            cause=f"the spec has more than {LARGEST_COPY >> 10} KiB, so the status holds no copy to continue with",
+            next_step="revert the change, or delete the job and create it again",
+        )
+    if lost:
+        return AcceptedJob(after)
+    problems = change_problems(before.spec, after.spec) if before is not None else []
+    if not problems or accepted is None:
+        draft.accepted = _stored_copy(wanted)
+        return AcceptedJob(after)
+    assert before is not None
+    if _changes_since(draft) >= _EDITS_OF_A_RESUMPTION and not change_problems(_suspended(before.spec), after.spec):
+        draft.accepted = _stored_copy(wanted)
+        return AcceptedJob(after, replaced=True)
+    accepted = in_force(accepted, wanted)
+    draft.accepted = _stored_copy(accepted)
+    followed = {**data, "spec": with_nulls_of(accepted, job.get("spec"))}
+    return AcceptedJob(TrainingJob.from_cluster(followed), admission.change_refusal(problems))
+
+
+def _stored_copy(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return what status.acceptedSpec holds: all of the spec, or the outline of a large spec, because spec and status
+    share the 1.5 MiB that etcd accepts per object."""
+    return spec if len(json.dumps(spec)) <= LARGEST_COPY else outline(spec)
+
+
+def _suspended(spec: Spec) -> Spec:
+    return spec.model_copy(update={"run_policy": spec.run_policy.model_copy(update={"suspend": True})})
+
+
+def _changes_since(draft: StatusDraft) -> int:
+    """Return the number of changes of the spec since the status was written."""
+    before = draft.stored.get("observedGeneration")
+    return draft.generation - before if isinstance(before, int) and draft.generation is not None else 0
+
+
+def has_ended(draft: StatusDraft) -> bool:
+    """Return True if the job has succeeded or failed. A job with an invalid spec has not ended."""
+    return draft.phase == "Succeeded" or (draft.phase == "Failed" and not draft.holds("Failed", INVALID))
+
+
+def seconds_to_live(job: Mapping[str, Any], completion: datetime, now: datetime) -> float | None:
+    """Return the seconds until ttlSecondsAfterFinished has passed for a finished job, whose other fields may be
+    invalid; None if the job stays."""
+    seconds = stored_job.run_policy(job).get("ttlSecondsAfterFinished")
+    if not isinstance(seconds, int) or isinstance(seconds, bool) or seconds < 0:
+        return None
+    return seconds - (now - completion).total_seconds()

@@ -1,0 +1,198 @@
+"""The pods of the current attempt: which pods exist, which pods are kept, and what must be made. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from topkube.job import TrainingJob
+from topkube.job.failure_policy import BLOCKED, PENDING_TIMEOUT
+from topkube_operator.children import avoidance, objects, placement, pod_sets, pods, workloads
+from topkube_operator.model import names
+from topkube_operator.model.observed import Child, Observed, Pod, comparable, satisfies
+from topkube_operator.model.status import StatusDraft
+from topkube_operator.planning.causes import failures
+from topkube_operator.planning.causes.failures import AttemptPods
+from topkube_operator.planning.causes.pod_failures import is_reusable
+
+Stage = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Creation:
+    """What starts an attempt: manifests in stages, and the pods to delete because the attempt does not use them."""
+
+    stages: list[Stage]
+    outdated: tuple[Pod, ...]
+
+
+def find_current(job: TrainingJob, draft: StatusDraft, observed: Observed) -> AttemptPods:
+    """Return the pods of the attempt whose number is in the status. If a worker has several pods, the newest counts."""
+    number = draft.attempt
+    launcher = next((pod for pod in observed.pods if is_launcher_pod(pod, number)), None)
+    count = launcher.workers if launcher is not None and launcher.workers else job.spec.workers
+    newest: dict[int, Pod] = {}
+
+    def order(pod: Pod) -> tuple[bool, int]:
+        """Prefer pods that are not newer than the launcher. A newer worker comes from a late call of a former leader
+        and does not belong to the launcher."""
+        return launcher is None or pod.created <= launcher.created, pod.attempt
+
+    for pod in observed.pods:
+        if pod.role == names.WORKER and 0 <= pod.index < count and pod.attempt <= number:
+            known = newest.get(pod.index)
+            if known is None or order(pod) > order(known):
+                newest[pod.index] = pod
+    return AttemptPods(
+        number,
+        launcher,
+        tuple(newest.get(index) for index in range(count)),
+        tuple(
+            newest[index].name if index in newest else names.worker_name(job.name, index, number)
+            for index in range(count)
+        ),
+    )
+
+
+def is_launcher_pod(pod: Pod, number: int) -> bool:
+    """Return True if the pod contains the launcher of this attempt."""
+    return pod.attempt == number and (pod.role == names.LAUNCHER or (pod.role == names.WORKER and pod.workers > 0))
+
+
+def plan_creation(job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed) -> Creation:
+    """Return the manifests that are missing until all pods of the current attempt exist. The launcher comes last: if it
+    exists, all other pods have been made. Raises JobError if the templates make no valid pod."""
+    number, colocate = draft.attempt, job.spec.launcher.colocate
+    service = observed.children.get(("Service", job.name))
+    address = str(service.content.get("clusterIP") or "") if service else ""
+    kept = _find_kept_workers(job, draft, observed, address or _known_address(observed))
+    workers = [(index, kept[index].attempt if index in kept else number) for index in range(job.spec.workers)]
+    stages = _plan_objects(job, uid, number, workers, observed)
+    if address:
+        missing = [index for index in range(job.spec.workers) if index not in kept and not (colocate and index == 0)]
+        existing = {pod.name for pod in observed.pods}
+        stage = [
+            pods.build_worker(job, uid, index, number, address, observed.policy, observed.warm)
+            for index in missing
+            if names.worker_name(job.name, index, number) not in existing
+        ]
+        if colocate:
+            head = pods.build_colocated(job, uid, number, workers, observed.policy, observed.warm)
+        else:
+            head = pods.build_launcher(job, uid, number, workers, observed.policy)
+        hostnames = [observed.hostnames.get(node, node) for node in _avoided_nodes(draft)]
+        for pod in (*stage, head):
+            avoidance.avoid_nodes(pod, hostnames)
+        _admit(job, stage, head, observed)
+        stages += [[objects.add_owner(pod, job, uid) for pod in made] for made in (stage, [head])]
+    kept_names = {pod.name for pod in kept.values()}
+    outdated = [pod for pod in observed.pods if pod.name not in kept_names and not is_launcher_pod(pod, number)]
+    return Creation(stages, tuple(outdated))
+
+
+def _admit(job: TrainingJob, workers: Stage, head: dict[str, Any], observed: Observed) -> None:
+    """Place pods as Kueue's admission requires, if Kueue admits the job as a whole."""
+    if not placement.is_admitted_as_a_whole(job, observed.policy):
+        return
+    workload = workloads.find_workload(job, observed)
+    assert workload is not None
+    for name, made in ((names.WORKER, workers), (names.LAUNCHER, [head])):
+        for pod in made:
+            workloads.apply_admission(pod, name, workload, observed.objects)
+
+
+def find_stranded_pod(job: TrainingJob, draft: StatusDraft, observed: Observed) -> str:
+    """Return the name of a pod of the current attempt that cannot be made, because an earlier job's pod on a lost node
+    has the name. The next attempt has other names. Empty if there is none."""
+    known = {names.launcher_name(job.name, draft.attempt)}
+    known |= {names.worker_name(job.name, index, draft.attempt) for index in range(job.spec.workers)}
+    stranded = [name for (_, name), trouble in observed.troubles.items() if trouble.reason == "Stranded"]
+    return min((name for name in stranded if name in known), default="")
+
+
+def find_replaced_pods(outdated: Sequence[Pod]) -> list[str]:
+    """Return the names of replaced pods in a Kueue pod group that still count as running. Kueue deletes a replacement
+    that exists beside such a pod."""
+    return [pod.name for pod in outdated if pod.pod_group and pod.is_active and (pod.node or pod.deletion is None)]
+
+
+def plan_objects(job: TrainingJob, uid: str, attempt: AttemptPods, observed: Observed) -> list[Stage]:
+    """Return the manifests of the children, other than pods, that a running attempt lacks."""
+    workers = [(index, pod.attempt) for index, pod in enumerate(attempt.workers) if pod is not None]
+    return _plan_objects(job, uid, attempt.number, workers, observed)
+
+
+def _plan_objects(
+    job: TrainingJob, uid: str, number: int, workers: Sequence[tuple[int, int]], observed: Observed
+) -> list[Stage]:
+    key = ("Service", job.name)
+    service, address = observed.children.get(key), _known_address(observed)
+    trouble = observed.troubles.get(key)
+    if service is not None or (trouble is not None and trouble.reason == "Refused"):
+        address = ""  # a Service keeps its address; a refused address may belong to another Service by now
+    wanted = [
+        objects.build_secret(job, uid, workers, observed.policy),
+        objects.build_service(job, uid, number, address),
+        *objects.build_network_policies(job, uid, observed.policy),
+    ]
+    if observed.policy.gang and placement.asks_for_gang(job):
+        resources = pod_sets.requested_by_members(job, uid, observed.policy)
+        wanted.append(objects.build_pod_group(job, uid, observed.policy.gang, resources))
+    return [[manifest for manifest in wanted if not _is_unchanged(manifest, observed)]]
+
+
+def _is_unchanged(manifest: dict[str, Any], observed: Observed) -> bool:
+    """Return True if a child is as wanted, or must stay unchanged for now."""
+    kind, name = manifest["kind"], manifest["metadata"]["name"]
+    if (kind, name) in observed.paused:
+        return True
+    child: Child | None = observed.children.get((kind, name))
+    return child is not None and satisfies(child.content, comparable(kind, manifest))
+
+
+def _known_address(observed: Observed) -> str:
+    """Return the Service's address that the environment of living workers contains; empty if there is none. A new
+    Service must have this address again."""
+    known = [pod for pod in observed.pods if pod.launcher_address and is_reusable(pod, observed)]
+    return max(known, key=lambda pod: pod.attempt).launcher_address if known else ""
+
+
+def _find_kept_workers(job: TrainingJob, draft: StatusDraft, observed: Observed, address: str) -> dict[int, Pod]:
+    """Return the existing workers that stay part of the attempt, by index."""
+    shape, lost, bad = pods.shape(job), _lost_pods(draft), _nodes_to_leave(draft, observed)
+    gives_back = (draft.first_failure or {}).get("reason") == PENDING_TIMEOUT
+    kept: dict[int, Pod] = {}
+    for pod in observed.pods:
+        if pod.role != names.WORKER or not 0 <= pod.index < job.spec.workers or pod.attempt > draft.attempt:
+            continue
+        if job.spec.launcher.colocate and pod.index == 0:
+            continue
+        if pod.attempt == draft.attempt:
+            kept[pod.index] = pod
+        elif pod.index not in kept or kept[pod.index].attempt < pod.attempt:
+            fits = pod.shape == shape and pod.launcher_address == address and pod.name not in lost
+            fits = fits and not gives_back and pod.node not in bad and (bool(pod.node) or not pod.avoids_nodes)
+            if fits and is_reusable(pod, observed):
+                kept[pod.index] = pod
+    return kept
+
+
+def _avoided_nodes(draft: StatusDraft) -> frozenset[str]:
+    """Return the nodes on which no pod of the attempt may be."""
+    return frozenset(str(entry["name"]) for entry in draft.avoided_nodes)
+
+
+def _nodes_to_leave(draft: StatusDraft, observed: Observed) -> frozenset[str]:
+    """Return the avoided nodes on which living workers are replaced: nodes with a fault, and nodes on which this job
+    failed. Failures of other jobs are no reason to move a worker that runs."""
+    own = {str(entry["name"]) for entry in draft.node_failures}
+    return _avoided_nodes(draft) & (own | observed.node_faults.keys())
+
+
+def _lost_pods(draft: StatusDraft) -> tuple[str, ...]:
+    """Return the pods that the last failure declared useless although they look alive."""
+    failure = draft.first_failure or {}
+    if failure.get("reason") in (*failures.LOST_REASONS, *BLOCKED):
+        return (str(failure.get("pod")),)
+    return ()

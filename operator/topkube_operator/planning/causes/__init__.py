@@ -1,0 +1,1 @@
+"""What failed, what the failure policy makes of it, and which nodes new pods avoid."""

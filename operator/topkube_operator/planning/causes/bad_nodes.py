@@ -1,0 +1,132 @@
+"""Nodes that the next attempt avoids: nodes with a fault, and nodes on which attempts failed first again and again.
+Pure.
+
+A failure is stored in the status of its job (`nodeFailures`) and is not counted after an hour. The operator has no
+other memory of nodes, so a new leader avoids the same nodes. Tenants can make their own jobs fail, so failures of other
+jobs count only from the third failure of at least two jobs on, and only a third of the nodes is avoided at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from topkube.job import TrainingJob
+from topkube.job.failure_policy import AVOIDED_NODE_NEEDED, HARDWARE_FAULT, SCRIPT_ERRORS
+from topkube.job.status import MOST_NODES
+from topkube.timestamps import format_timestamp, parse_timestamp
+from topkube_operator.model.nodes import NodeFailure, read_node_failures
+from topkube_operator.model.observed import Observed
+from topkube_operator.model.status import Event, StatusDraft
+from topkube_operator.planning.causes.pod_failures import Failure
+
+REMEMBERED = timedelta(hours=1)
+"""How long a failure counts against a node."""
+_HARDWARE = ("NodeLost", "UnexpectedAdmissionError", HARDWARE_FAULT)
+"""One failure with such a reason is enough for the job to avoid the node."""
+_NOT_THE_NODE = (*SCRIPT_ERRORS, "OOMKilled", "Evicted")
+"""Reasons of failures that the job itself causes."""
+_OWN_FAILURES, _ALL_FAILURES, _JOBS = 2, 3, 2
+"""Failures of the job itself, or of all jobs and of how many jobs, from which on a node is avoided."""
+
+
+@dataclass(frozen=True)
+class _Suspect:
+    """A node to avoid. The order is the urgency: faults first, then the number of failures."""
+
+    urgency: int
+    count: int
+    name: str
+    reason: str
+    message: str
+    until: datetime | None
+
+
+def record_failure(draft: StatusDraft, failure: Failure) -> None:
+    """Count a failure against its node, if the node may be the cause."""
+    by_cluster = failure.disruption and failure.reason not in (*_HARDWARE, "WorkerLost")
+    if not failure.node or by_cluster or failure.reason in _NOT_THE_NODE:
+        return
+    own = {known.node: known for known in _find_own_failures(draft)}
+    known = own.pop(failure.node, None)
+    count = known.count + 1 if known is not None else 1
+    others = sorted(own.values(), key=lambda entry: (entry.at, entry.node))[1 - MOST_NODES :]
+    entries = [*others, NodeFailure(failure.node, "", count, failure.reason, draft.now)]
+    draft.node_failures = [
+        {
+            "name": entry.node,
+            "count": entry.count,
+            "reason": entry.reason,
+            "lastFailureTime": format_timestamp(entry.at),
+        }
+        for entry in entries
+    ]
+
+
+def choose_avoided_nodes(job: TrainingJob, draft: StatusDraft, observed: Observed) -> None:
+    """Store the nodes that the pods of the current attempt avoid in `draft.avoided_nodes`."""
+    suspects = sorted(_find_suspects(draft, observed), key=lambda entry: (-entry.urgency, -entry.count, entry.name))
+    if (draft.first_failure or {}).get("reason") == AVOIDED_NODE_NEEDED:
+        suspects = []
+    chosen = suspects[: _find_limit(job, observed)]
+    before = {entry["name"] for entry in draft.avoided_nodes}
+    draft.avoided_nodes = [_describe(suspect) for suspect in sorted(chosen, key=lambda entry: entry.name)]
+    if {suspect.name for suspect in chosen} - before:
+        causes = "; ".join(f"{entry['name']}: {entry['message']}" for entry in draft.avoided_nodes)
+        draft.events.append(Event("Warning", "NodesAvoided", f"new pods of the job avoid {causes}"))
+
+
+def forget_expired(draft: StatusDraft) -> datetime | None:
+    """Remove avoided nodes whose time has passed. Return the next time at which there is something to remove; None if
+    there is no such time."""
+    left = [(entry, parse_timestamp(entry.get("until"))) for entry in draft.avoided_nodes]
+    draft.avoided_nodes = [entry for entry, until in left if until is None or until > draft.now]
+    return min((until for _, until in left if until is not None and until > draft.now), default=None)
+
+
+def _find_suspects(draft: StatusDraft, observed: Observed) -> list[_Suspect]:
+    own = {failure.node: failure for failure in _find_own_failures(draft)}
+    oldest = draft.now - REMEMBERED
+    others: dict[str, list[NodeFailure]] = {}
+    for failure in observed.node_failures:
+        if failure.at > oldest:
+            others.setdefault(failure.node, []).append(failure)
+    suspects = [
+        _Suspect(3, 0, node, fault, f"the node reports the condition {fault}", None)
+        for node, fault in observed.node_faults.items()
+    ]
+    for node in sorted({*own, *others} - observed.node_faults.keys()):
+        mine, theirs = own.get(node), others.get(node, [])
+        everything = [*theirs, *([mine] if mine is not None else [])]
+        count = sum(failure.count for failure in everything)
+        until = max(failure.at for failure in everything) + REMEMBERED
+        if mine is not None and mine.reason in _HARDWARE:
+            message = f"an attempt of this job ended there: {mine.reason}"
+            suspects.append(_Suspect(2, count, node, mine.reason, message, mine.at + REMEMBERED))
+        elif mine is not None and mine.count >= _OWN_FAILURES:
+            message = f"{mine.count} attempts of this job failed there first, the last with {mine.reason}"
+            suspects.append(_Suspect(1, count, node, mine.reason, message, mine.at + REMEMBERED))
+        elif count >= _ALL_FAILURES and len(everything) >= _JOBS:
+            reason = max(everything, key=lambda failure: (failure.at, failure.reason)).reason
+            message = f"{count} attempts of {len(everything)} jobs failed there first, the last with {reason}"
+            suspects.append(_Suspect(0, count, node, reason, message, until))
+    return suspects
+
+
+def _find_limit(job: TrainingJob, observed: Observed) -> int:
+    """Return the largest number of nodes to avoid: a third of all nodes, and enough nodes are left for the workers."""
+    needed = job.spec.workers if job.spec.spread == "Node" else 1
+    left = observed.nodes - needed if observed.nodes else 1  # without the right to list nodes, avoid one
+    return max(0, min(max(1, observed.nodes // 3), left, MOST_NODES))
+
+
+def _find_own_failures(draft: StatusDraft) -> list[NodeFailure]:
+    """Return the failures of the job itself that still count."""
+    failures = read_node_failures("", {"nodeFailures": draft.node_failures})
+    return [failure for failure in failures if failure.at > draft.now - REMEMBERED]
+
+
+def _describe(suspect: _Suspect) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": suspect.name, "reason": suspect.reason, "message": suspect.message}
+    return entry if suspect.until is None else {**entry, "until": format_timestamp(suspect.until)}

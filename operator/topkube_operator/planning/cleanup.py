@@ -1,0 +1,75 @@
+"""Which pods are removed after the end of a job or of an attempt, and when. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+
+from topkube_operator.model.observed import Observed, Pod
+from topkube_operator.model.plan import GroupEnd
+from topkube_operator.model.status import StatusDraft
+from topkube_operator.planning.causes.failures import AttemptPods
+
+_NATURAL_END = timedelta(seconds=10)
+"""How long workers that have the launcher's result may take to end by themselves."""
+_LATE_REPORT = timedelta(seconds=30)
+"""How long a kubelet may take to report the end of a pod after its wrapped container has ended. Sidecars end in this
+time."""
+_AFTER_DELETION = timedelta(seconds=5)
+
+
+def natural_end_deadline(pod: Pod, attempt: AttemptPods, draft: StatusDraft) -> datetime:
+    """Return until when an active pod may end by itself, which keeps its log. For a pod that would not end by itself,
+    this is the time at which the job ended."""
+    ended = draft.since(draft.phase) or draft.now
+    launcher_has_ended = attempt.launcher is not None and attempt.launcher_container.exit_code is not None
+    if pod.has_ended or (pod is attempt.launcher and launcher_has_ended):
+        return ended + _LATE_REPORT
+    return ended + _NATURAL_END if launcher_has_ended and pod.container.started is not None else ended
+
+
+def release_time(pod: Pod, draft: StatusDraft, observed: Observed, is_current_launcher: bool) -> datetime | None:
+    """Return from when on a launcher's pod needs no finalizer, because the stored status says how its attempt ended, or
+    because the pod cannot report anything more. None if its attempt continues. `is_current_launcher`: the pod contains
+    the launcher of the attempt in the status."""
+    if draft.phase in ("Succeeded", "Failed") or not is_current_launcher:
+        return draft.now
+    if draft.phase != "Suspended":
+        return None
+    is_silent = pod.node in observed.lost_nodes or pod.launcher_container.started is None
+    if is_silent or pod.launcher_container.exit_code is not None or not pod.is_active:
+        return draft.now
+    return pod.deletion + _AFTER_DELETION if pod.deletion is not None else None
+
+
+def find_group_ends(draft: StatusDraft, pods: Iterable[Pod]) -> tuple[GroupEnd, ...]:
+    """Return the pods that must tell Kueue that the job has ended. Otherwise Kueue waits for replacements of its pods,
+    and keeps the quota of the group."""
+    if draft.phase not in ("Succeeded", "Failed"):
+        return ()
+    return tuple(GroupEnd(pod.name, pod.uid) for pod in pods if pod.pod_group and pod.is_retriable)
+
+
+def find_unused_pods(attempt: AttemptPods, pods: Iterable[Pod]) -> list[Pod]:
+    """Return the pods of this and older attempts that the attempt does not use: a late call of a former leader made
+    them."""
+    used = {pod.uid for pod in (attempt.launcher, *attempt.workers) if pod is not None}
+    return [pod for pod in pods if pod.uid not in used and pod.attempt <= attempt.number]
+
+
+def update_final_counts(draft: StatusDraft, attempt: AttemptPods) -> None:
+    """Count the pods that are still ending. Pods that were cleaned up stay counted as they ended."""
+    before = draft.replicas
+    if not any(pod is not None for pod in (attempt.launcher, *attempt.workers)):
+        if before:
+            draft.replicas = {role: {**counts, "active": 0, "ready": 0} for role, counts in before.items()}
+        return
+    ready = draft.workers_ready
+    draft.count(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), None)
+    if draft.phase == "Succeeded":
+        draft.workers_ready = ready  # all workers, from the end of the job
+    assert draft.replicas is not None
+    for role, counts in (before or {}).items():
+        for end in ("succeeded", "failed"):
+            now = draft.replicas.setdefault(role, {"active": 0, "ready": 0, "succeeded": 0, "failed": 0})
+            now[end] = max(now[end], counts.get(end, 0) if isinstance(counts, dict) else 0)

@@ -1,0 +1,472 @@
+"""The watch cache: the objects of our jobs in the cluster, by job. Watcher threads write the cache; reconciles read it.
+
+Answers to our own writes are stored as well, so that the next plan sees them before the watch does. An object that is
+older than the known object, or that was already removed, is ignored.
+
+A child belongs to a job if its controller reference names the job's API group, kind, name and UID, and if the child is
+in the job's own namespace. An owner reference contains no namespace, and anybody who may create pods in another
+namespace may write any UID into the reference. Therefore every index here has the namespace in its key.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from topkube.job import KIND
+from topkube.job.cached_dataset import object_name
+from topkube.job.training_job import GROUP
+from topkube_operator.children.datasets import CLAIM
+from topkube_operator.children.placement import HOSTNAME
+from topkube_operator.model import stored_job
+from topkube_operator.model.nodes import NodeFailure, find_fault, read_node_failures
+from topkube_operator.model.observed import Child, LauncherReport, Observed, Pod, Policy, Trouble
+from topkube_operator.planning.causes.bad_nodes import REMEMBERED
+from topkube_operator.watch.work_queue import Key
+
+Name = tuple[str, str]
+"""Namespace and name of any object."""
+
+
+class Owner(NamedTuple):
+    """The TrainingJob that controls an object."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    @classmethod
+    def of(cls, job: Mapping[str, Any]) -> Owner:
+        """Return a stored job as an owner."""
+        metadata = job["metadata"]
+        return cls(metadata["namespace"], metadata["name"], metadata["uid"])
+
+    @property
+    def key(self) -> Key:
+        """The job's key in the work queue."""
+        return self.namespace, self.name
+
+
+_REMEMBERED = timedelta(minutes=10)
+_MOST_REMEMBERED = 10_000
+
+
+@dataclass(slots=True)
+class _Entry:
+    version: int
+    uid: str
+    owner: Owner
+    value: Pod | Child
+
+
+class WatchCache:
+    """Jobs, their pods and other children, nodes, and what the node caches hold. Safe for many threads."""
+
+    def __init__(self, fault_conditions: Iterable[str] = ()) -> None:
+        """`fault_conditions` are further condition types of nodes that report a fault if their status is True."""
+        self._fault_conditions = tuple(fault_conditions)
+        self._lock = threading.RLock()
+        self._jobs: dict[Key, dict[str, Any]] = {}
+        self._entries: dict[str, dict[Name, _Entry]] = {}
+        self._of_owner: dict[Owner, dict[tuple[str, Name], _Entry]] = {}
+        self._owners: dict[Key, set[Owner]] = {}
+        """The jobs that have children, by the key of the job. A key may have had several jobs."""
+        self._nodes: dict[str, bool] = {}
+        """True for nodes that the control plane is in contact with. Removed nodes are False."""
+        self._cordoned: set[str] = set()
+        self._node_faults: dict[str, str] = {}
+        """The condition that reports a fault, by node."""
+        self._node_failures: dict[str, tuple[NodeFailure, ...]] = {}
+        """Failures that began on a node, by the UID of the job that had them."""
+        self._removed_nodes: dict[str, datetime] = {}
+        """The time of removal of each node that the cache still remembers."""
+        self._hostnames: dict[str, str] = {}
+        """The label by which the scheduler finds a node."""
+        self._node_labels: dict[str, Mapping[str, str]] = {}
+        self._claims: dict[Name, str] = {}
+        """The UIDs of the bound claims of node caches."""
+        self._cached: dict[Name, tuple[str, Mapping[str, int]]] = {}
+        """The address of each CachedDataset, and the percentage that each node holds."""
+        self._removed: dict[str, datetime] = {}
+        """When objects were removed, by UID."""
+        self._removed_children: dict[Owner, dict[str, tuple[datetime, Pod | None]]] = {}
+        """The same times, by owner and name, with the last state of pods."""
+        self._removals: deque[tuple[datetime, str, Owner | None, str]] = deque()
+        """Time, UID, owner and name of all remembered removals, oldest first."""
+
+    # Jobs.
+
+    def put_job(self, job: Mapping[str, Any]) -> bool:
+        """Store a job. Return True if it is newer than the known job."""
+        metadata = job["metadata"]
+        key = (metadata["namespace"], metadata["name"])
+        with self._lock:
+            known = self._jobs.get(key)
+            if metadata["uid"] in self._removed:
+                return False
+            if known is not None and known["metadata"]["uid"] == metadata["uid"] and _version(known) >= _version(job):
+                return False
+            slim = {name: value for name, value in metadata.items() if name != "managedFields"}
+            self._jobs[key] = {**job, "metadata": slim}
+            if known is not None:
+                self._node_failures.pop(known["metadata"]["uid"], None)
+            if failures := read_node_failures(metadata["uid"], job.get("status")):
+                self._node_failures[metadata["uid"]] = failures
+            return True
+
+    def remove_job(self, key: Key, uid: str) -> None:
+        with self._lock:
+            known = self._jobs.get(key)
+            if known is not None and known["metadata"]["uid"] == uid:
+                del self._jobs[key]
+                self._node_failures.pop(uid, None)
+            self._remember_removal(uid, None, key[1])
+
+    def job(self, key: Key) -> dict[str, Any] | None:
+        with self._lock:
+            return self._jobs.get(key)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Return all jobs, as stored."""
+        with self._lock:
+            return list(self._jobs.values())
+
+    def forget_versions(self) -> None:
+        """Treat the next version of every object as newer than the known version. Resource versions go back if the
+        cluster's data were restored from a backup. Removed objects may exist again."""
+        with self._lock:
+            for key, job in self._jobs.items():
+                self._jobs[key] = {**job, "metadata": {**job["metadata"], "resourceVersion": "0"}}
+            for entries in self._entries.values():
+                for entry in entries.values():
+                    entry.version = -1
+            self._removed.clear()
+            self._removed_children.clear()
+            self._removals.clear()
+
+    # Children.
+
+    def put(self, kind: str, manifest: Mapping[str, Any]) -> Key | None:
+        """Store a child. Return the key of the job whose state has changed; None if nothing has changed."""
+        metadata = manifest["metadata"]
+        owner = find_owner(manifest)
+        name, uid = (metadata["namespace"], metadata["name"]), metadata["uid"]
+        with self._lock:
+            known = self._entries.setdefault(kind, {}).get(name)
+            if owner is None:  # the object never was a child, or somebody has removed its owner
+                if known is None or known.version >= _version(manifest):
+                    return None
+                self._drop(kind, name, known)
+                return known.owner.key
+            if uid in self._removed or (known is not None and known.uid == uid and known.version >= _version(manifest)):
+                return None
+            value = Pod.from_object(manifest) if kind == "Pod" else Child.from_object(kind, manifest)
+            if known is not None:
+                self._drop(kind, name, known)
+            entry = _Entry(_version(manifest), uid, owner, value)
+            self._entries[kind][name] = entry
+            self._of_owner.setdefault(owner, {})[kind, name] = entry
+            self._owners.setdefault(owner.key, set()).add(owner)
+            return owner.key
+
+    def remove(self, kind: str, name: Name, uid: str) -> Key | None:
+        """Forget a child. Return the key of the job whose state has changed; None if nothing has changed."""
+        with self._lock:
+            known = self._entries.get(kind, {}).get(name)
+            if known is None or known.uid != uid:
+                self._remember_removal(uid, None, name[1])
+                return None
+            self._remember_removal(uid, known.owner, name[1], known.value if isinstance(known.value, Pod) else None)
+            self._drop(kind, name, known)
+            return known.owner.key
+
+    def replace(self, kind: str, namespace: str | None, manifests: Iterable[Mapping[str, Any]]) -> set[Key]:
+        """Store a complete list of a kind; objects that it lacks are removed. Return the keys of changed jobs."""
+        changed: set[Key | None] = set()
+        listed: set[str] = set()
+        with self._lock:
+            before = [
+                (name, entry.uid) for name, entry in self._entries.get(kind, {}).items() if namespace in (None, name[0])
+            ]
+            for manifest in manifests:
+                listed.add(manifest["metadata"]["uid"])
+                changed.add(self.put(kind, manifest))
+            for name, uid in before:
+                if uid not in listed:
+                    changed.add(self.remove(kind, name, uid))
+        return {key for key in changed if key is not None}
+
+    def child(self, kind: str, name: Name, owner: Owner) -> Child | None:
+        """Return the child of this name; None if there is none, or if the child belongs to another job than `owner`."""
+        with self._lock:
+            known = self._entries.get(kind, {}).get(name)
+            return (
+                known.value if known is not None and known.owner == owner and isinstance(known.value, Child) else None
+            )
+
+    def find_stuck_pods(self, key: Key) -> list[Pod]:
+        """Return the pods that are being deleted and in which nothing runs, of all jobs that have had this key."""
+        return [pod for _, pod in self._pods_of(key) if pod.removable_from is not None]
+
+    def find_unreleased_pods(self, key: Key, uid: str) -> list[tuple[Owner, Pod]]:
+        """Return the pods that have our finalizer, and their jobs, of all jobs that have had this key except the job
+        with UID `uid`."""
+        return [(owner, pod) for owner, pod in self._pods_of(key) if owner.uid != uid and pod.has_finalizer]
+
+    def _pods_of(self, key: Key) -> list[tuple[Owner, Pod]]:
+        with self._lock:
+            return [
+                (owner, entry.value)
+                for owner in self._owners.get(key, ())
+                for entry in self._of_owner[owner].values()
+                if isinstance(entry.value, Pod)
+            ]
+
+    # Nodes.
+
+    def put_node(self, node: Mapping[str, Any]) -> set[Key]:
+        """Store a node's faults, and if the control plane is in contact with it. If the contact has changed, return
+        the jobs with pods on the node."""
+        conditions, name = (node.get("status") or {}).get("conditions") or (), node["metadata"]["name"]
+        with self._lock:
+            self._removed_nodes.pop(name, None)
+            labels = node["metadata"].get("labels") or {}
+            self._node_labels[name], self._hostnames[name] = labels, labels.get(HOSTNAME) or name
+            self._node_faults.pop(name, None)
+            if fault := find_fault(conditions, self._fault_conditions):
+                self._node_faults[name] = fault
+            self._cordoned.discard(name)
+            if (node.get("spec") or {}).get("unschedulable"):
+                self._cordoned.add(name)
+        ready = next((entry.get("status") for entry in conditions if entry.get("type") == "Ready"), "Unknown")
+        return self._set_node(name, ready != "Unknown")
+
+    def remove_node(self, name: str) -> set[Key]:
+        """Store that a node is gone, for some time and for as long as pods on it are known. Return the jobs of these
+        pods."""
+        with self._lock:
+            changed = self._set_node(name, False)
+            self._removed_nodes.setdefault(name, datetime.now(UTC))
+            self._node_faults.pop(name, None)
+            self._cordoned.discard(name)
+            self._forget_nodes()
+        return changed
+
+    def _forget_nodes(self) -> None:
+        """Forget nodes that were removed long ago and have no known pods."""
+        oldest = datetime.now(UTC) - _REMEMBERED
+        old = {name for name, time in self._removed_nodes.items() if time < oldest}
+        if not old:
+            return
+        known = [entry.value for entry in self._entries.get("Pod", {}).values()]
+        known += [pod for names in self._removed_children.values() for _, pod in names.values() if pod is not None]
+        for name in old - {pod.node for pod in known if isinstance(pod, Pod)}:
+            for index in (self._removed_nodes, self._nodes, self._hostnames, self._node_labels):
+                index.pop(name, None)
+
+    def replace_nodes(self, nodes: Iterable[Mapping[str, Any]]) -> set[Key]:
+        """Store a complete list of nodes. Return the keys of changed jobs."""
+        changed: set[Key] = set()
+        with self._lock:
+            unlisted = set(self._nodes)
+            for node in nodes:
+                unlisted.discard(node["metadata"]["name"])
+                changed |= self.put_node(node)
+            for name in unlisted:
+                changed |= self.remove_node(name)
+        return changed
+
+    def _set_node(self, name: str, in_contact: bool) -> set[Key]:
+        with self._lock:
+            before = self._nodes.get(name)
+            self._nodes[name] = in_contact
+            if before == in_contact:
+                return set()
+            pods = self._entries.get("Pod", {}).values()
+            return {entry.owner.key for entry in pods if isinstance(entry.value, Pod) and entry.value.node == name}
+
+    def node_label(self, name: str, key: str) -> str:
+        """Return a label of a node; empty if the node is not known or does not have it."""
+        with self._lock:
+            return self._node_labels.get(name, {}).get(key) or ""
+
+    def is_lost(self, name: str) -> bool:
+        """Return True if a known node is gone or the control plane has lost contact with it."""
+        with self._lock:
+            return not self._nodes.get(name, True)
+
+    # The node cache.
+
+    def put_claim(self, claim: Mapping[str, Any]) -> set[Key]:
+        """Store whether a namespace's claim is bound. If that has changed, return the namespace's jobs."""
+        metadata = claim["metadata"]
+        bound = metadata["name"] == CLAIM and (claim.get("status") or {}).get("phase") == "Bound"
+        bound = bound and not metadata.get("deletionTimestamp")
+        return self._set_claim((metadata["namespace"], metadata["name"]), metadata["uid"] if bound else None)
+
+    def remove_claim(self, name: Name) -> set[Key]:
+        return self._set_claim(name, None)
+
+    def replace_claims(self, namespace: str | None, claims: Iterable[Mapping[str, Any]]) -> set[Key]:
+        """Store a complete list of claims. Return the keys of changed jobs."""
+        changed: set[Key] = set()
+        with self._lock:
+            unlisted = {name for name in self._claims if namespace in (None, name[0])}
+            for claim in claims:
+                unlisted.discard((claim["metadata"]["namespace"], claim["metadata"]["name"]))
+                changed |= self.put_claim(claim)
+            for name in unlisted:
+                changed |= self.remove_claim(name)
+        return changed
+
+    def _set_claim(self, name: Name, uid: str | None) -> set[Key]:
+        with self._lock:
+            if self._claims.get(name) == uid:
+                return set()
+            self._claims.pop(name, None)
+            if uid is not None:
+                self._claims[name] = uid
+            return {key for key in self._jobs if key[0] == name[0]}
+
+    def put_cached(self, dataset: Mapping[str, Any]) -> None:
+        """Store which nodes hold a part of a dataset."""
+        metadata, spec, status = dataset["metadata"], dataset.get("spec") or {}, dataset.get("status") or {}
+        nodes = {entry["name"]: entry.get("percent") or 0 for entry in status.get("nodes") or () if "name" in entry}
+        with self._lock:
+            self._cached[metadata["namespace"], metadata["name"]] = (str(spec.get("uri")), nodes)
+
+    def remove_cached(self, name: Name) -> None:
+        with self._lock:
+            self._cached.pop(name, None)
+
+    def replace_cached(self, namespace: str | None, datasets: Iterable[Mapping[str, Any]]) -> None:
+        with self._lock:
+            self._cached = {name: entry for name, entry in self._cached.items() if namespace not in (None, name[0])}
+            for dataset in datasets:
+                self.put_cached(dataset)
+
+    def _find_warm_nodes(self, namespace: str, uri: str) -> dict[str, int]:
+        """Return the percentage of the dataset that each node in contact holds, by hostname."""
+        cached_uri, nodes = self._cached.get((namespace, object_name(uri)), ("", {}))
+        if cached_uri != uri:
+            return {}
+        return {self._hostnames.get(node, node): percent for node, percent in nodes.items() if self._nodes.get(node)}
+
+    # What a plan sees.
+
+    def observe(
+        self,
+        owner: Owner,
+        policy: Policy,
+        report: LauncherReport | None,
+        troubles: Mapping[tuple[str, str], Trouble],
+        logs: Mapping[str, str],
+        job: Mapping[str, Any] | None = None,
+        paused: frozenset[tuple[str, str]] = frozenset(),
+    ) -> Observed:
+        """Return everything known about the job `owner`; with `job`, also what the node cache holds for it."""
+        with self._lock:
+            values = [entry.value for entry in self._of_owner.get(owner, {}).values()]
+            pods = tuple(sorted((value for value in values if isinstance(value, Pod)), key=lambda pod: pod.name))
+            removed = dict(self._removed_children.get(owner, {}))
+            last_seen = {name: pod for name, (_, pod) in removed.items() if pod is not None}
+            # A node that was never seen is new, not lost.
+            lost = {
+                pod.node for pod in (*pods, *last_seen.values()) if pod.node and not self._nodes.get(pod.node, True)
+            }
+            removed_at = {name: time for name, (time, _) in removed.items()}
+            node_faults = dict(self._node_faults)
+            node_failures = self._find_failures_of_others(owner.uid)
+            nodes = sum(in_contact and name not in self._cordoned for name, in_contact in self._nodes.items())
+            suspects = {*node_faults, *(failure.node for failure in node_failures)}
+            suspects |= {pod.node for pod in (*pods, *last_seen.values())}
+            suspects |= {failure.node for failure in self._node_failures.get(owner.uid, ())}
+            hostnames = {name: self._hostnames[name] for name in suspects if name in self._hostnames}
+            namespace = job["metadata"]["namespace"] if job is not None else ""
+            has_cache = (namespace, CLAIM) in self._claims
+            warm = (
+                self._find_warm_nodes(namespace, stored_job.dataset_uri(job)) if job is not None and has_cache else {}
+            )
+        children = {(value.kind, value.name): value for value in values if isinstance(value, Child)}
+        return Observed(
+            pods,
+            children,
+            troubles,
+            paused,
+            frozenset(lost),
+            report,
+            removed_at,
+            last_seen,
+            logs,
+            policy,
+            node_cache=has_cache,
+            warm=warm,
+            nodes=nodes,
+            hostnames=hostnames,
+            node_faults=node_faults,
+            node_failures=node_failures,
+        )
+
+    def _find_failures_of_others(self, uid: str) -> tuple[NodeFailure, ...]:
+        """Return the recent failures of all jobs except the job with UID `uid`."""
+        oldest = datetime.now(UTC) - REMEMBERED
+        return tuple(
+            failure
+            for job, failures in self._node_failures.items()
+            if job != uid
+            for failure in failures
+            if failure.at > oldest
+        )
+
+    # Inside.
+
+    def _drop(self, kind: str, name: Name, entry: _Entry) -> None:
+        del self._entries[kind][name]
+        siblings = self._of_owner.get(entry.owner, {})
+        siblings.pop((kind, name), None)
+        if not siblings:
+            self._of_owner.pop(entry.owner, None)
+            owners = self._owners.get(entry.owner.key, set())
+            owners.discard(entry.owner)
+            if not owners:
+                self._owners.pop(entry.owner.key, None)
+
+    def _remember_removal(self, uid: str, owner: Owner | None, name: str, pod: Pod | None = None) -> None:
+        now = datetime.now(UTC)
+        while len(self._removals) > _MOST_REMEMBERED and self._removals[0][0] <= now - _REMEMBERED:
+            time, old_uid, old_owner, old_name = self._removals.popleft()
+            if self._removed.get(old_uid) == time:
+                del self._removed[old_uid]
+            names = self._removed_children.get(old_owner) if old_owner is not None else None
+            if old_owner is not None and names is not None and names.get(old_name, (now,))[0] == time:
+                del names[old_name]
+                if not names:
+                    del self._removed_children[old_owner]
+        if uid in self._removed and not owner:
+            return
+        self._removed.setdefault(uid, now)
+        self._removals.append((now, uid, owner, name))
+        if owner is not None:
+            self._removed_children.setdefault(owner, {}).setdefault(name, (now, pod))
+
+
+def find_owner(manifest: Mapping[str, Any]) -> Owner | None:
+    """Return the TrainingJob that controls an object and is in the object's namespace; None if there is none."""
+    metadata = manifest["metadata"]
+    for reference in metadata.get("ownerReferences") or ():
+        if reference.get("controller") is not True:
+            continue
+        group, _, version = str(reference.get("apiVersion")).partition("/")
+        if group != GROUP or not version or reference.get("kind") != KIND:
+            return None  # Kubernetes allows only one controller
+        return Owner(metadata["namespace"], str(reference.get("name")), str(reference.get("uid")))
+    return None
+
+
+def _version(manifest: Mapping[str, Any]) -> int:
+    text = str(manifest["metadata"].get("resourceVersion") or "0")
+    return int(text) if text.isdigit() else 0

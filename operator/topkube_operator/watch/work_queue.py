@@ -1,0 +1,109 @@
+"""The work queue: which jobs to reconcile, and when. One thread works on a job at a time."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+
+Key = tuple[str, str]
+"""Namespace and name of a TrainingJob."""
+
+
+class WorkQueue:
+    """Keys to work on. A key that is added while it waits is not added again. A key that is added while a thread works
+    on it is handed out again afterwards."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._ready: dict[Key, float] = {}
+        """Waiting keys in order, with the time at which each was added."""
+        self._busy: dict[Key, float] = {}
+        self._again: set[Key] = set()
+        self._later: list[tuple[float, Key]] = []
+        self._due: dict[Key, float] = {}
+        self._closed = False
+
+    def add(self, key: Key) -> None:
+        """Make `key` due now."""
+        with self._changed:
+            self._add(key)
+
+    def add_after(self, key: Key, seconds: float) -> None:
+        """Make `key` due in `seconds`, unless it is due earlier."""
+        due = time.monotonic() + seconds
+        with self._changed:
+            if self._due.get(key, float("inf")) <= due:
+                return
+            self._due[key] = due
+            heapq.heappush(self._later, (due, key))
+            self._drop_replaced()
+            self._changed.notify()
+
+    def get(self) -> Key | None:
+        """Return the next key; wait for it if there is none. Call `done` afterwards. Return None if the queue is
+        closed."""
+        with self._changed:
+            while True:
+                if self._closed:
+                    return None
+                wait = self._move_due_keys()
+                if self._ready:
+                    key = next(iter(self._ready))
+                    del self._ready[key]
+                    self._busy[key] = time.monotonic()
+                    return key
+                self._changed.wait(wait)
+
+    def done(self, key: Key) -> None:
+        """End the work on a key that `get` returned."""
+        with self._changed:
+            self._busy.pop(key, None)
+            if key in self._again:
+                self._again.discard(key)
+                self._add(key)
+
+    def close(self) -> None:
+        """End all waits. `get` returns no key afterwards."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def oldest(self) -> float:
+        """Return the seconds for which the oldest key has been waiting or in work; 0 if there is none."""
+        with self._changed:
+            times = [*self._busy.values(), *self._ready.values()]
+            return time.monotonic() - min(times) if times else 0.0
+
+    def count_scheduled(self) -> int:
+        """Return the number of entries for later. It is bounded by the number of keys."""
+        with self._changed:
+            return len(self._later)
+
+    def _drop_replaced(self) -> None:
+        """Drop entries that earlier entries replaced, if they exceed half the number of the keys."""
+        if len(self._later) > len(self._due) + len(self._due) // 2:
+            self._later = [(due, key) for key, due in self._due.items()]
+            heapq.heapify(self._later)
+
+    def _add(self, key: Key) -> None:
+        if key in self._busy:
+            self._again.add(key)
+        elif key not in self._ready:
+            self._ready[key] = time.monotonic()
+            self._changed.notify()
+
+    def _move_due_keys(self) -> float | None:
+        """Move due keys to the waiting keys. Return the seconds until the next key is due; None if there is none."""
+        now = time.monotonic()
+        while self._later:
+            due, key = self._later[0]
+            if self._due.get(key) != due:  # an earlier entry replaced this entry
+                heapq.heappop(self._later)
+            elif due <= now:
+                heapq.heappop(self._later)
+                del self._due[key]
+                self._add(key)
+            else:
+                return due - now
+        return None

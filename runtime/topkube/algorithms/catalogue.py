@@ -1,0 +1,143 @@
+"""Look up algorithms by name: TopKube's own, those that installed packages declare, and those of the running script.
+
+A package declares an algorithm through the entry-point group `topkube.algorithms`. The entry point has the name of the
+algorithm and leads to its `Algorithm`. No package is loaded before one of its algorithms is looked up.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+
+from topkube.algorithms.declaration import NAME, Algorithm
+from topkube.algorithms.own import OWN
+from topkube.errors import AlgorithmError, ArgumentError
+
+GROUP = "topkube.algorithms"
+_OWN = {algorithm.name: algorithm for algorithm in OWN}
+_of_script: dict[str, Algorithm] = {}
+
+
+@dataclass(frozen=True)
+class Package:
+    """An installed package that declares an algorithm."""
+
+    name: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all algorithms: TopKube's own first. No package is loaded."""
+    return (*_OWN, *sorted({*_of_script, *_installed()} - set(_OWN)))
+
+
+def known(name: object) -> bool:
+    """Return True if an algorithm of this name is in the catalogue. No package is loaded."""
+    return isinstance(name, str) and (name in _OWN or name in _of_script or name in _installed())
+
+
+def find(name: str) -> Algorithm:
+    """Return the algorithm called `name`.
+
+    Raises ArgumentError with the nearest name and all names if there is none, and AlgorithmError if its package cannot
+    be loaded.
+    """
+    if not known(name):
+        near = difflib.get_close_matches(str(name), names(), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ArgumentError(
+            f"unknown algorithm {name!r}",
+            cause="its package is not installed here" if "." in str(name) else "",
+            next_step=f"{hint}choose one of {', '.join(names())}",
+        )
+    return _OWN.get(name) or _of_script.get(name) or _load(name)
+
+
+def load_all() -> tuple[list[Algorithm], list[AlgorithmError]]:
+    """Return all algorithms, in the order of `names`, and one error for each that cannot be loaded."""
+    algorithms, errors = [], []
+    for name in names():
+        try:
+            algorithms.append(find(name))
+        except AlgorithmError as error:
+            errors.append(error)
+    errors += [_hides_own(name) for name in sorted(set(_OWN) & set(_installed()))]
+    return algorithms, errors
+
+
+def register(algorithm: Algorithm) -> Algorithm:
+    """Add an algorithm of the running script, such as an experiment, and return it. All ranks must add it.
+
+    Raises ArgumentError if its name has no PACKAGE or is taken.
+    """
+    if "." not in algorithm.name:
+        raise ArgumentError(
+            f"{algorithm.name!r} is a name for TopKube's own algorithms",
+            next_step=f"call it PACKAGE.NAME, such as experiment.{algorithm.name}",
+        )
+    if known(algorithm.name) and _of_script.get(algorithm.name) != algorithm:
+        raise ArgumentError(f"there is already an algorithm called {algorithm.name!r}", next_step="choose another name")
+    _of_script[algorithm.name] = algorithm
+    return algorithm
+
+
+def package_of(name: str) -> Package | None:
+    """Return the package that declares the algorithm called `name`; None for TopKube's own and those of the script."""
+    points = () if name in _OWN or name in _of_script else _installed().get(name, ())
+    return _package(points[0]) if points else None
+
+
+@functools.cache
+def _installed() -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of all installed packages, by algorithm. Two packages may claim one name."""
+    points: dict[str, dict[str, EntryPoint]] = {}
+    for point in entry_points(group=GROUP):
+        points.setdefault(point.name, {}).setdefault(_package(point).name, point)
+    return {name: tuple(by_package.values()) for name, by_package in points.items()}
+
+
+def _package(point: EntryPoint) -> Package:
+    return Package(point.dist.name, point.dist.version) if point.dist is not None else Package(point.value, "")
+
+
+@functools.cache
+def _load(name: str) -> Algorithm:
+    point, *others = _installed()[name]
+    package = _package(point)
+    if others:
+        raise AlgorithmError(
+            f"the packages {package} and {_package(others[0])} both declare the algorithm {name!r}",
+            package=package.name,
+            next_step="uninstall one of them",
+        )
+    if not re.fullmatch(rf"{NAME}\.{NAME}", name):
+        raise _unusable(package, name, "an algorithm of another package must be called PACKAGE.NAME")
+    try:
+        algorithm = point.load()
+    except Exception as error:
+        raise _unusable(package, name, f"{type(error).__name__}: {error}") from error
+    if not isinstance(algorithm, Algorithm):
+        raise _unusable(package, name, f"{point.value} is not a topkube.algorithms.Algorithm")
+    if algorithm.name != name:
+        raise _unusable(package, name, f"{point.value} calls itself {algorithm.name!r}")
+    return algorithm
+
+
+def _unusable(package: Package, name: str, reason: str) -> AlgorithmError:
+    return AlgorithmError(
+        f"the package {package} declares the algorithm {name!r}, which cannot be loaded: {reason}",
+        package=package.name,
+        cause="the package is incomplete, or it was made for another version of TopKube",
+        next_step=f"upgrade the package, or remove it: pip uninstall {package.name}",
+    )
+
+
+def _hides_own(name: str) -> AlgorithmError:
+    package = _package(_installed()[name][0])
+    return _unusable(package, name, "TopKube has an algorithm of this name, which is used instead")

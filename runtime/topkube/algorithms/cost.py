@@ -1,0 +1,129 @@
+"""The cost model: what one exchange of a gradient sends, moves through memory and waits for, and its seconds.
+
+m nodes with n ranks each, d float32 elements, density ρ. How near the implementation comes to these lower bounds is
+measured in docs/benchmarks.md. A message between nodes costs its latency only if it waits for another message.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from topkube.algorithms.declaration import Algorithm
+
+PAIRWISE_LIMIT = 16
+"""Up to this many partners, everybody sends to everybody at once; beyond, rings spare the receivers' links."""
+INDEX_BYTES = 2
+"""An index is an offset within a block of 65,536 elements."""
+VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_ELEMENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One exchange: `nodes` with `slots` ranks each reduce `elements` float32 values. `density` is the share of them
+    that is sent, `wire` the format of sent values."""
+
+    nodes: int
+    slots: int
+    elements: int
+    density: float = 0.01
+    wire: str = "bf16"
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one sent value with its index."""
+        return INDEX_BYTES + VALUE_BYTES[self.wire]
+
+    @property
+    def array_bytes(self) -> int:
+        return _ELEMENT_BYTES * self.elements
+
+    def kept(self, shards: int = 1) -> int:
+        """Return how many entries are sent of each of `shards` equal parts of the gradient."""
+        return math.ceil(self.density * self.elements / shards)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The work of one node for one exchange.
+
+    `sent`: bytes that the node sends to other nodes. `memory`: bytes that all its ranks together read and write.
+    `messages`: messages between nodes that wait for one another.
+    """
+
+    sent: float
+    memory: float
+    messages: int
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The cluster. Bandwidths are bytes per second, times are seconds."""
+
+    nodes: int
+    slots: int
+    link: float
+    """Bandwidth of one node's link, in each direction."""
+    memory: float
+    """Bandwidth of one node's memory, all ranks together, reading and writing."""
+    latency: float = 50e-6
+    """Time of one short message between nodes."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one exchange of a whole gradient with one algorithm."""
+
+    algorithm: Algorithm
+    sent: float
+    """Bytes that a node sends to other nodes."""
+    between: float
+    """Seconds on the link."""
+    inside: float
+    """Seconds in the node's memory: sums, selection, copies."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole exchange. If the algorithm overlaps its pieces, the slower of link and memory counts."""
+        return max(self.between, self.inside) if self.algorithm.overlaps else self.between + self.inside
+
+
+def cost(algorithm: Algorithm, machines: Machines, elements: int, density: float = 0.01, wire: str = "bf16") -> Cost:
+    """Return the cost of exchanging `elements` float32 values with `algorithm`."""
+    traffic = algorithm.traffic(Workload(machines.nodes, machines.slots, elements, density, wire))
+    sent, messages = (traffic.sent, traffic.messages) if machines.nodes > 1 else (0.0, 0)
+    between = sent / machines.link + messages * machines.latency
+    return Cost(algorithm, sent, between, traffic.memory / machines.memory)
+
+
+# ---- parts that declarations are made of
+
+
+def reduce_scatter_memory(workload: Workload) -> float:
+    """Return the bytes through a node's memory when its ranks add up their gradients: each rank copies out what others
+    need, then every shard is read from all ranks and written once."""
+    n, d = workload.slots, workload.elements
+    return 8 * (n - 1) * d + 4 * n * d + 4 * d if n > 1 else 0
+
+
+def all_gather_memory(workload: Workload) -> float:
+    """Return the bytes through a node's memory when every rank reads and writes the shards of all others."""
+    return 8 * (workload.slots - 1) * workload.elements
+
+
+def all_reduce_sent(array_bytes: float, partners: int) -> float:
+    """Return the bytes that each of `partners` sends in an all-reduce of `array_bytes`: 2(p-1)/p of them."""
+    return 2 * (partners - 1) / partners * array_bytes
+
+
+def all_reduce_messages(partners: int) -> int:
+    """Return how many messages of an all-reduce wait for one another: pairwise up to PAIRWISE_LIMIT, then a ring."""
+    return 2 if partners <= PAIRWISE_LIMIT else 2 * (partners - 1)
+
+
+def all_gather_messages(partners: int) -> int:
+    """Return how many messages of an all-gather wait for one another: pairwise up to PAIRWISE_LIMIT, then a ring."""
+    return 1 if partners <= PAIRWISE_LIMIT else partners - 1

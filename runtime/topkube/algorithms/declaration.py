@@ -1,0 +1,133 @@
+"""The declaration of an algorithm."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from topkube.algorithms.cost import Traffic, Workload
+from topkube.algorithms.parameters import PARAMETERS, Parameter
+from topkube.errors import ArgumentError
+
+NAME = r"[a-z][a-z0-9]*(-[a-z0-9]+)*"
+"""The name of one of TopKube's own algorithms. An algorithm of another package is called PACKAGE.NAME, with both parts
+of this form."""
+_LONGEST_NAME = 100
+
+
+class Family(enum.StrEnum):
+    """The kinds of data that algorithms send in place of a gradient. All but DENSE send less than the gradient."""
+
+    DENSE = "dense"
+    SPARSE = "sparse"
+    """Some entries, with or without their indices."""
+    SIGN = "sign"
+    QUANTISED = "quantised"
+    LOW_RANK = "low-rank"
+    LOCAL_UPDATE = "local-update"
+    """Nothing in most steps: nodes train on their own and exchange their weights now and then."""
+
+
+class Route(enum.StrEnum):
+    """The routes of data between nodes."""
+
+    ALL_REDUCE = "all-reduce"
+    """Arrays of equal length are added up on the way; every node receives the sum."""
+    ALL_GATHER = "all-gather"
+    """Every node receives what every other node sends, and adds it up."""
+
+
+class Scope(enum.StrEnum):
+    """The ranks that hold a state."""
+
+    SHARD = "shard"
+    """One copy per node: each of its ranks holds the part that belongs to its shard of the gradient."""
+    RANK = "rank"
+    """One copy per rank, as long as the gradient."""
+
+
+@dataclass(frozen=True)
+class State:
+    """State that an algorithm keeps between steps, for each parameter of the model: one float32 value per element."""
+
+    name: str
+    scope: Scope
+    summary: str
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An all-reduce algorithm.
+
+    `name` is what a TrainingJob says. `summary` is one sentence for people, without a full stop. `sends` names what is
+    sent: the compressor. `route` is how that travels between nodes. `state` is what is kept for the next step.
+    `parameters` are those that the algorithm reads. `traffic` returns what one exchange costs. `overlaps` is True if
+    the algorithm sends one piece while it adds up another. `on_device` is True if the algorithm also reduces torch
+    tensors on a GPU; every algorithm reduces CPU arrays. `in_weights` is True if training keeps what was not sent in
+    the node's weights: gradients are then reduced within the node only, and nodes exchange the changes of their weights
+    in the optimizer's step (training/node_weights/). `implementation` is the import path "module:Class" of a
+    subclass of `topkube.collectives.AllReduce`, which is loaded when the algorithm first runs.
+
+    Raises ArgumentError if the name or the import path is malformed, or a parameter is unknown.
+    """
+
+    name: str
+    summary: str
+    family: Family
+    sends: str
+    route: Route
+    traffic: Callable[[Workload], Traffic]
+    implementation: str
+    state: tuple[State, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    overlaps: bool = False
+    on_device: bool = False
+    in_weights: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.name) > _LONGEST_NAME or not re.fullmatch(rf"{NAME}(\.{NAME})?", self.name):
+            raise ArgumentError(
+                f"{self.name!r} is not the name of an algorithm",
+                next_step="write PACKAGE.NAME in lower-case letters, digits and '-', such as acme.stride-k, "
+                f"in at most {_LONGEST_NAME} characters",
+            )
+        if not re.fullmatch(r"[\w.]+:\w+", self.implementation):
+            raise ArgumentError(
+                f"the implementation of {self.name} is {self.implementation!r}",
+                next_step='write the import path of its class, such as "acme.stride_k:StrideK"',
+            )
+        for parameter in self.parameters:
+            if PARAMETERS.get(parameter.name) is not parameter:
+                raise ArgumentError(
+                    f"{self.name} declares the parameter {parameter.name!r}, which no TrainingJob has",
+                    next_step=f"use those of topkube.algorithms.PARAMETERS ({', '.join(PARAMETERS)}), or declare one "
+                    "algorithm for each value",
+                )
+
+    @property
+    def compresses(self) -> bool:
+        """True if the algorithm sends less than the whole gradient."""
+        return self.family is not Family.DENSE
+
+    @property
+    def residual(self) -> State | None:
+        """The state that holds what was not sent; None if everything is sent or the rest is forgotten."""
+        return next((state for state in self.state if state.name == RESIDUAL), None)
+
+    def state_bytes(self, workload: Workload) -> int:
+        """Return the bytes of state that each rank keeps."""
+        shards = {Scope.SHARD: workload.slots, Scope.RANK: 1}
+        return sum(4 * -(-workload.elements // shards[state.scope]) for state in self.state)
+
+
+RESIDUAL = "residual"
+"""The name of the state that `topkube.collectives.Residual` holds, and that checkpoints save."""
+SHARD_RESIDUAL = State(RESIDUAL, Scope.SHARD, "what was not sent of the node's mean gradient")
+WEIGHT_RESIDUAL = State(
+    RESIDUAL,
+    Scope.SHARD,
+    "what was not sent; in training it is part of the node's weights, and a copy of the agreed weights is kept",
+)
+RANK_RESIDUAL = State(RESIDUAL, Scope.RANK, "what was not sent of the rank's own gradient")

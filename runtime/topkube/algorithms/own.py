@@ -1,0 +1,137 @@
+"""The declarations of TopKube's own algorithms, in the order of lists and tables: in each family the best first."""
+
+from __future__ import annotations
+
+from topkube.algorithms import parameters
+from topkube.algorithms.cost import (
+    Traffic,
+    Workload,
+    all_gather_memory,
+    all_gather_messages,
+    all_reduce_messages,
+    all_reduce_sent,
+    reduce_scatter_memory,
+)
+from topkube.algorithms.declaration import RANK_RESIDUAL, SHARD_RESIDUAL, WEIGHT_RESIDUAL, Algorithm, Family, Route
+
+_SPARSE = (
+    parameters.DENSITY,
+    parameters.WARMUP_STEPS,
+    parameters.WIRE,
+    parameters.SELECTION,
+    parameters.MOMENTUM_CORRECTION,
+)
+
+
+_SIGN_BLOCK = 256
+"""Elements that share a scale (csrc/cpu/sign/sign.hpp)."""
+
+
+def _hierarchical(load: Workload) -> Traffic:
+    memory = reduce_scatter_memory(load) + all_gather_memory(load)
+    return Traffic(all_reduce_sent(load.array_bytes, load.nodes), memory, all_reduce_messages(load.nodes))
+
+
+def _torus2d(load: Workload) -> Traffic:
+    memory = reduce_scatter_memory(load) + all_gather_memory(load)
+    return Traffic(all_reduce_sent(load.array_bytes, load.nodes), memory, 2 * (load.nodes - 1))
+
+
+def _flat(load: Workload) -> Traffic:
+    ranks = load.nodes * load.slots
+    memory = reduce_scatter_memory(load) + all_gather_memory(load)
+    return Traffic(all_reduce_sent(load.array_bytes, ranks), memory, 2 * (ranks - 1))
+
+
+def _hitopk(load: Workload) -> Traffic:
+    sent = (load.nodes - 1) * load.slots * load.kept(load.slots) * load.entry_bytes
+    read_shards, write_arrays = load.array_bytes, load.slots * load.array_bytes
+    return Traffic(sent, reduce_scatter_memory(load) + read_shards + write_arrays, all_gather_messages(load.nodes))
+
+
+def _naive(load: Workload) -> Traffic:
+    ranks = load.nodes * load.slots
+    sent = load.slots * (ranks - load.slots) * load.kept() * load.entry_bytes
+    read_arrays = write_arrays = load.slots * load.array_bytes
+    return Traffic(sent, read_arrays + write_arrays, all_gather_messages(ranks))
+
+
+def _onebit(load: Workload) -> Traffic:
+    bits, scales = load.elements / 8, 2 * -(-load.elements // _SIGN_BLOCK)
+    sent = (load.nodes - 1) * (bits + scales)
+    read_and_write_shards = 5 * load.array_bytes  # the change of the weights, what is sent of it, the sum of all nodes
+    memory = reduce_scatter_memory(load) + all_gather_memory(load) + read_and_write_shards
+    return Traffic(sent, memory, all_gather_messages(load.nodes))
+
+
+HIERARCHICAL = Algorithm(
+    name="hierarchical",
+    summary="reduces inside each node, then each shard between nodes, in pieces that overlap",
+    family=Family.DENSE,
+    sends="all entries",
+    route=Route.ALL_REDUCE,
+    traffic=_hierarchical,
+    overlaps=True,
+    on_device=True,
+    implementation="topkube.collectives.dense:Hierarchical",
+)
+TORUS2D = Algorithm(
+    name="torus2d",
+    summary="reduces inside each node, then each shard around a ring of nodes, one stage after the other",
+    family=Family.DENSE,
+    sends="all entries",
+    route=Route.ALL_REDUCE,
+    traffic=_torus2d,
+    on_device=True,
+    implementation="topkube.collectives.dense:Torus2d",
+)
+FLAT = Algorithm(
+    name="flat",
+    summary="reduces around one ring of all ranks",
+    family=Family.DENSE,
+    sends="all entries",
+    route=Route.ALL_REDUCE,
+    traffic=_flat,
+    overlaps=True,
+    on_device=True,
+    implementation="topkube.collectives.dense:Flat",
+)
+HITOPK = Algorithm(
+    name="hitopk",
+    summary="reduces inside each node, then sends only the largest entries of each shard to all other nodes",
+    family=Family.SPARSE,
+    sends="the largest entries of the node's mean gradient",
+    route=Route.ALL_GATHER,
+    traffic=_hitopk,
+    state=(SHARD_RESIDUAL,),
+    parameters=_SPARSE,
+    on_device=True,
+    implementation="topkube.collectives.sparse:HiTopK",
+)
+NAIVE = Algorithm(
+    name="naive",
+    summary="every rank sends the largest entries of its own gradient to all other ranks (for comparisons)",
+    family=Family.SPARSE,
+    sends="the largest entries of every rank's gradient",
+    route=Route.ALL_GATHER,
+    traffic=_naive,
+    state=(RANK_RESIDUAL,),
+    parameters=_SPARSE,
+    implementation="topkube.collectives.sparse:Naive",
+)
+ONEBIT = Algorithm(
+    name="onebit",
+    summary="every node steps with its own mean gradient and sends the signs of the change of its weights",
+    family=Family.SIGN,
+    sends="one bit per element, and the mean magnitude of each block of 256",
+    route=Route.ALL_GATHER,
+    traffic=_onebit,
+    state=(WEIGHT_RESIDUAL,),
+    parameters=(parameters.PERIOD,),
+    in_weights=True,
+    implementation="topkube.collectives.sign:OneBit",
+)
+
+OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, NAIVE, ONEBIT)
+AUTOMATIC = (HITOPK,)
+"""Compressing algorithms that `auto` may choose."""

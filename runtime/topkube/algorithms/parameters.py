@@ -1,0 +1,93 @@
+"""The parameters of algorithms: name, range, default, and one sentence for people.
+
+`spec.aggregation` of a TrainingJob has a field for each of them. An algorithm declares the parameters that it reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from topkube.errors import ArgumentError
+
+_LARGEST_COUNT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of one or more algorithms.
+
+    `choices` lists all values of a text. A number is larger than `above`, at least `at_least` and at most `at_most`;
+    None means no bound.
+    """
+
+    name: str
+    description: str
+    default: Any
+    choices: tuple[str, ...] = ()
+    above: float | None = None
+    at_least: int | None = None
+    at_most: float | None = None
+
+    @property
+    def field(self) -> str:
+        """The name of the field in a TrainingJob: `warmup_steps` is `warmupSteps`."""
+        first, *rest = self.name.split("_")
+        return first + "".join(word.capitalize() for word in rest)
+
+    @property
+    def range(self) -> str:
+        """The allowed values, for people: "above 0 and at most 1"."""
+        if self.choices:
+            return ", ".join(f"`{choice}`" for choice in self.choices)
+        if isinstance(self.default, bool):
+            return "`true`, `false`"
+        bounds = [("above", self.above), ("at least", self.at_least), ("at most", self.at_most)]
+        return " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound not in (None, _LARGEST_COUNT))
+
+    def check(self, value: Any) -> None:
+        """Raise ArgumentError if `value` is not allowed."""
+        if self.choices:
+            if value not in self.choices:
+                raise ArgumentError(f"{self.name} is {value!r}", next_step=f"choose one of {', '.join(self.choices)}")
+            return
+        is_allowed = (
+            (self.above is None or value > self.above)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+        )
+        if not is_allowed:
+            raise ArgumentError(
+                f"{self.name} is {value}, but it must be {self.range}",
+                next_step=f"pass a {self.name} that is {self.range}, for example {self.default}",
+            )
+
+
+DENSITY = Parameter("density", "share of each gradient that is sent between nodes", 0.01, above=0, at_most=1)
+WARMUP_STEPS = Parameter(
+    "warmup_steps", "steps over which the density falls from 1 to its target", 0, at_least=0, at_most=_LARGEST_COUNT
+)
+WIRE = Parameter("wire", "format of the values sent between nodes", "bf16", choices=("fp32", "bf16", "fp16"))
+SELECTION = Parameter(
+    "selection",
+    "how entries are chosen: topk exactly, mstopk by the approximate threshold of the MSTopK paper",
+    "topk",
+    choices=("topk", "mstopk"),
+)
+MOMENTUM_CORRECTION = Parameter(
+    "momentum_correction",
+    "apply momentum (SGD, Adam, AdamW) before the selection: closer to dense training at low densities",
+    False,
+)
+
+PERIOD = Parameter(
+    "period",
+    "steps from one exchange of the weights to the next; between them, every node trains alone",
+    1,
+    at_least=1,
+    at_most=_LARGEST_COUNT,
+)
+
+PARAMETERS = {
+    parameter.name: parameter for parameter in (DENSITY, WARMUP_STEPS, WIRE, SELECTION, MOMENTUM_CORRECTION, PERIOD)
+}

@@ -1,0 +1,69 @@
+"""docs/algorithms.md, from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from topkube.algorithms.choice import CHOICES
+from topkube.algorithms.cost import Workload
+from topkube.algorithms.declaration import Algorithm
+from topkube.algorithms.own import OWN
+from topkube.algorithms.parameters import PARAMETERS
+
+_HEAD = """# All-reduce algorithms
+
+What `spec.aggregation.algorithm` of a [TrainingJob](trainingjob.md), and `algorithm` of `topkube.allreduce_`, can be.
+[Collectives](collectives.md) describes how they work. [Add an algorithm](new-algorithm.md) shows how to write another.
+This page is generated from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`.
+"""
+_ELEMENTS, _SLOTS, _NODES = 25_600_000, 8, (2, 8, 16, 64)
+
+
+def markdown() -> str:
+    """Return the page."""
+    lines = [_HEAD, "| name | what it does |", "|---|---|"]
+    lines += [f"| `{name}` | {sentence} |" for name, sentence in CHOICES.items()]
+    lines += [f"| `{algorithm.name}` | {algorithm.summary} |" for algorithm in OWN]
+    lines += ["", "## What each sends, keeps and supports", ""]
+    lines += [
+        "| name | family | sends | between nodes by | keeps on each rank | on a GPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [_row(algorithm) for algorithm in OWN]
+    lines += [
+        "",
+        "## Bytes that a node sends",
+        "",
+        f"MB per step for {_ELEMENTS / 1e6:.1f} million parameters, {_SLOTS} ranks per node, density "
+        f"{PARAMETERS['density'].default:g}, {PARAMETERS['wire'].default} values, by the declared costs. "
+        "`topkube plan` computes them for your cluster.",
+        "",
+        "| name | " + " | ".join(f"{nodes} nodes" for nodes in _NODES) + " |",
+        "|---|" + "---|" * len(_NODES),
+    ]
+    lines += [f"| `{algorithm.name}` | " + " | ".join(_sent(algorithm)) + " |" for algorithm in OWN]
+    lines += ["", "## Parameters", "", "| field | meaning | allowed | default | read by |", "|---|---|---|---|---|"]
+    for parameter in PARAMETERS.values():
+        readers = [f"`{algorithm.name}`" for algorithm in OWN if parameter in algorithm.parameters]
+        default = str(parameter.default).lower() if isinstance(parameter.default, bool) else parameter.default
+        cells = [f"`{parameter.field}`", parameter.description, parameter.range, f"`{default}`", ", ".join(readers)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _row(algorithm: Algorithm) -> str:
+    kept = [f"{state.name}, one copy per {_COPIES[state.scope]}: {state.summary}" for state in algorithm.state]
+    cells = [f"`{algorithm.name}`", algorithm.family, algorithm.sends, algorithm.route]
+    return "| " + " | ".join([*cells, "; ".join(kept) or "nothing", "yes" if algorithm.on_device else "no"]) + " |"
+
+
+_COPIES = {"shard": "node, cut over its ranks", "rank": "rank"}
+
+
+def _sent(algorithm: Algorithm) -> Iterator[str]:
+    for nodes in _NODES:
+        yield f"{algorithm.traffic(Workload(nodes, _SLOTS, _ELEMENTS)).sent / 1e6:,.0f}"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,86 @@
+"""`topkube suspend` and `topkube resume`: set runPolicy.suspend of jobs, and print the step at which they continue."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from topkube.cli.cluster.api import FIELD_MANAGER, MERGE, Api, Where, connect
+from topkube.cli.cluster.jobs import OVER, find_job, job_path, phase, pods_of
+from topkube.cli.cluster.status import newest_checkpoint
+from topkube.errors import ClusterError
+
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class SuspendOptions:
+    """The options of the command line."""
+
+    jobs: list[str]
+    where: Where
+    suspend: bool
+    wait: bool = True
+    timeout_seconds: float = 300.0
+
+
+def set_suspended(options: SuspendOptions) -> int:
+    """Suspend or resume the jobs. If one name is wrong, no job is changed.
+
+    Raises ClusterError if a job is finished, or if the pods of a suspended job do not end in time.
+    """
+    api = connect(options.where)
+    jobs = [find_job(api, name) for name in options.jobs]
+    for job in jobs:
+        if phase(job) in OVER:
+            name = job["metadata"]["name"]
+            raise ClusterError(
+                f"the job {name} is {phase(job)}: a finished job cannot be suspended or resumed",
+                next_step=f"topkube delete {name}, then submit it again; it continues from its newest checkpoint",
+            )
+    deadline = time.monotonic() + options.timeout_seconds
+    for job in jobs:
+        _change(api, job, options, deadline)
+    return 0
+
+
+def _change(api: Api, job: dict[str, Any], options: SuspendOptions, deadline: float) -> None:
+    name = job["metadata"]["name"]
+    before = bool((job["spec"].get("runPolicy") or {}).get("suspend"))
+    path, query = job_path(api, name), {"fieldManager": FIELD_MANAGER}
+    if before != options.suspend:
+        job = api.request("PATCH", path, query, {"spec": {"runPolicy": {"suspend": options.suspend}}}, MERGE).data
+    if options.suspend and options.wait:
+        job = _wait_for_end_of_pods(api, name, deadline, options.timeout_seconds)
+    verb = ("is already suspended" if before else "suspended") if options.suspend else "resumed"
+    if not options.suspend and not before:
+        verb = "is not suspended"
+    print(f"trainingjob.topkube.dev/{name} {verb}{_continuation(job, options.suspend)}", flush=True)
+
+
+def _continuation(job: dict[str, Any], suspended: bool) -> str:
+    """Return at which step the job continues, and what is lost, as the end of a sentence."""
+    if not job["spec"].get("checkpoint"):
+        return "; it saves no checkpoints (spec.checkpoint), so it begins again at step 0"
+    progress = (job.get("status") or {}).get("progress") or {}
+    if not progress.get("checkpointStep"):
+        return "; no checkpoint is reported"
+    words = newest_checkpoint(job, datetime.now(UTC)).removeprefix("newest ")
+    return f"; its newest checkpoint is {words}" if suspended else f"; it continues from the checkpoint {words}"
+
+
+def _wait_for_end_of_pods(api: Api, name: str, deadline: float, seconds: float) -> dict[str, Any]:
+    """Wait until the suspended job has no pods: until then, ranks save their state. Return the job."""
+    while True:
+        job = api.get(job_path(api, name))
+        if phase(job) in OVER or (phase(job) == "Suspended" and not pods_of(api, name)):
+            return job
+        if time.monotonic() >= deadline:
+            raise ClusterError(
+                f"after {seconds:g} s, {name} is {phase(job)} and still has pods",
+                cause="its ranks save a last checkpoint, no operator runs, or a lost node cannot report their end",
+                next_step=f"topkube status {name}; `topkube suspend --no-wait` does not wait",
+            )
+        time.sleep(_LOOK_SECONDS)

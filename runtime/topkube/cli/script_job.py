@@ -1,0 +1,123 @@
+"""The job of `topkube run`: a TrainingJob from a file, or from a script and the options of the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from topkube import __version__
+from topkube.errors import JobError
+from topkube.job import TrainingJob
+from topkube.job.training_job import API_VERSION, KIND
+
+IMAGE = f"topkube/runtime:{__version__}"
+"""The image of a script's job on a cluster, unless --image names another."""
+_JOB_FILES = (".yaml", ".yml", ".json")
+_LONGEST_NAME = 63
+
+
+@dataclass(frozen=True)
+class Target:
+    """What `topkube run` runs: `program` is a TrainingJob's file, a script, or a module if `is_module`. `arguments`
+    follow `--`. `aggregation` holds the fields of spec.aggregation that options set."""
+
+    program: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    workers: int | None = None
+    slots: int | None = None
+    name: str | None = None
+    image: str | None = None
+    checkpoint_every: int | None = None
+    aggregation: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_job_file(self) -> bool:
+        return not self.is_module and self.program.endswith(_JOB_FILES)
+
+
+def load_job(target: Target) -> TrainingJob:
+    """Return the job that `target` describes. Options replace the fields of a file.
+
+    Raises JobError if the file has mistakes, if the script does not exist, or if options do not fit a file.
+    """
+    if not target.is_job_file:
+        return _job_of_script(target)
+    for option, value in (("arguments after --", target.arguments), ("--name", target.name), ("--image", target.image)):
+        if value:
+            raise JobError(
+                f"{option} cannot be used with the file of a TrainingJob",
+                next_step=f"change {target.program}; these options are for `topkube run train.py`",
+            )
+    job = TrainingJob.from_yaml(Path(target.program))
+    if target.workers is not None or target.slots is not None:
+        job = job.scaled(target.workers, target.slots)
+    if target.aggregation or target.checkpoint_every is not None:
+        data = job.to_dict()
+        data["spec"]["aggregation"] = {**(data["spec"].get("aggregation") or {}), **target.aggregation}
+        if target.checkpoint_every is not None:
+            before = data["spec"].get("checkpoint") or _checkpoint(job.name)
+            data["spec"]["checkpoint"] = {**before, "everySteps": target.checkpoint_every}
+        job = TrainingJob.parse(data)
+    return job
+
+
+def _job_of_script(target: Target) -> TrainingJob:
+    name = target.name or job_name(target.program if target.is_module else Path(target.program).stem)
+    container: dict[str, Any] = {
+        "name": "worker",
+        "image": target.image or IMAGE,
+        "command": [_literal(word) for word in _command(target)],
+    }
+    if target.arguments:
+        container["args"] = [_literal(word) for word in target.arguments]
+    spec: dict[str, Any] = {
+        "workers": 1 if target.workers is None else target.workers,
+        "slotsPerWorker": 1 if target.slots is None else target.slots,
+        "template": {"spec": {"containers": [container]}},
+    }
+    if target.aggregation:
+        spec["aggregation"] = dict(target.aggregation)
+    if target.checkpoint_every is not None:
+        spec["checkpoint"] = {**_checkpoint(name), "everySteps": target.checkpoint_every}
+    return TrainingJob.parse({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec})
+
+
+def _command(target: Target) -> list[str]:
+    if target.is_module:
+        return ["python", "-m", target.program]
+    path = Path(target.program)
+    if not path.is_file():
+        raise JobError(
+            f"{target.program} does not exist",
+            cause="the path is misspelt, or it is relative to another directory",
+            next_step="pass a script (train.py), the file of a TrainingJob (job.yaml), or -m MODULE",
+        )
+    if path.suffix == ".py":
+        return ["python", target.program]
+    if not os.access(path, os.X_OK):
+        raise JobError(
+            f"{target.program} is neither a Python script, nor the file of a TrainingJob, nor executable",
+            cause="Python scripts end in .py, and files of a TrainingJob in .yaml, .yml or .json",
+            next_step="rename the file, or make it executable: chmod +x",
+        )
+    return [target.program if "/" in target.program else f"./{target.program}"]
+
+
+def _checkpoint(name: str) -> dict[str, Any]:
+    return {"claimName": "checkpoints", "path": name}
+
+
+def _literal(word: str) -> str:
+    """Return a word of a command such that Kubernetes does not replace $(NAME) in it."""
+    return word.replace("$", "$$")
+
+
+def job_name(program: str) -> str:
+    """Return a valid name for the job of a script or module: my_train becomes my-train."""
+    name = re.sub(r"[^a-z0-9]+", "-", program.lower()).strip("-")[:_LONGEST_NAME].rstrip("-")
+    return name if name[:1].isalpha() else f"train-{name}".rstrip("-")

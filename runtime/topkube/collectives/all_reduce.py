@@ -1,0 +1,143 @@
+"""The base classes of implementations of algorithms, and the function that loads an implementation."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from topkube.algorithms import Algorithm, Route, find, package_of
+from topkube.algorithms.cost import PAIRWISE_LIMIT
+from topkube.arrays import Array
+from topkube.collectives.call import Call, own_shard, workspace
+from topkube.collectives.exchange import (
+    Exchange,
+    Exchanges,
+    all_gather_rows,
+    all_reduce_buffer_length,
+    pairwise_all_reduce,
+    ring_all_reduce,
+)
+from topkube.collectives.request import Request
+from topkube.collectives.shard import Shard
+from topkube.errors import AlgorithmError
+from topkube.telemetry import phases
+from topkube.world import World
+
+
+class AllReduce(ABC):
+    """The implementation of an algorithm. One object, made from the declaration, serves all arrays of the process."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
+
+    @abstractmethod
+    def run(self, world: World, request: Request) -> bool:
+        """Reduce `request.array`, a NumPy array, in place. Return True if everything that this rank saw was finite.
+
+        Every rank calls this with the same request, but for the array's contents. Ranks may see different parts: the
+        caller agrees on the step among all ranks, then accepts or discards what is in `request.residual.pending`.
+        """
+
+
+class ShardAllReduce(AllReduce):
+    """An algorithm that differs from others only between nodes.
+
+    Inside each node, ranks add up their arrays and each keeps one shard. Ranks of equal local rank on all nodes
+    exchange their shards: `pack` returns what this rank sends, the algorithm's `route` carries it, `unpack` puts the
+    result into the shard. At last each node gathers its shards. The same `pack` and `unpack` serve CPU arrays and,
+    if the algorithm is declared `on_device`, tensors on a GPU.
+    """
+
+    @abstractmethod
+    def pack(self, shard: Shard) -> Any:
+        """Return what this rank sends to its equals on other nodes, beside `shard.values`.
+
+        For Route.ALL_REDUCE: a 1-D array of float32, bfloat16 or float16, of the same length on all of them, which
+        becomes the sum. For Route.ALL_GATHER: `shard.rows(...)` with this node's row filled. `shard.values` may be
+        empty.
+        """
+
+    @abstractmethod
+    def unpack(self, shard: Shard, received: Any) -> None:
+        """Put the result into `shard.values`, which is not empty. `received` is what `pack` returned, holding the sum,
+        or the rows of all nodes."""
+
+    def run(self, world: World, request: Request) -> bool:
+        call = Call(world, self.algorithm.name, request)
+        count_dense(world, request.nbytes)
+        finite = call.reduce_scatter(request.array, request.scale(world.size))
+        first, last = own_shard(world, request.length)
+        shard = Shard(world, request, request.array[first:last], world.calls, partial(_scratch, world))
+        if world.cross_comm is not None:
+            with phases.current.timed("select"):
+                packed = self.pack(shard)
+            call.same_between_nodes()
+            if world.nodes > 1:
+                exchange, sent = between_nodes(self.algorithm.route, world.cross_comm, packed)
+                exchanges = Exchanges()
+                exchanges.start(0, exchange)
+                exchanges.finish(0, call)
+                phases.current.sent(inter=sent)
+            if last > first:
+                with phases.current.timed("select"):
+                    self.unpack(shard, packed)
+        call.all_gather(request.array)
+        return finite and all(map(bool, shard.finite))
+
+
+def between_nodes(route: Route, comm: Any, payload: Any) -> tuple[Exchange, int]:
+    """Return the exchange that carries `payload` over `comm`, and the bytes that this rank sends."""
+    if route is Route.ALL_GATHER:
+        return all_gather_rows(comm, payload, 0), (comm.size - 1) * payload.shape[1]
+    room = np.empty(all_reduce_buffer_length(payload.size, comm.size), payload.dtype)
+    reduce = ring_all_reduce if comm.size > PAIRWISE_LIMIT else pairwise_all_reduce
+    return reduce(comm, payload, room, 0, _ignore), 2 * (comm.size - 1) * payload.nbytes // comm.size
+
+
+def count_dense(world: World, nbytes: int) -> None:
+    """Count for telemetry what a dense ring would have sent per rank."""
+    phases.current.sent(dense=2 * (world.size - 1) * nbytes // world.size)
+
+
+@functools.cache
+def load(algorithm: Algorithm) -> AllReduce:
+    """Return the implementation of an algorithm. Raises AlgorithmError if its class cannot be imported or used."""
+    module, _, name = algorithm.implementation.partition(":")
+    try:
+        kind: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise _unusable(algorithm, f"{type(error).__name__}: {error}") from error
+    wanted = ShardAllReduce if algorithm.on_device else AllReduce
+    if not (isinstance(kind, type) and issubclass(kind, wanted)):
+        raise _unusable(algorithm, f"{name} is not a subclass of topkube.collectives.{wanted.__name__}")
+    implementation: AllReduce = kind(algorithm)
+    return implementation
+
+
+def load_by_name(name: str) -> AllReduce:
+    """Return the implementation of the algorithm called `name`. Raises ArgumentError or AlgorithmError."""
+    return load(find(name))
+
+
+def _unusable(algorithm: Algorithm, reason: str) -> AlgorithmError:
+    package = package_of(algorithm.name)
+    return AlgorithmError(
+        f"{algorithm.implementation}, the implementation of {algorithm.name!r}"
+        f"{f' in the package {package}' if package else ''}, cannot be used: {reason}",
+        package=package.name if package else "",
+        cause="the package is incomplete, or it was made for another version of TopKube",
+        next_step=f"upgrade the package {package.name}" if package else "correct the declaration's `implementation`",
+    )
+
+
+def _scratch(world: World, name: str, length: int, dtype: str) -> Array:
+    return workspace(world, f"scratch {name}", length, dtype)
+
+
+def _ignore(finite: bool) -> None:
+    """Sums that are not finite show in what `unpack` checks."""

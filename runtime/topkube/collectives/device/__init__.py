@@ -1,0 +1,1 @@
+"""All-reduce of torch tensors on the device that holds them."""

@@ -1,0 +1,128 @@
+"""The stream, the work buffers and the pinned memory of all-reduces on one device."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Slot:
+    """Work buffers of one tensor under way, kept from call to call."""
+
+    buffers: dict[str, Any] = field(default_factory=dict)
+    read: Any = None
+    """A mark in the stream: once it has passed, the device has read this slot's host memory."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in a stream of the caller. Work that waits for the mark comes after all work in `stream` so far."""
+
+    event: Any
+    stream: Any
+
+
+class DeviceMemory:
+    """A stream of its own on `device`, and buffers there and in pinned host memory. On CPU tensors the same methods
+    work without streams, and host memory is the tensors' own.
+
+    torch's allocator returns freed memory to the stream that allocated it, at once, and that stream may write it again.
+    So a tensor that another stream still uses must be recorded before its last reference goes: `borrow` a tensor of
+    the caller's stream that this stream uses, and `lend` a tensor of this stream that the caller uses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self.device, self._torch = device, torch
+        self.is_cuda = device.type == "cuda"
+        cuda: Any = torch.cuda
+        self.stream: Any = cuda.Stream(device, priority=-1) if self.is_cuda else None
+
+    def on_stream(self) -> Any:
+        """Return a context in which torch works on this stream."""
+        return self._torch.cuda.stream(self.stream) if self.is_cuda else nullcontext()
+
+    def enter_thread(self) -> None:
+        """Make `device` the current device of this thread. A new thread starts with device 0, and torch returns to the
+        current device after each context: without this call, each rank of a node creates a CUDA context on GPU 0."""
+        if self.is_cuda:
+            self._torch.cuda.set_device(self.device)
+
+    def caller_mark(self) -> Mark | None:
+        """Return a mark at the end of torch's current stream on the device; None without streams."""
+        if not self.is_cuda:
+            return None
+        stream: Any = self._torch.cuda.current_stream(self.device)
+        return Mark(stream.record_event(), stream)
+
+    def wait_for(self, mark: Mark) -> None:
+        """Make this stream wait for the mark."""
+        self.stream.wait_event(mark.event)
+
+    def follow(self) -> None:
+        """Make torch's current stream wait for all work in this stream so far. The host does not wait."""
+        if self.is_cuda:
+            self._torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def borrow(self, tensor: Any) -> None:
+        """Keep the memory of a tensor of another stream until this stream has done the work that it has when the
+        tensor is freed."""
+        if self.is_cuda:
+            _record(tensor, self.stream)
+
+    def lend(self, tensor: Any, mark: Mark | None) -> None:
+        """Keep the memory of a tensor of this stream until the stream of `mark` has done the work that it has when the
+        tensor is freed."""
+        if mark is not None:
+            _record(tensor, mark.stream)
+
+    def mark(self) -> Any:
+        """Return a mark at the end of this stream; None without streams."""
+        return self.stream.record_event() if self.is_cuda else None
+
+    def buffer(self, slot: Slot, name: str, length: int, dtype: Any) -> Any:
+        """Return a 1-D tensor on the device, of a torch dtype or its name. The same name returns the same memory."""
+        if isinstance(dtype, str):
+            dtype = getattr(self._torch, dtype)
+        needed = length * dtype.itemsize
+        buffer = slot.buffers.get(name)
+        if buffer is None or buffer.numel() < needed:
+            buffer = slot.buffers[name] = self._torch.empty(needed, dtype=self._torch.uint8, device=self.device)
+        return buffer[:needed].view(dtype)
+
+    def host_twin(self, slot: Slot, x: Any) -> Any:
+        """Return pinned memory of the shape and type of `x`, once the device has read what was there before. Returns
+        `x` itself if it is a CPU tensor."""
+        if not self.is_cuda:
+            return x
+        if slot.read is not None:
+            slot.read.synchronize()
+            slot.read = None
+        needed = x.numel() * x.element_size()
+        buffer = slot.buffers.get("host")
+        if buffer is None or buffer.numel() < needed:
+            buffer = self._torch.empty(needed, dtype=self._torch.uint8, pin_memory=True)
+            slot.buffers["host"] = buffer
+        return buffer[:needed].view(x.dtype).view_as(x)
+
+    def all_true(self, flags: list[Any]) -> bool:
+        """Return True if all flags are, given as bool or as tensors on the device. Waits for the device."""
+        tensors = [flag for flag in flags if not isinstance(flag, bool)]
+        return all(flag for flag in flags if isinstance(flag, bool)) and (
+            not tensors or bool(self._torch.stack(tensors).all())
+        )
+
+
+def _record(tensor: Any, stream: Any) -> None:
+    """Note for torch's allocator that `stream` uses the tensor. A sparse tensor has two parts."""
+    if tensor.is_sparse:
+        tensor._indices().record_stream(stream)
+        tensor._values().record_stream(stream)
+    else:
+        tensor.record_stream(stream)

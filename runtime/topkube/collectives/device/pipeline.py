@@ -1,0 +1,248 @@
+"""All-reduce of torch tensors where they lie: NCCL inside the node, MPI between nodes, a stream of its own.
+
+Every algorithm that is declared `on_device` runs here: its `pack` and `unpack` (all_reduce.py) work on this rank's
+shard on the stream. Two tensors are under way: while the shard of one travels between nodes, the next one is reduced
+inside the node and packed. Every rank launches in the same order (reduce 0, reduce 1, gather 0, reduce 2, gather 1,
+...), because NCCL matches calls by order. Bytes cross to the network through pinned host memory, or directly if MPI
+takes device pointers. On CPU tensors the same code runs with gloo and without streams.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from topkube.algorithms import OWN, Route
+from topkube.arrays import flat_view
+from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, between_nodes, count_dense
+from topkube.collectives.call import Call, own_shard, shard_bounds
+from topkube.collectives.device.cuda_aware import mpi_takes_device_pointers
+from topkube.collectives.device.memory import DeviceMemory, Mark, Slot
+from topkube.collectives.device.node_group import NodeGroup, node_group
+from topkube.collectives.exchange import Exchanges
+from topkube.collectives.request import Request
+from topkube.collectives.shard import Shard
+from topkube.errors import ArgumentError
+from topkube.telemetry import phases
+from topkube.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+_SLOTS = 2
+
+
+@dataclass
+class _UnderWay:
+    """A tensor between its two halves."""
+
+    all_reduce: ShardAllReduce
+    call: Call
+    slot: Slot
+    padded: Any
+    shard: Shard
+    finished: Callable[[], None]
+    packed: Any = None
+    """What the algorithm sends and receives; None on surplus ranks."""
+    carried: Any = None
+    """The same in memory that MPI reaches."""
+    sent: Any = None
+    """The mark that the device has to pass before the messages start."""
+    exchanges: Exchanges | None = None
+
+
+class DeviceAllReduce:
+    """All-reduce on `device` for one thread of one process. `begin` takes tensors one after another; `flush` ends what
+    is under way and returns True if all of them were finite."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        import torch
+
+        self.world, self.device, self._torch = world, device, torch
+        self.memory = DeviceMemory(device)
+        self._group: NodeGroup | None = None
+        self._direct = self.memory.is_cuda and mpi_takes_device_pointers()
+        self._slots = [Slot() for _ in range(_SLOTS)]
+        self._number = 0
+        self._under_way: _UnderWay | None = None
+        self._finite: list[Any] = []
+
+    # ---- what callers use
+
+    def begin(self, all_reduce: AllReduce, request: Request, finished: Callable[[], None] = lambda: None) -> None:
+        """Reduce `request.array`, a contiguous 1-D tensor on the device, in place. `finished` is called on this thread
+        and stream when the result is in place on the stream: at the latest in `flush`. Raises ArgumentError if the
+        algorithm is not declared `on_device`."""
+        if not isinstance(all_reduce, ShardAllReduce) or not all_reduce.algorithm.on_device:
+            able = [algorithm.name for algorithm in OWN if algorithm.on_device]
+            raise ArgumentError(
+                f"{all_reduce.algorithm.name} works on CPU tensors",
+                next_step=f"choose one of {', '.join(able)} on a GPU",
+            )
+        if self._group is None:
+            self._group = node_group(self.world, self.device)
+        self._group.claim(self)
+        under_way = self._first_half(all_reduce, request, finished)
+        self._finish_previous()
+        self._post(under_way)
+        self._under_way = under_way
+
+    def flush(self) -> bool:
+        """End everything that is under way. Return True if all results on this rank were finite. Waits for the
+        device."""
+        self._finish_previous()
+        with self.on_stream():
+            finite = self.memory.all_true(self._finite)
+        self._finite.clear()
+        if self._group is not None:
+            self._group.release()
+        return finite
+
+    def follow(self) -> None:
+        """Make the caller's stream go on when this one's work is done; the host does not wait."""
+        self.memory.follow()
+
+    def ready(self) -> Mark | None:
+        """Return a mark in the caller's stream, for `after`."""
+        return self.memory.caller_mark()
+
+    def after(self, mark: Mark | None) -> None:
+        """Make what is begun next wait for the mark."""
+        if mark is not None:
+            self.memory.wait_for(mark)
+
+    def on_stream(self) -> Any:
+        """Return a context in which torch works on this stream."""
+        return self.memory.on_stream()
+
+    # ---- halves
+
+    def _first_half(self, all_reduce: ShardAllReduce, request: Request, finished: Callable[[], None]) -> _UnderWay:
+        """Reduce inside the node, pack the shard, and copy it to where the network takes it."""
+        world, memory = self.world, self.memory
+        call = Call(world, f"{all_reduce.algorithm.name} on {self.device.type}", request)
+        count_dense(world, request.nbytes)
+        slot = self._slots[self._number % _SLOTS]
+        self._number += 1
+        with self.on_stream(), phases.current.timed("intra"):
+            padded, values = self._reduce(slot, request.array, request.scale(world.size))
+        if world.local_size > 1:
+            phases.current.sent(intra=(world.local_size - 1) * request.nbytes // world.local_size)
+        shard = Shard(world, request, values, world.calls, partial(self._scratch, slot), self._finite)
+        under_way = _UnderWay(all_reduce, call, slot, padded, shard, finished)
+        if world.cross_comm is None:
+            return under_way
+        with self.on_stream(), phases.current.timed("select"):
+            packed = under_way.packed = all_reduce.pack(shard)
+            if world.nodes > 1:
+                is_gathered = all_reduce.algorithm.route is Route.ALL_GATHER
+                direct = self._direct and is_gathered
+                under_way.carried = packed if direct else memory.host_twin(slot, packed)
+                if memory.is_cuda and not direct:
+                    own = world.node if is_gathered else slice(None)
+                    under_way.carried[own].copy_(packed[own], non_blocking=True)
+                under_way.sent = memory.mark()
+        return under_way
+
+    def _reduce(self, slot: Slot, flat: Any, scale: float) -> tuple[Any, Any]:
+        """Return (the array in equal parts, this rank's shard of the node's sum times `scale`)."""
+        assert self._group is not None
+        world = self.world
+        narrow = flat.dtype != self._torch.float32
+        if narrow and scale != 1:
+            flat.mul_(scale)  # before the sum: that of all ranks may exceed fp16
+        if world.local_size == 1:
+            padded = shard = flat
+        elif world.local_size != world.shards:  # nodes of different sizes: shards and ranks do not match
+            self._group.all_reduce(flat)
+            first, last = own_shard(world, flat.numel())
+            padded, shard = flat, flat[first:last]
+        else:
+            part = -(-flat.numel() // world.shards)
+            padded = self._in_parts(slot, flat, part)
+            shard = self.memory.buffer(slot, "shard", part, flat.dtype)
+            self._group.reduce_scatter(shard, padded)
+            first, last = own_shard(world, flat.numel())
+            shard = shard[: last - first]
+        if not narrow and scale != 1:
+            shard.mul_(scale)
+        return padded, shard
+
+    def _post(self, under_way: _UnderWay) -> None:
+        """Start the messages, once the device has made what they carry."""
+        world, call = self.world, under_way.call
+        if world.nodes == 1:
+            return
+        call.same_everywhere()
+        if world.cross_comm is None:
+            return
+        if under_way.sent is not None:
+            with phases.current.timed("select"):
+                call.wait(under_way.sent.query)
+        route = under_way.all_reduce.algorithm.route
+        exchange, sent = between_nodes(route, world.cross_comm, _for_mpi(under_way.carried))
+        under_way.exchanges = Exchanges()
+        under_way.exchanges.start(0, exchange)
+        phases.current.sent(inter=sent)
+
+    def _finish_previous(self) -> None:
+        """Do the second half of what is under way: its messages end, and every rank of the node gets all shards."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is None:
+            return
+        if self.world.nodes == 1:
+            under_way.call.same_everywhere()
+        if under_way.exchanges is not None:
+            under_way.exchanges.finish(0, under_way.call)
+        with self.on_stream(), phases.current.timed("intra"):
+            if self.world.cross_comm is not None and len(under_way.shard.values):
+                if under_way.carried is not None and under_way.carried is not under_way.packed:
+                    under_way.packed.copy_(under_way.carried, non_blocking=True)
+                    under_way.slot.read = self.memory.mark()
+                under_way.all_reduce.unpack(under_way.shard, under_way.packed)
+            self._gather(under_way)
+            under_way.finished()
+
+    def _gather(self, under_way: _UnderWay) -> None:
+        assert self._group is not None
+        world, flat, padded = self.world, under_way.shard.request.array, under_way.padded
+        if world.local_size == 1:
+            return
+        if world.local_size != world.shards:
+            for root, (start, stop) in enumerate(itertools.pairwise(shard_bounds(flat.numel(), world.shards))):
+                self._group.broadcast(flat[start:stop], root)
+            return
+        part = padded.numel() // world.shards
+        shard = self.memory.buffer(under_way.slot, "shard", part, flat.dtype)  # begins with under_way.shard.values
+        self._group.all_gather(padded, shard)
+        if padded is not flat:
+            for i, (start, stop) in enumerate(itertools.pairwise(shard_bounds(flat.numel(), world.shards))):
+                flat[start:stop].copy_(padded[i * part : i * part + stop - start])
+        phases.current.sent(intra=(world.local_size - 1) * part * flat.element_size())
+
+    # ---- memory
+
+    def _in_parts(self, slot: Slot, flat: Any, part: int) -> Any:
+        """Return `flat` itself if it is cut into equal parts; else a copy whose parts are padded by an element."""
+        shards = self.world.shards
+        if flat.numel() == part * shards:
+            return flat
+        padded = self.memory.buffer(slot, "padded", part * shards, flat.dtype)
+        for i, (start, stop) in enumerate(itertools.pairwise(shard_bounds(flat.numel(), shards))):
+            padded[i * part : i * part + stop - start].copy_(flat[start:stop])
+            padded[i * part + stop - start : (i + 1) * part].zero_()
+        return padded
+
+    def _scratch(self, slot: Slot, name: str, length: int, dtype: str) -> Any:
+        return self.memory.buffer(slot, f"scratch {name}", length, dtype)
+
+
+def _for_mpi(x: Any) -> Any:
+    """Return what mpi4py takes: NumPy on the host (bfloat16 too), the tensor itself on a device, which has CUDA's array
+    interface."""
+    if x.is_cuda:
+        return x
+    return x.numpy() if x.dim() > 1 else flat_view(x, "shard", writable=True)

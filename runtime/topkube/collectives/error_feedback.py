@@ -1,0 +1,136 @@
+"""Error feedback: what was not sent is kept and added to the next gradient.
+
+Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", 2018. With momentum correction it is velocity that is
+accumulated, not the gradient: Lin et al., "Deep Gradient Compression", 2018, section 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class Residual:
+    """The unsent part of one shard: what training still owes, and the copies that a step in progress needs.
+
+    A collective writes residual + gradient, less what it sends, into `pending`. `accept` makes that the residual that
+    the next collective adds, once all ranks agree that the exchange is finite. The optimizer's step then makes it
+    final (`commit`), or the gradients are thrown away and the residual of the last step returns (`discard`). float32,
+    one value per element of the shard: NumPy arrays, or tensors of a torch `device` if `device` is set. Two copies are
+    held; a third one exists only while several exchanges add up to one step.
+
+    `loss_scale` is the factor that a gradient scaler had put on the gradients of the last exchange: the residual's
+    unit. `rescale` changes it.
+
+    With `momentum` above 0 the shard has a velocity as well, with copies of its own. A collective writes the gradient
+    into `pending_velocity` and calls `accumulate`; what it sends it clears in both (`clear`).
+    """
+
+    def __init__(self, length: int, momentum: float = 0.0, gain: float = 1.0, device: Any = None) -> None:
+        self.momentum, self.gain = momentum, gain
+        self.loss_scale = 1.0
+        self.current: Any = _zeros(length, device)
+        self.pending: Any = _zeros(length, device)
+        self.velocity: Any = _zeros(length if momentum else 0, device)
+        self.pending_velocity: Any = _zeros(len(self.velocity), device)
+        self._committed: tuple[Any, Any] | None = None
+        self._spare = True
+
+    @property
+    def is_tentative(self) -> bool:
+        """True between `accept` and `commit` or `discard`."""
+        return self._committed is not None
+
+    @property
+    def committed(self) -> tuple[Any, Any]:
+        """The residual and the velocity as the last step left them."""
+        return self._committed or (self.current, self.velocity)
+
+    @property
+    def arriving(self) -> Any:
+        """The buffer that receives the gradient before the old residual is added."""
+        return self.pending_velocity if self.momentum else self.pending
+
+    def prepare(self) -> None:
+        """Make room for an exchange. Call it before a collective that uses this residual."""
+        if not self._spare:
+            self.pending, self.pending_velocity = _empty_like(self.current), _empty_like(self.velocity)
+            self._spare = True
+
+    def accumulate(self) -> None:
+        """velocity = momentum * velocity + gain * gradient; residual = residual + velocity. If several exchanges add up
+        to one step, the momentum counts in the first one: later ones add gain * gradient to both."""
+        library = np if isinstance(self.current, np.ndarray) else _torch()
+        if self.gain != 1:
+            self.pending_velocity *= np.float32(self.gain).item()
+        if self.is_tentative:
+            library.add(self.current, self.pending_velocity, out=self.pending)
+            self.pending_velocity += self.velocity
+            return
+        library.multiply(self.velocity, np.float32(self.momentum).item(), out=self.pending)
+        self.pending_velocity += self.pending
+        library.add(self.current, self.pending_velocity, out=self.pending)
+
+    def clear(self, indices: Any) -> None:
+        """Clear entries that are sent. Their velocity goes too (momentum factor masking): it would go on in the
+        direction of gradients that are old by then."""
+        self.pending[indices] = 0
+        if len(self.velocity):
+            self.pending_velocity[indices] = 0
+
+    def accept(self) -> None:
+        """Make `pending` the residual that the next exchange adds. `discard` can still undo it."""
+        arrived = self.pending, self.pending_velocity
+        if self._committed is None:
+            self._committed = self.current, self.velocity
+            self._spare = False
+        else:
+            self.pending, self.pending_velocity = self.current, self.velocity
+        self.current, self.velocity = arrived
+
+    def commit(self) -> None:
+        """Make `current` final, after the optimizer's step."""
+        if self._committed is not None:
+            self.pending, self.pending_velocity = self._committed
+            self._committed, self._spare = None, True
+
+    def discard(self) -> None:
+        """Return to the residual of the last step, after the gradients were thrown away."""
+        if self._committed is not None:
+            self.pending, self.pending_velocity = self.current, self.velocity
+            self.current, self.velocity = self._committed
+            self._committed, self._spare = None, True
+
+    def discard_range(self, start: int, stop: int) -> None:
+        """Return to the residual of the last step for the elements [start, stop) of the shard."""
+        if self._committed is not None:
+            self.current[start:stop] = self._committed[0][start:stop]
+            if len(self.velocity):
+                self.velocity[start:stop] = self._committed[1][start:stop]
+
+    def rescale(self, loss_scale: float) -> None:
+        """Express residual and velocity in the units of gradients that are multiplied by `loss_scale`."""
+        if loss_scale == self.loss_scale:
+            return
+        factor = loss_scale / self.loss_scale
+        for values in (self.current, self.velocity, *(self._committed or ())):
+            values *= factor
+        self.loss_scale = loss_scale
+
+    def __len__(self) -> int:
+        return len(self.current)
+
+
+def _zeros(length: int, device: Any) -> Any:
+    return np.zeros(length, np.float32) if device is None else _torch().zeros(length, device=device)
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _empty_like(values: Any) -> Any:
+    return np.empty_like(values) if isinstance(values, np.ndarray) else _torch().empty_like(values)

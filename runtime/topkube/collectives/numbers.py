@@ -1,0 +1,109 @@
+"""Convert what `reduce` adds up, numbers, arrays and tensors, to int64 or float64 and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from topkube.arrays import is_tensor
+from topkube.errors import ArgumentError
+
+_LOW = (1 << 32) - 1
+_INT64 = np.iinfo(np.int64)
+
+
+class Reducible:
+    """`value` on its way through a reduction by `op`. `sent` is what ranks combine, 1-D int64 or float64;
+    `description` is the same on all ranks whose values fit together. Raises ArgumentError for values that are no
+    numbers, or integers beyond int64.
+
+    Integers are added as two halves of 32 bits, so that up to 2^31 ranks add without overflow and a total beyond int64
+    is noticed.
+    """
+
+    def __init__(self, value: Any, op: str) -> None:
+        self._op, self._tensor, self._device = op, is_tensor(value), None
+        if self._tensor:
+            self._dtype, self._device = value.dtype, value.device
+            host = _host(value)
+        elif isinstance(value, bool | int | float | np.ndarray | np.generic):
+            try:
+                host = np.asarray(value)
+            except OverflowError:
+                raise _beyond(value) from None
+            self._dtype = host.dtype
+        else:
+            raise _no_number(type(value).__name__)
+        self._python = (
+            type(value) if isinstance(value, bool | int | float) and not isinstance(value, np.generic) else None
+        )
+        self._shape = host.shape
+        kind = "tensor" if self._tensor else self._python.__name__ if self._python else f"array dtype={host.dtype}"
+        self.description = f"{kind}{f' dtype={self._dtype}' if self._tensor else ''} shape={tuple(self._shape)}"
+        if host.dtype.kind in "iub":
+            if host.dtype.kind == "u" and host.size and int(host.max()) > _INT64.max:
+                raise _beyond(int(host.max()))
+            self._whole, numbers = True, host.reshape(-1).astype(np.int64)
+        elif host.dtype.kind == "f" or host.dtype.name == "bfloat16":
+            self._whole, numbers = False, host.reshape(-1).astype(np.float64)
+        else:
+            raise _no_number(f"{kind} of {host.dtype}")
+        self._adds = op in ("sum", "mean")
+        self.sent: npt.NDArray[Any] = numbers
+        if self._whole and self._adds:
+            self.sent = np.concatenate([numbers >> 32, numbers & _LOW])
+
+    def result(self, combined: npt.NDArray[Any], ranks: int) -> Any:
+        """Return the reduction, given what `ranks` ranks combined."""
+        if self._whole and self._adds:
+            high, low = np.split(combined, 2)
+            if self._op == "mean":
+                return self._returned((high.astype(np.float64) * 2.0**32 + low) / ranks)
+            high = high + (low >> 32)
+            if high.size and (high.max() >= 1 << 31 or high.min() < -(1 << 31)):
+                raise _beyond("the sum")
+            return self._returned((high << 32) | (low & _LOW))
+        if self._op == "mean":
+            combined = combined / ranks
+        return self._returned(combined, keep=True)
+
+    def _returned(self, flat: npt.NDArray[Any], keep: bool = False) -> Any:
+        """Return `flat` in the value's shape and kind; with `keep` also in its type."""
+        if self._python is not None:
+            number = flat.reshape(-1)[0].item()
+            return self._python(number) if keep else number
+        shaped = flat.reshape(self._shape)
+        if not self._tensor:
+            array = shaped.astype(self._dtype) if keep else shaped
+            return array if self._shape else array[()]
+        import torch
+
+        tensor = torch.from_numpy(np.ascontiguousarray(shaped).reshape(self._shape))
+        return tensor.to(self._device, self._dtype if keep else tensor.dtype)
+
+
+def _host(tensor: Any) -> npt.NDArray[Any]:
+    """Return a tensor's values as a NumPy array."""
+    import torch
+
+    if tensor.is_complex() or tensor.layout is not torch.strided:
+        raise _no_number(f"tensor of {tensor.dtype}, {tensor.layout}")
+    host = tensor.detach().cpu()
+    array: npt.NDArray[Any] = (host.double() if tensor.is_floating_point() else host).numpy()
+    return array
+
+
+def _beyond(value: Any) -> ArgumentError:
+    return ArgumentError(
+        f"{value if isinstance(value, str) else f'the integer {value}'} exceeds int64",
+        next_step="pass float(value): float64 holds larger numbers, rounded",
+    )
+
+
+def _no_number(kind: str) -> ArgumentError:
+    return ArgumentError(
+        f"reduce takes numbers, arrays and tensors of integers or real numbers, not a {kind}",
+        next_step="pass one of these, or use topkube.gather_object",
+    )

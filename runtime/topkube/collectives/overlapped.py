@@ -1,0 +1,179 @@
+"""Dense all-reduce in pieces. Several pieces travel between nodes at the same time, of one array or of arrays that
+follow each other.
+
+Every rank works in the same order inside its node, because the ranks of a node match their stages by order: piece i is
+reduced, its exchange starts, then piece i - UNDER_WAY is gathered. A rank that is alone on its node has no such stages,
+so its pieces end as soon as their messages have arrived.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from topkube.algorithms.cost import PAIRWISE_LIMIT
+from topkube.arrays import Array
+from topkube.collectives.call import Call, own_shard, workspace
+from topkube.collectives.exchange import (
+    Exchange,
+    Exchanges,
+    all_reduce_buffer_length,
+    pairwise_all_reduce,
+    ring_all_reduce,
+)
+from topkube.collectives.request import Request
+from topkube.telemetry import phases
+from topkube.world import World
+
+UNDER_WAY = 3
+"""Pieces between nodes at the same time."""
+PIECES = 8
+"""An array has at least this many pieces, if they are not too small: the last piece of an array has nothing to hide
+behind."""
+LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 1 << 20, 8 << 20
+"""The bounds of the size of a piece. Smaller pieces cost more time than they hide."""
+_TAGS = 4096
+"""The tags of pieces count up to this number, and start again."""
+_PAUSE_BYTES = 128 << 10
+"""A wait for messages sleeps for as long as the link needs for these bytes: the buffers of a connection hold them, so
+the link does not idle."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 4e-3
+"""The bounds of that sleep, in seconds, while gradients are computed on the same processor."""
+_HURRY = 8
+"""A wait that nothing hides looks this many times more often."""
+_RATE = "bytes per second between nodes"
+
+
+def split(x: Array) -> list[Array]:
+    """Return the pieces of `x`, the same on all ranks."""
+    piece_bytes = max(LEAST_PIECE_BYTES, min(MOST_PIECE_BYTES, x.nbytes // PIECES))
+    size = piece_bytes // x.itemsize
+    return [x[start : start + size] for start in range(0, max(x.size, 1), size)]
+
+
+def pause_seconds(world: World) -> float:
+    """Return how long a wait for messages between nodes may sleep, given the highest rate that this rank has seen. A
+    slow rank cannot lower the rate, because longer sleeps would make it slower."""
+    rate = world.cache.get(_RATE)
+    return _SHORTEST_PAUSE if rate is None else max(_SHORTEST_PAUSE, min(_LONGEST_PAUSE, _PAUSE_BYTES / rate))
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A piece whose exchange between nodes has started."""
+
+    call: Call
+    number: int
+    values: Array
+    finished: Callable[[], None] | None
+
+
+class OverlappedAllReduce:
+    """Dense all-reduces over several nodes, one thread of one rank. `begin` takes arrays one after another. `advance`
+    moves what is under way without waiting; `finish` waits for it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._under_way: deque[_Piece] = deque()
+        self._exchanges = Exchanges()
+        self._finite = True
+        self._number = 0
+        self._busy_since, self._busy_bytes = 0.0, 0
+
+    def begin(self, call: Call, request: Request, finished: Callable[[], None] | None = None) -> None:
+        """Start the reduction of `request.array`, in place. `finished` is called in this thread when the result is
+        there, at the latest in `finish`. Returns when at most UNDER_WAY pieces are under way."""
+        pieces = split(request.array)
+        for piece in pieces:
+            scale = self._reduce_inside(call, piece, request.scale(self.world.size))
+            self._start(call, piece, scale)
+            self._under_way.append(_Piece(call, self._number, piece, finished if piece is pieces[-1] else None))
+            self._number += 1
+            if len(self._under_way) > UNDER_WAY:
+                self._finish_oldest(pause_seconds(self.world))
+
+    def advance(self) -> float | None:
+        """Move what is under way as far as messages allow. Return the seconds until the next call should come, None if
+        no messages are awaited."""
+        self._advance()
+        if self.world.local_size == 1:
+            while self._under_way and not self._exchanges.is_running(self._under_way[0].number):
+                self._finish_oldest(0.0)
+        return pause_seconds(self.world) if self._exchanges.are_running else None
+
+    def finish(self) -> None:
+        """Return when nothing is under way. Raises CollectiveTimeout after the world's deadline."""
+        while self._under_way:
+            self._finish_oldest(pause_seconds(self.world) / _HURRY)
+
+    def take_finite(self) -> bool:
+        """Return True if everything that this rank saw since the last call was finite."""
+        finite, self._finite = self._finite, True
+        return finite
+
+    def _saw(self, finite: bool) -> None:
+        self._finite = self._finite and finite
+
+    def _reduce_inside(self, call: Call, piece: Array, scale: float) -> float:
+        """Reduce the piece inside the node. Return the factor that is left for the exchange between nodes: a rank alone
+        on its node saves a pass over the piece."""
+        world = self.world
+        is_ring_of_halves = world.nodes > PAIRWISE_LIMIT and piece.dtype == np.float16  # partial sums would overflow
+        if world.shards == max(map(len, world.node_ranks)) == 1 and not is_ring_of_halves:
+            return scale
+        self._saw(call.reduce_scatter(piece, scale))
+        return 1.0
+
+    def _start(self, call: Call, piece: Array, scale: float) -> None:
+        """Start the exchange of this rank's shard of the piece with its equals on other nodes."""
+        world = self.world
+        if world.cross_comm is None:
+            return
+        first, last = own_shard(world, piece.size)
+        shard = piece[first:last]
+        length = all_reduce_buffer_length(shard.size, world.nodes)
+        # Pieces under way use buffers of their own.
+        buffer = workspace(world, f"shard {self._number % (UNDER_WAY + 1)}", length, piece.dtype)
+        reduce = ring_all_reduce if world.nodes > PAIRWISE_LIMIT else pairwise_all_reduce
+        exchange = reduce(world.cross_comm, shard, buffer, self._number % _TAGS, self._saw, scale)
+        sent = 2 * (world.nodes - 1) * shard.nbytes // world.nodes
+        phases.current.sent(inter=sent)
+        if not self._exchanges.are_running:
+            self._busy_since, self._busy_bytes = time.perf_counter(), 0
+        self._busy_bytes += sent
+        self._exchanges.start(self._number, _after_greeting(call, exchange))
+
+    def _advance(self) -> None:
+        was_running = self._exchanges.are_running
+        self._exchanges.advance()
+        if was_running and not self._exchanges.are_running:
+            seconds = time.perf_counter() - self._busy_since
+            phases.current.add("inter", seconds)
+            if self._busy_bytes >= _PAUSE_BYTES:
+                rate = self._busy_bytes / max(seconds, 1e-9)
+                self.world.cache[_RATE] = max(rate, self.world.cache.get(_RATE, 0.0))
+
+    def _finish_oldest(self, pause: float) -> None:
+        piece = self._under_way[0]
+
+        def complete() -> bool:
+            self._advance()
+            return not self._exchanges.is_running(piece.number)
+
+        piece.call.wait(complete, pause)
+        self._under_way.popleft()
+        if self.world.local_size > 1:
+            piece.call.all_gather(piece.values)
+        if piece.finished is not None:
+            piece.finished()
+
+
+def _after_greeting(call: Call, exchange: Exchange) -> Exchange:
+    """Yield the messages of `exchange` after other nodes have shown that they entered the same call."""
+    yield call.greetings
+    call.compare_greetings()
+    yield from exchange

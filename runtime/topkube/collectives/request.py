@@ -1,0 +1,54 @@
+"""One all-reduce, as a caller asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from topkube.algorithms import DENSITY, SELECTION, WIRE
+from topkube.collectives.error_feedback import Residual
+from topkube.errors import ArgumentError
+
+OPS = ("mean", "sum")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One all-reduce, the same on every rank.
+
+    `array` is reduced in place: a contiguous 1-D NumPy array, or a 1-D torch tensor on a device, of float32, bfloat16
+    or float16. `op` is "mean" or "sum". `density`, `wire` (format of the values between nodes) and `selection` matter
+    to algorithms that declare them. Raises ArgumentError if one of them is not allowed.
+    """
+
+    array: Any
+    op: str = "mean"
+    density: float = 1.0
+    wire: str = "fp32"
+    selection: str = "topk"
+    residual: Residual | None = None
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise ArgumentError(f"op is {self.op!r}", next_step=f"choose one of {', '.join(OPS)}")
+        for parameter in (DENSITY, WIRE, SELECTION):
+            parameter.check(getattr(self, parameter.name))
+
+    @property
+    def length(self) -> int:
+        """How many elements the array has."""
+        return int(self.array.shape[0])
+
+    @property
+    def dtype(self) -> str:
+        """The name of the array's type: "float32", "bfloat16" or "float16"."""
+        return str(self.array.dtype).removeprefix("torch.")
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the array."""
+        return self.length * int(self.array.dtype.itemsize)
+
+    def scale(self, ranks: int) -> float:
+        """Return the factor for the sum over `ranks`."""
+        return 1.0 / ranks if self.op == "mean" else 1.0

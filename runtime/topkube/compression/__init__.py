@@ -1,1 +1,0 @@
-"""What is sent: selection and error feedback."""

@@ -1,0 +1,53 @@
+"""The place of this process among ranks and nodes. A process that did not call `topkube.init` is the only rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from topkube.errors import WorldError
+from topkube.settings import launched_ranks
+from topkube.world import current
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """The place of a rank. `world` is None if there is one rank."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    node: int = 0
+    node_ranks: tuple[tuple[int, ...], ...] = ((0,),)
+    world: Any = None
+
+    @property
+    def local_size(self) -> int:
+        return len(self.node_ranks[self.node])
+
+    def home_rank(self, shard: int) -> int:
+        """Return the rank that fetches the shard from the remote."""
+        nodes = len(self.node_ranks)
+        return self._pick_rank(shard % nodes, shard // nodes)
+
+    def filling_rank(self, shard: int) -> int:
+        """Return the rank that puts the shard into the cache of this node."""
+        return self._pick_rank(self.node, shard // len(self.node_ranks))
+
+    def _pick_rank(self, node: int, number: int) -> int:
+        ranks = self.node_ranks[node]
+        return ranks[number % len(ranks)]
+
+
+def find_place() -> RankPlace:
+    """Return the place of this process. Raises WorldError if several ranks were started and `topkube.init` was not
+    called."""
+    try:
+        world = current()
+    except WorldError:
+        if launched_ranks().ranks > 1:
+            raise
+        return RankPlace()
+    if world.size == 1:
+        return RankPlace()
+    return RankPlace(world.rank, world.size, world.local_rank, world.node, world.node_ranks, world)

@@ -1,0 +1,57 @@
+"""The counters of the cache, in a table that a rank shares with the workers of its data loader.
+
+Every process has its own row in shared memory, so counting needs no lock. Telemetry reads `totals()`. The names are
+those of the metrics.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import uuid
+from pathlib import Path
+
+import numpy as np
+
+from topkube.telemetry.cache_counters import NAMES, PATTERN, ROWS
+
+_COLUMNS = {name: column for column, name in enumerate(NAMES)}
+
+
+class CacheCounters:
+    """The table of one dataset object and its forks. The table is a file in `directory` for other processes to read, if
+    a directory is given and can be written."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._table = np.frombuffer(_memory(directory), np.float64).reshape(ROWS, len(NAMES))
+        self._main = os.getpid()
+        self._row: tuple[int, int] = (self._main, 0)
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        self._table[self._own_row(), _COLUMNS[name]] += amount
+
+    def _own_row(self) -> int:
+        process = os.getpid()
+        if self._row[0] != process:
+            self._row = (process, 1 + process % (ROWS - 1))
+        return self._row[1]
+
+    def totals(self) -> dict[str, float]:
+        """Return the sums over this process and its forks."""
+        return dict(zip(NAMES, self._table.sum(axis=0).tolist(), strict=True))
+
+
+def _memory(directory: Path | None) -> mmap.mmap:
+    size = ROWS * len(NAMES) * 8
+    if directory is not None:
+        try:
+            path = directory / PATTERN.replace("*", uuid.uuid4().hex)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(file, 0, size)
+                return mmap.mmap(file, size)
+            finally:
+                os.close(file)
+        except OSError:  # training continues without these metrics
+            pass
+    return mmap.mmap(-1, size)

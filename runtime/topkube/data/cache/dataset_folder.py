@@ -1,0 +1,311 @@
+"""A dataset's folder in the disk tier, and the publication of shards in it.
+
+A shard is written under a temporary name, hashed, synced, recorded and then renamed. So a file with its final name is
+whole. disk_tier.py has the layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from topkube.data.base.file_lock import FileLock
+from topkube.data.cache.record_log import RecordLog, Records, hash_of, key_of
+from topkube.data.cache.stored_index import pack_index
+from topkube.data.formats.sample_index import SampleIndex
+from topkube.errors import DatasetError, StoreError
+from topkube.files import sync_directory, write_bytes, write_json
+
+if TYPE_CHECKING:
+    from topkube.data.cache.disk_tier import DiskTier
+
+_SUMMARY = "summary.json"
+_QUARANTINED = 2
+"""Damaged shards kept for inspection, per dataset."""
+_KEY = re.compile(r"[0-9a-f]{32}")
+_HASHED_AT_ONCE = 1 << 20
+
+
+def _nothing(step: str) -> None:
+    pass
+
+
+step: Callable[[str], None] = _nothing
+"""Called with the name of each step of a publication after that step. Tests kill the process at a step."""
+
+
+@dataclass
+class DatasetFolder:
+    """The shards of one dataset."""
+
+    tier: DiskTier
+    name: str
+    uri: str
+    log: RecordLog = field(init=False)
+    evictions: int = 0
+    """The number of datasets that this process removed to make room."""
+
+    def __post_init__(self) -> None:
+        self.path = self.tier.directory / "datasets" / self.name
+        self.log = RecordLog(self.path / "records")
+
+    @classmethod
+    def read(cls, tier: DiskTier, name: str) -> DatasetFolder | None:
+        try:
+            uri = json.loads((tier.directory / "datasets" / name / "dataset.json").read_text())["uri"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return cls(tier, name, str(uri))
+
+    def make(self) -> None:
+        for name in ("shards", "locks", "quarantine", "listings"):
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+        write_json(self.path / "dataset.json", {"uri": self.uri})
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Store a summary of the newest listing for other programs. A volume that is full does not store it."""
+        with contextlib.suppress(OSError):
+            if self.read_summary() != summary:
+                write_json(self.path / _SUMMARY, summary)
+
+    def read_summary(self) -> dict[str, Any]:
+        """Return the stored summary; empty if there is none."""
+        try:
+            summary = json.loads((self.path / _SUMMARY).read_text())
+        except (OSError, ValueError):
+            return {}
+        return summary if isinstance(summary, dict) else {}
+
+    # ---- use
+
+    def use(self) -> FileLock:
+        """Protect the dataset from removal until the returned lock is released, and store the time of use."""
+        lock = FileLock(self.path / "in-use")
+        lock.acquire(shared=True)
+        self.touch()
+        return lock
+
+    def touch(self) -> None:
+        with contextlib.suppress(OSError):
+            os.utime(self.path / "dataset.json")
+
+    @property
+    def in_use(self) -> bool:
+        lock = FileLock(self.path / "in-use")
+        try:
+            free = lock.acquire(wait=False)
+        except OSError:
+            return True
+        lock.release()
+        return not free
+
+    @property
+    def last_used(self) -> float:
+        try:
+            return (self.path / "dataset.json").stat().st_mtime
+        except OSError:
+            return 0.0
+
+    @property
+    def pinned(self) -> bool:
+        return (self.path / "pinned").exists()
+
+    def pin(self, pinned: bool = True) -> None:
+        """A pinned dataset is never removed to make room."""
+        if pinned:
+            (self.path / "pinned").touch()
+        else:
+            (self.path / "pinned").unlink(missing_ok=True)
+
+    # ---- shards
+
+    def shard_path(self, key: str) -> Path:
+        if not _KEY.fullmatch(key):
+            raise DatasetError(f"{key!r} is not the key of a shard", next_step="pass 32 hexadecimal digits")
+        return self.path / "shards" / key[:2] / key
+
+    def index_path(self, key: str) -> Path:
+        return self.shard_path(key).with_name(f"{key}.index")
+
+    def keep_index(self, key: str, index: SampleIndex) -> None:
+        """Store the sample index of a shard. The index counts against the limits like a shard. Raises Full, OSError."""
+        path, data = self.index_path(key), pack_index(index)
+        reservation = self.tier.reserve(len(data), path.with_name(f".{key}.{uuid.uuid4().hex}.part"), self)
+        try:
+            write_bytes(path, data)
+            with FileLock(self.tier.directory / "space.lock"):
+                self.log.note_index(key, len(data))
+                reservation.settle()
+        finally:
+            reservation.release()
+
+    def lock(self, key: str) -> FileLock:
+        """Return the lock that a process holds while it fetches the shard."""
+        assert _KEY.fullmatch(key)
+        return FileLock(self.path / "locks" / key)
+
+    def open(self, key: str) -> int | None:
+        """Return a descriptor for reading, None if the cache does not have the shard."""
+        try:
+            return os.open(self.shard_path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            if self.tier.is_gone:
+                raise OSError(errno.ENODEV, "the cache's volume is gone", str(self.tier.directory)) from None
+            return None
+
+    def is_whole(self, key: str, file: int) -> bool:
+        """Return True if the open shard has the size and the hash of its record."""
+        record = self.log.find(key)
+        size = os.fstat(file).st_size
+        return record is not None and int(record["size"]) == size and hash_of(record) == digest(file, size)
+
+    def publish(self, key: str, size: int, fill: Callable[[int], str | None], samples: int = -1) -> int:
+        """Write and publish a shard, and return a descriptor for reading.
+
+        `fill` writes exactly `size` bytes to the descriptor that it gets, and returns the digest that these bytes must
+        have; None or empty if no digest is known. Raises Full, OSError of the volume, StoreError if the digest differs,
+        and the errors of `fill`. After an error nothing is left on the volume.
+        """
+        final = self.shard_path(key)
+        final.parent.mkdir(exist_ok=True)
+        part = final.with_name(f".{key}.{uuid.uuid4().hex}.part")
+        reservation = self.tier.reserve(size, part, self)
+        file = -1
+        try:
+            step("reserved")
+            file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            if size:
+                os.posix_fallocate(file, 0, size)
+            step("created")
+            expected = fill(file)
+            step("filled")
+            if os.fstat(file).st_size != size:
+                raise OSError(errno.EIO, f"{os.fstat(file).st_size} bytes were written instead of {size}")
+            hashed = digest(file, size)
+            if expected and hashed != expected:
+                raise StoreError(
+                    f"the shard {key} has the digest {hashed} on disk, its source has {expected}",
+                    cause="faulty memory or a faulty disk changed bytes",
+                    next_step="check the kernel's log for errors; run a memory test on this node",
+                )
+            step("hashed")
+            os.fchmod(file, os.fstat(file).st_mode & 0o444)  # read-only, for the users who may read it
+            os.fsync(file)
+            step("synced")
+            with FileLock(self.tier.directory / "space.lock"):  # no process counts both the record and the reservation
+                self.log.append(key, hashed, size, samples)
+                reservation.settle()
+            step("recorded")
+            os.rename(part, final)
+            step("renamed")
+            sync_directory(final.parent)
+            step("published")
+        except BaseException:
+            if file >= 0:
+                os.close(file)
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                reservation.release()
+        os.close(file)  # this descriptor could write
+        reading = self.open(key)
+        if reading is None:
+            raise FileNotFoundError(errno.ENOENT, "another process removed the shard", str(final))
+        return reading
+
+    def quarantine(self, key: str) -> None:
+        """Take a damaged shard out of use. The last few damaged shards are kept for inspection."""
+        path, folder = self.shard_path(key), self.path / "quarantine"
+        self.log.remove(key)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, folder / f"{time.time_ns()}-{key}")
+        self.index_path(key).unlink(missing_ok=True)
+        for old in sorted(folder.iterdir())[:-_QUARANTINED]:
+            old.unlink(missing_ok=True)
+
+    def evict(self, key: str) -> int:
+        """Remove a shard; return its bytes. A process that has the shard open can still read it."""
+        for path in (self.shard_path(key), self.index_path(key)):
+            path.unlink(missing_ok=True)
+        return self.log.remove(key)
+
+    def evict_all_but(self, keys: Collection[str]) -> int:
+        """Remove all shards except those with these keys; return the number of removed shards."""
+        kept, count = set(keys), 0
+        for record in self.log.live():
+            if (key := key_of(record)) not in kept:
+                self.evict(key)
+                count += 1
+        return count
+
+    def evict_outdated(self, keys: Collection[str]) -> int:
+        """Do `evict_all_but` if nobody uses the dataset: another job may still read shards of its older listing."""
+        lock = FileLock(self.path / "in-use")
+        if not lock.acquire(wait=False):
+            return 0
+        try:
+            return self.evict_all_but(keys)
+        finally:
+            lock.release()
+
+    def remove(self, *, force: bool = False) -> bool:
+        """Remove the whole dataset. Return False if the dataset is in use and `force` is false."""
+        lock = FileLock(self.path / "in-use")
+        if not lock.acquire(wait=False) and not force:
+            return False
+        trash = self.path.with_name(f".removed-{self.name}-{uuid.uuid4().hex}")
+        os.rename(self.path, trash)
+        lock.release()
+        shutil.rmtree(trash, ignore_errors=True)
+        return True
+
+    def entries(self) -> Records:
+        """Return the records of all shards in the cache."""
+        return self.log.live()
+
+    def check(self, progress: Callable[[int], None] = lambda bytes_read: None) -> list[str]:
+        """Read every shard, quarantine damaged shards and return their keys. The record of a shard without a file is
+        removed. `progress` gets the bytes of each shard that was read."""
+        damaged = []
+        for record in self.entries():
+            key = key_of(record)
+            with self.lock(key):  # no other process publishes or quarantines it meanwhile
+                file = self.open(key)
+                if file is None:
+                    self.log.remove(key)
+                    continue
+                try:
+                    if not self.is_whole(key, file):
+                        damaged.append(key)
+                        self.quarantine(key)
+                finally:
+                    os.close(file)
+            progress(int(record["size"]))
+        return damaged
+
+
+def digest(file: int, size: int, start: int = 0) -> str:
+    """Return the xxh3-128 of `size` bytes from `start` on, 32 hexadecimal digits."""
+    state, buffer, at = xxhash.xxh3_128(), bytearray(_HASHED_AT_ONCE), start
+    view, end = memoryview(buffer), start + size
+    while at < end:
+        count = os.preadv(file, [view[: min(end - at, _HASHED_AT_ONCE)]], at)
+        if count == 0:
+            break
+        state.update(view[:count])
+        at += count
+    return state.hexdigest()

@@ -1,0 +1,322 @@
+"""The memory tier: decoded samples of a dataset, one copy per node for all ranks and the workers of their data loaders.
+
+The tier consists of files in memory (tmpfs): a column of records per leaf of the schema, and a presence byte and a
+checksum per sample. Readers map the files read-only. A writer first reserves the sample and its space, then writes with
+pwrite (a full tmpfs is then an error, not a SIGBUS), and then marks the sample as present. Samples that a process had
+reserved when it died are read from the disk tier. Stored samples never move or change, so readers need no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from topkube import _kernels
+from topkube.data.base.batch import Array, Batch, Leaf, Schema, fits_schema, infer_schema, split_sample, to_array
+from topkube.data.base.batch_buffers import BatchBuffers
+from topkube.data.base.file_lock import FileLock
+from topkube.data.base.permissions import make_private_folder
+from topkube.errors import DatasetError
+from topkube.files import write_json
+
+_USED, _BUMP = 0, 1
+_ABSENT, _PRESENT, _WRITING = 0, 1, 2
+_DIMENSIONS = 5
+"""The most dimensions of an array whose shape differs between samples."""
+Longs = npt.NDArray[np.int64]
+
+
+class Frozen(OSError):
+    """The tier takes no more samples."""
+
+
+class MemoryTier:
+    """The samples of one dataset, decoded by one function. `limit`: the most bytes of all columns."""
+
+    def __init__(self, directory: Path, name: str, samples: int, limit: int) -> None:
+        self.samples, self.limit = samples, limit
+        self._owner = os.getpid()
+        self.folder = directory / f"memory-{name}"
+        self._user = FileLock(directory / f"memory-{name}.users")
+        make_private_folder(directory)
+        if self._user.acquire(wait=False):
+            _remove(self.folder)
+            self._user.release()
+        self._user.acquire(shared=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        self.frozen = False
+        self.schema: Schema | None = None
+        self._columns: list[_Column] = []
+        self._cells = _map(self.folder / "cells", 16, write=True).view(np.int64)
+        self.present = _map(self.folder / "present", samples, write=True)
+        """A byte per sample: the sample is absent, present, or being written."""
+        self._sums = _map(self.folder / "sums", samples * 8, write=True).view(np.uint64)
+        self._read_schema()
+
+    @property
+    def used(self) -> int:
+        """The bytes of all samples that are present or being written."""
+        return int(self._cells[_USED])
+
+    def _read_schema(self) -> None:
+        if self.schema is not None:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            schema = Schema.from_data(json.loads((self.folder / "schema.json").read_text()))
+            self._columns = [
+                _Column(self.folder / f"column-{number}", leaf, self.samples, self.limit)
+                for number, leaf in enumerate(schema.leaves)
+            ]
+            self.schema = schema
+
+    def gather(self, indices: Longs) -> Batch:
+        """Return these samples. All of them must be present."""
+        self._read_schema()
+        assert self.schema is not None
+        return Batch(self.schema, [column.gather(indices) for column in self._columns], indices.size)
+
+    def has(self, indices: Longs) -> npt.NDArray[np.bool_]:
+        """Return for each of these samples whether it is present."""
+        is_present: npt.NDArray[np.bool_] = self.present.take(indices) == _PRESENT
+        return is_present
+
+    def admit(self, indices: Longs, samples: Sequence[Any]) -> None:
+        """Store those of these samples for which there is room. Raises Frozen (an OSError) the first time that there is
+        no room, DatasetError for samples that cannot be stored."""
+        if self.frozen or not indices.size:
+            return
+        if self.schema is None:
+            self._agree_on_schema(samples)
+        assert self.schema is not None
+        if isinstance(samples, Batch) and samples.schema == self.schema and self.schema.fixed:
+            had_room = self._admit_batch(indices, samples)
+        else:
+            kept = [at for at in range(indices.size) if fits_schema(self.schema, samples[at])]
+            rows = [[to_array(value) for value in split_sample(samples[at])[2]] for at in kept]
+            had_room = self._admit_each(indices[kept], rows)
+        if not had_room:
+            self.frozen = True
+            raise Frozen(errno.ENOSPC, f"the limit of {self.limit:,} bytes is reached")
+
+    def _reserve(self, indices: Longs, sizes: Longs) -> tuple[Longs, bool]:
+        """Reserve the absent samples and their space. Return the positions of the reserved samples in `indices`, and
+        True if there was room for all absent samples."""
+        _, first = np.unique(indices, return_index=True)
+        first.sort()
+        with self._locked():
+            free = first[self.present[indices[first]] == _ABSENT]
+            total = np.cumsum(sizes[free])
+            reserved = free[: int(np.searchsorted(total, self.limit - self.used, "right"))]
+            self._cells[_USED] += sizes[reserved].sum()
+            self.present[indices[reserved]] = _WRITING
+        return reserved, reserved.size == free.size
+
+    def _settle(self, samples: Longs, sizes: Longs, stored: int, error: int) -> None:
+        """Mark the first `stored` reserved samples as present and release the others. Raises Frozen for an errno."""
+        self.present[samples[:stored]] = _PRESENT
+        if error:
+            self.frozen = True
+            with self._locked():
+                self.present[samples[stored:]] = _ABSENT
+                self._cells[_USED] -= sizes[stored:].sum()
+            raise Frozen(error, os.strerror(error))
+
+    def _admit_batch(self, indices: Longs, batch: Batch) -> bool:
+        """Store whole columns at once. Return True if there was room for all samples."""
+        assert self.schema is not None
+        size = self.schema.record_bytes
+        sizes = np.full(indices.size, size)
+        reserved, whole = self._reserve(indices, sizes)
+        samples = np.ascontiguousarray(indices[reserved])
+        columns = [to_array(column) for column in batch.columns]
+        if reserved.size < indices.size:
+            columns = [column[reserved] for column in columns]
+        stored, error = reserved.size, 0
+        for column, rows in zip(self._columns, columns, strict=True):
+            done, failed = column.put_rows(samples[:stored], rows[:stored])
+            if done < stored:
+                stored, error = done, failed
+        if len(columns) == 1 and size:
+            view = _view(columns[0])
+            sums = [xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, stored * size, size)]
+        else:
+            sums = [_checksum([column[at] for column in columns]) for at in range(stored)]
+        self._sums[samples[:stored]] = np.array(sums, np.uint64)
+        self._settle(samples, sizes[reserved], stored, error)
+        return whole
+
+    def _admit_each(self, indices: Longs, rows: list[list[Array]]) -> bool:
+        """Store samples, given as lists of the arrays of their leaves. Return True if there was room for all
+        samples."""
+        assert self.schema is not None
+        most = max((array.ndim for row in rows for array in row), default=0)
+        if most > _DIMENSIONS and not self.schema.fixed:
+            raise DatasetError(f"decode returned an array of {most} dimensions", next_step=f"use at most {_DIMENSIONS}")
+        sizes = np.array([sum(array.nbytes for array in row) for row in rows], np.int64)
+        reserved, whole = self._reserve(indices, sizes)
+        samples, rows = indices[reserved], [rows[at] for at in reserved.tolist()]
+        with self._locked():
+            offset = int(self._cells[_BUMP])
+            self._cells[_BUMP] += sum(
+                row[at].nbytes for row in rows for at, leaf in enumerate(self.schema.leaves) if not leaf.fixed
+            )
+        stored, failed = 0, 0
+        try:
+            for sample, row in zip(samples.tolist(), rows, strict=True):
+                for column, array in zip(self._columns, row, strict=True):
+                    offset = column.put(sample, array, offset)
+                self._sums[sample] = _checksum(row)
+                stored += 1
+        except OSError as error:
+            failed = error.errno or errno.EIO
+        self._settle(samples, sizes[reserved], stored, failed)
+        return whole
+
+    def _agree_on_schema(self, samples: Sequence[Any]) -> None:
+        """Set the schema for all processes to that of these samples, if there is no schema yet."""
+        with self._locked():
+            self._read_schema()
+            if self.schema is None:
+                schema = samples.schema if isinstance(samples, Batch) else infer_schema(list(samples))
+                write_json(self.folder / "schema.json", schema.to_data())
+        self._read_schema()
+
+    def check(self) -> list[int]:
+        """Return the samples whose bytes do not have their checksum, and mark these samples as absent."""
+        damaged = []
+        self._read_schema()
+        for sample in np.flatnonzero(self.present == _PRESENT).tolist():
+            if _checksum([column.get(sample) for column in self._columns]) != int(self._sums[sample]):
+                damaged.append(sample)
+                self.present[sample] = _ABSENT
+        return damaged
+
+    def _locked(self) -> FileLock:
+        return FileLock(self.folder / "change")
+
+    def close(self) -> None:
+        """End the use by this process. The last user frees the memory."""
+        if os.getpid() != self._owner or not self._user.held:
+            return
+        self._user.release()
+        with contextlib.suppress(OSError):
+            if self._user.acquire(wait=False):
+                _remove(self.folder)
+                self._user.path.unlink(missing_ok=True)
+                self._user.release()
+
+
+class _Column:
+    """The records of one leaf. A record of fixed size is at sample * size; other records are at the next free place."""
+
+    def __init__(self, path: Path, leaf: Leaf, samples: int, limit: int) -> None:
+        self.leaf = leaf
+        self._dtype = np.dtype(leaf.dtype)
+        self._buffers = BatchBuffers()
+        size = samples * leaf.record_bytes if leaf.fixed else limit
+        self._bytes = _map(path, size, sparse=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if leaf.fixed:
+            assert leaf.shape is not None
+            self._rows = self._bytes.view(self._dtype).reshape(samples, *leaf.shape)
+        else:
+            places = path.with_name(f"{path.name}.places")
+            # offset, length, number of dimensions, the dimensions
+            self._places = _map(places, samples * 64, write=True).view(np.int64).reshape(samples, 8)
+
+    def gather(self, indices: Longs) -> Array | list[Array]:
+        if self.leaf.fixed:
+            assert self.leaf.shape is not None
+            out = self._buffers.bytes(indices.size * self.leaf.record_bytes)
+            _kernels.gather_rows(self._bytes, self.leaf.record_bytes, np.ascontiguousarray(indices), out)
+            return out.view(self._dtype).reshape(indices.size, *self.leaf.shape)
+        places = self._places[indices]
+        lengths = np.ascontiguousarray(places[:, 1])
+        out = np.empty(int(lengths.sum()), np.uint8)
+        _kernels.gather_memory(self._bytes, np.ascontiguousarray(places[:, 0]), lengths, out)
+        ends = np.cumsum(lengths)
+        return [
+            out[end - length : end].view(self._dtype).reshape(place[3 : 3 + place[2]])
+            for end, length, place in zip(ends.tolist(), lengths.tolist(), places.tolist(), strict=True)
+        ]
+
+    def get(self, sample: int) -> Array:
+        if self.leaf.fixed:
+            return np.ascontiguousarray(self._rows[sample])
+        arrays = self.gather(np.array([sample]))
+        assert isinstance(arrays, list)
+        return arrays[0]
+
+    def put(self, sample: int, array: Array, offset: int) -> int:
+        """Write a record. Return the offset for the next record of variable size."""
+        if self.leaf.fixed:
+            self._write(array, sample * self.leaf.record_bytes)
+            return offset
+        self._write(array, offset)
+        self._places[sample] = [offset, array.nbytes, array.ndim, *array.shape, *([0] * (_DIMENSIONS - array.ndim))]
+        return offset + array.nbytes
+
+    def put_rows(self, samples: Longs, rows: Array) -> tuple[int, int]:
+        """Write one record of fixed size per sample. Return how many were written, and the errno that stopped it or
+        0."""
+        return _kernels.write_rows(self._file, self.leaf.record_bytes, samples, _bytes(rows))
+
+    def _write(self, array: Array, offset: int) -> None:
+        view = _view(np.ascontiguousarray(array))
+        while view:
+            done = os.pwrite(self._file, view, offset)
+            view, offset = view[done:], offset + done
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self._file)
+
+
+def _checksum(arrays: Iterable[Array]) -> int:
+    """Return the checksum of one sample, given the arrays of its leaves."""
+    state = xxhash.xxh3_64()
+    for array in arrays:
+        state.update(_view(np.ascontiguousarray(array)))
+    return int(state.intdigest())
+
+
+def _bytes(array: Array) -> npt.NDArray[np.uint8]:
+    return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
+
+
+def _view(array: Array) -> memoryview:
+    return _bytes(array).data
+
+
+def _map(path: Path, size: int, *, write: bool = False, sparse: bool = False) -> npt.NDArray[np.uint8]:
+    """Map a file, and create it if it does not exist. Unless `sparse`, all pages are allocated now, so that a later
+    write cannot fail."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        size = max(size, 1)
+        if os.fstat(file).st_size < size:
+            if sparse:
+                os.ftruncate(file, size)
+            else:
+                os.posix_fallocate(file, 0, size)
+        memory = mmap.mmap(file, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if write else 0))
+    finally:
+        os.close(file)
+    return np.frombuffer(memory, np.uint8)
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        for path in list(folder.iterdir()):
+            path.unlink(missing_ok=True)
+        folder.rmdir()

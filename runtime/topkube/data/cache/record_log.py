@@ -1,0 +1,170 @@
+"""The index of a dataset's folder: a log with a record of 64 bytes for every published or removed shard.
+
+The log is read as one array, so a million records load in milliseconds. A torn or damaged record is ignored. The record
+is on disk before the shard gets its final name; the cache does not use a shard without a record.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from topkube.data.base.file_lock import FileLock
+
+RECORD = np.dtype(
+    [
+        ("key", "<u8", 2),
+        ("hash", "<u8", 2),
+        ("size", "<i8"),  # negative: the shard was removed
+        ("when", "<i8"),
+        ("kind", "<u4"),
+        ("samples", "<i4"),
+        ("sum", "<u8"),
+    ]
+)
+assert RECORD.itemsize == 64
+PUBLISHED, REMOVED, INDEXED = 0x544B0001, 0x544B0002, 0x544B0003
+"""Kinds of records. INDEXED: the shard's sample index has `size` bytes; older versions of TopKube ignore it."""
+Records = npt.NDArray[Any]
+_SUMMED = RECORD.itemsize - 8
+
+
+def key_of(record: Any) -> str:
+    """Return the key of the record's shard, 32 hexadecimal digits."""
+    return f"{int(record['key'][0]):016x}{int(record['key'][1]):016x}"
+
+
+def hash_of(record: Any) -> str:
+    """Return the xxh3-128 of the record's shard, 32 hexadecimal digits."""
+    return f"{int(record['hash'][0]):016x}{int(record['hash'][1]):016x}"
+
+
+class RecordLog:
+    """The log in the file `path`. A record is on disk when `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen: tuple[tuple[int, int], Records] | None = None
+        self._indexes: tuple[Records, int] | None = None
+
+    def all(self) -> Records:
+        """Return every valid record, in order."""
+        try:
+            stat = os.stat(self.path)
+        except FileNotFoundError:
+            return np.empty(0, RECORD)
+        state = (stat.st_ino, stat.st_size)
+        if self._seen is not None and self._seen[0] == state:
+            return self._seen[1]
+        count = stat.st_size // RECORD.itemsize
+        records: Records = np.memmap(self.path, RECORD, "r", shape=(count,)) if count else np.empty(0, RECORD)
+        good = (records["kind"] >= PUBLISHED) & (records["kind"] <= INDEXED)
+        if count <= 4096:  # in a large log the checksum is checked when a record is used
+            good &= np.fromiter((_is_valid(record) for record in records), bool, count)
+        if not good.all():
+            records = records[good]
+        self._seen = (state, records)
+        return records
+
+    def live(self) -> Records:
+        """Return the newest record of every shard in the cache."""
+        records = self._of_shards()
+        removed = records["kind"] == REMOVED
+        if not removed.any():
+            return records
+        gone = np.isin(records["key"][:, 0], records["key"][removed, 0])
+        last: dict[bytes, int] = {}
+        for index in np.flatnonzero(gone):
+            last[records["key"][index].tobytes()] = int(index)
+        kept = [index for index in last.values() if records["kind"][index] == PUBLISHED]
+        return records[np.sort(np.concatenate((np.flatnonzero(~gone), np.array(kept, np.int64))))]
+
+    def total(self) -> int:
+        """Return the bytes of all shards in the cache."""
+        return int(self._of_shards()["size"].sum())
+
+    def index_total(self) -> int:
+        """Return the bytes of the sample indexes of all shards in the cache."""
+        records = self.all()
+        if self._indexes is None or self._indexes[0] is not records:
+            indexes = records[records["kind"] == INDEXED][::-1]
+            if indexes.size:
+                _, last = np.unique(indexes["key"][:, 0], return_index=True)
+                indexes = indexes[last]
+                indexes = indexes[np.isin(indexes["key"][:, 0], self.live()["key"][:, 0])]
+            self._indexes = (records, int(indexes["size"].sum()))
+        return self._indexes[1]
+
+    def _of_shards(self) -> Records:
+        """Return the records that publish or remove a shard."""
+        records = self.all()
+        indexes = records["kind"] == INDEXED
+        return records[~indexes] if indexes.any() else records
+
+    def find(self, key: str) -> Any | None:
+        """Return the newest record of a shard; None if the cache does not have the shard or the record is damaged."""
+        records = self._of_shards()
+        first, second = _split_key(key)
+        at = np.flatnonzero(records["key"][:, 0] == first)
+        at = at[records["key"][at, 1] == second]
+        if not at.size or records["kind"][at[-1]] != PUBLISHED or not _is_valid(records[at[-1]]):
+            return None
+        return records[at[-1]]
+
+    def append(self, key: str, digest: str, size: int, samples: int = -1) -> None:
+        with FileLock(self.path):
+            rows = []
+            old = self.find(key)
+            if old is not None:
+                rows.append(_build_row(REMOVED, key, "0" * 32, -int(old["size"])))
+            self._write([*rows, _build_row(PUBLISHED, key, digest, size, samples)])
+
+    def note_index(self, key: str, size: int) -> None:
+        """Record the size of a shard's index. A crash may lose the record; then the index is created again."""
+        with FileLock(self.path):
+            self._write([_build_row(INDEXED, key, "0" * 32, size)], synced=False)
+
+    def remove(self, key: str) -> int:
+        """Record that a shard was removed. Return its bytes; 0 if the cache did not have the shard."""
+        with FileLock(self.path):
+            old = self.find(key)
+            if old is None:
+                return 0
+            self._write([_build_row(REMOVED, key, "0" * 32, -int(old["size"]))])
+            return int(old["size"])
+
+    def _write(self, rows: list[bytes], *, synced: bool = True) -> None:
+        file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            end = os.fstat(file).st_size
+            end -= end % RECORD.itemsize  # overwrite the partial record of a killed writer
+            data = b"".join(rows)
+            byte_count = os.pwrite(file, data, end)
+            if byte_count < len(data):  # the disk is full; readers ignore the partial record
+                raise OSError(28, "no room for an index record")
+            if synced:
+                os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def _split_key(key: str) -> tuple[int, int]:
+    return int(key[:16], 16), int(key[16:], 16)
+
+
+def _build_row(kind: int, key: str, digest: str, size: int, samples: int = -1) -> bytes:
+    row = np.zeros((), RECORD)
+    row["key"], row["hash"], row["size"], row["when"] = _split_key(key), _split_key(digest), size, int(time.time())
+    row["kind"], row["samples"] = kind, samples
+    row["sum"] = xxhash.xxh3_64_intdigest(row.tobytes()[:_SUMMED])
+    return row.tobytes()
+
+
+def _is_valid(record: Any) -> bool:
+    return int(record["sum"]) == xxhash.xxh3_64_intdigest(record.tobytes()[:_SUMMED])

@@ -1,0 +1,150 @@
+"""Rows of Parquet and Arrow files. A row group (a record batch) is decoded once and cached while its rows are used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from topkube.data.base.open_files import is_pressure, limit_open_files, too_many_files_error
+from topkube.data.remote.listing import Longs, RemoteObject
+from topkube.errors import DatasetError
+
+if TYPE_CHECKING:
+    from topkube.data.cache.shard_cache import ShardCache
+    from topkube.data.remote.object_store import ObjectStore
+
+_FILES = 64
+_KEPT_BYTES = 512 << 20
+"""The most bytes of decoded row groups per process. A shuffle reads from many row groups in turn."""
+_FOOTER_BYTES = 64 << 10
+
+
+def _arrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DatasetError(
+            "pyarrow is needed for Parquet and Arrow files",
+            cause=str(error),
+            next_step="pip install 'topkube[parquet]'",
+        ) from None
+    return pyarrow
+
+
+def parquet_rows(store: ObjectStore, remote_object: RemoteObject) -> int:
+    """Return the number of rows, read from the footer of the file. Raises DatasetError if the file is not Parquet."""
+    arrow = _arrow()
+    tail = store.read(remote_object, max(0, remote_object.size - _FOOTER_BYTES), remote_object.size)
+    if len(tail) < 12 or tail[-4:] != b"PAR1":
+        raise DatasetError(f"{remote_object.path} is not a Parquet file", next_step="compare it with its source")
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if length > remote_object.size:
+        raise DatasetError(f"{remote_object.path} is a damaged Parquet file", next_step="compare it with its source")
+    if length > len(tail):
+        tail = store.read(remote_object, remote_object.size - length, remote_object.size)
+    try:
+        return int(arrow.parquet.read_metadata(arrow.BufferReader(b"PAR1" + tail[-length:])).num_rows)
+    except (arrow.ArrowException, OSError) as error:
+        raise DatasetError(
+            f"{remote_object.path} is a damaged Parquet file: {error}", next_step="compare it with its source"
+        ) from None
+
+
+class RowGroups:
+    """A reader of rows that decodes whole row groups. Threads may share it."""
+
+    def __init__(self, cache: ShardCache) -> None:
+        self._cache, self._arrow, self._process = cache, _arrow(), os.getpid()
+        self._files: OrderedDict[int, tuple[Any, Longs]] = OrderedDict()
+        self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._bytes = 0
+        self._most_files = limit_open_files(_FILES, 8)
+        self._lock = threading.Lock()
+
+    def _file(self, number: int) -> tuple[Any, Longs]:
+        """Return the open file of a shard, and the first row of each of its groups."""
+        if number not in self._files:
+            shard = self._cache.open(number)
+            # A new open file has its own position. Forks share the position of an inherited descriptor.
+            with self._translate_errors(number):
+                source = self._arrow.OSFile(f"/proc/self/fd/{shard.file}")
+                if self._cache.shards.format == "parquet":
+                    file = self._arrow.parquet.ParquetFile(source)
+                    counts = [file.metadata.row_group(at).num_rows for at in range(file.metadata.num_row_groups)]
+                else:
+                    file = self._arrow.ipc.open_file(source)
+                    counts = [file.get_batch(at).num_rows for at in range(file.num_record_batches)]
+            self._files[number] = (file, np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
+            while len(self._files) > self._most_files:
+                self._files.popitem(last=False)
+        self._files.move_to_end(number)
+        return self._files[number]
+
+    @contextlib.contextmanager
+    def _translate_errors(self, number: int) -> Iterator[None]:
+        """Replace errors of Arrow, and of Python for values that it cannot represent, by DatasetError with the name of
+        the shard."""
+        try:
+            yield
+        except (self._arrow.ArrowException, OSError, ValueError, TypeError, OverflowError) as error:
+            if isinstance(error, OSError) and is_pressure(error):
+                raise too_many_files_error() from None
+            name = self._cache.shards.listing.paths[self._cache.shards[number].start]
+            raise DatasetError(f"{name} cannot be read: {error}", next_step="compare it with its source") from None
+
+    def _guard(self) -> threading.Lock:
+        if self._process != os.getpid():  # after a fork the descriptors share their positions with the parent
+            self._process, self._lock = os.getpid(), threading.Lock()
+            self._files.clear()
+        return self._lock
+
+    def close_files(self) -> None:
+        """Close all files unless a thread reads from them. Decoded groups stay."""
+        if self._lock.acquire(blocking=False):
+            self._files.clear()
+            self._lock.release()
+
+    def count(self, number: int) -> int:
+        """Return the number of rows of the shard."""
+        with self._guard():
+            return int(self._file(number)[1][-1])
+
+    def _group(self, number: int, group: int) -> Any:
+        """Return the row group as an Arrow table."""
+        key = (number, group)
+        if key not in self._groups:
+            file = self._file(number)[0]
+            with self._translate_errors(number):
+                table = file.read_row_group(group) if hasattr(file, "read_row_group") else file.get_batch(group)
+            self._groups[key] = table
+            self._bytes += table.nbytes
+            while self._bytes > _KEPT_BYTES and len(self._groups) > 1:
+                self._bytes -= self._groups.popitem(last=False)[1].nbytes
+        self._groups.move_to_end(key)
+        return self._groups[key]
+
+    def rows(self, numbers: Longs, rows: Longs) -> list[dict[str, Any]]:
+        """Return row rows[i] of shard numbers[i] for every i, as dicts of columns. A group is decoded once for all its
+        rows."""
+        result: list[dict[str, Any]] = [{}] * rows.size
+        with self._guard():
+            places: dict[tuple[int, int], list[tuple[int, int]]] = {}
+            for at, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
+                starts = self._file(number)[1]
+                group = int(np.searchsorted(starts, row, "right")) - 1
+                places.setdefault((number, group), []).append((at, row - int(starts[group])))
+            for (number, group), wanted in places.items():
+                table = self._group(number, group)
+                with self._translate_errors(number):
+                    taken = table.take([row for _, row in wanted]).to_pylist()
+                for (at, _), row in zip(wanted, taken, strict=True):
+                    result[at] = row
+        return result

@@ -1,0 +1,216 @@
+"""The reader of raw samples: it finds their shards and positions, and reads the bytes of many samples at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from topkube import _kernels
+from topkube.data.base.batch import ArrayOf, Batch
+from topkube.data.base.batch_buffers import BatchBuffers
+from topkube.data.base.open_files import limit_open_files
+from topkube.data.cache.row_groups import RowGroups
+from topkube.data.cache.shard_cache import ShardCache, ShardFile
+from topkube.data.formats.sample_index import ABSENT, SampleIndex
+from topkube.data.remote.listing import Longs
+from topkube.errors import DatasetError, StoreError
+
+NAME = "__key__"
+"""The key of a tar sample's name."""
+_INDEXES = 64
+_HELD = 300
+"""The most shards that a reader keeps open."""
+_TRIES = 4
+
+
+class _HeldShards:
+    """Open shards by number, and their descriptors; -1 for a shard that is not open."""
+
+    def __init__(self, shards: int) -> None:
+        self.files: dict[int, ShardFile] = {}
+        self.descriptors = np.full(shards, -1, np.int32)
+
+
+class SampleReader:
+    """Reads the samples of a dataset. Shard i has `counts[i]` samples. `field`: read only this field of tar samples."""
+
+    def __init__(self, cache: ShardCache, counts: Longs, field: str | None = None) -> None:
+        self.cache = cache
+        self.starts: Longs = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+        self._field = field
+        self._buffers = BatchBuffers()
+        self._indexes: OrderedDict[int, SampleIndex] = OrderedDict()
+        self._held = _HeldShards(counts.size)
+        self._most_held = limit_open_files(_HELD, 4)
+        close_held = weakref.WeakMethod(self._close_held)
+        cache.holders.append(lambda: (method := close_held()) and method())
+        self._known = np.zeros(counts.size, bool)
+        self._offsets = np.zeros(len(self), np.int64)
+        self._lengths = np.zeros(len(self), np.int64)
+        self._row_groups = RowGroups(cache) if cache.shards.format in ("parquet", "arrow") else None
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def _close_held(self) -> None:
+        """Forget the open shards. They are closed when reads in progress end."""
+        self._held = _HeldShards(len(self.cache.shards))
+        if self._row_groups is not None:
+            self._row_groups.close_files()
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def shards_of(self, indices: Longs) -> Longs:
+        """Return the shard of each sample."""
+        return np.searchsorted(self.starts, indices, "right") - 1
+
+    def _locate_samples(self, number: int) -> None:
+        """Load the offsets and lengths of the shard's samples, or of their `field`."""
+        if self._known[number]:
+            return
+        index = self._index(number)
+        first, last = int(self.starts[number]), int(self.starts[number + 1])
+        if len(index) != last - first:
+            raise DatasetError(
+                f"{self._object(number)} has {len(index)} samples, but {last - first} in the manifest",
+                cause="the shard was written again after its manifest",
+                next_step="write the manifest again (`topkube cache manifest`)",
+            )
+        if self._field is None or index.fields == ("",):
+            offsets, lengths = index.offsets, index.sizes
+        else:
+            try:
+                column = index.fields.index(self._field)
+            except ValueError:
+                raise DatasetError(
+                    f"{self._object(number)} has no field {self._field!r}",
+                    cause=f"the fields of its samples are {', '.join(index.fields)}",
+                    next_step="use one of these fields",
+                ) from None
+            lengths = index.lengths[:, column]
+            if (lengths == ABSENT).any():
+                missing = index.names[int(np.argmax(lengths == ABSENT))]
+                raise DatasetError(f"{missing!r} in {self._object(number)} has no field {self._field!r}")
+            offsets = index.offsets + index.starts[:, column]
+        self._offsets[first:last], self._lengths[first:last] = offsets, lengths
+        self._known[number] = True
+
+    def _index(self, number: int) -> SampleIndex:
+        with self._guard():
+            index = self._indexes.get(number)
+        if index is None:
+            index = self.cache.index(number)
+            with self._guard():
+                self._indexes[number] = index
+                while len(self._indexes) > _INDEXES:
+                    self._indexes.popitem(last=False)
+        return index
+
+    def _guard(self) -> threading.Lock:
+        if self._process != os.getpid():
+            self._process, self._lock = os.getpid(), threading.Lock()
+        return self._lock
+
+    def _object(self, number: int) -> str:
+        return self.cache.shards.listing.paths[self.cache.shards[number].start]
+
+    def read(self, indices: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
+        """Return the bytes of the samples, one after the other, and the length of each sample. Raises StoreError."""
+        numbers = self.shards_of(indices)
+        self.cache.counters.add("disk_requests", indices.size)
+        most = self._most_held
+        if indices.size <= most or np.unique(numbers).size <= most:
+            return self._read(indices, numbers)
+        parts = [self._read(indices[at : at + most], numbers[at : at + most]) for at in range(0, indices.size, most)]
+        return np.concatenate([data for data, _ in parts]), np.concatenate([lengths for _, lengths in parts])
+
+    def _read(self, indices: Longs, numbers: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
+        """Read samples whose shards may all be open at the same time."""
+        counters = self.cache.counters
+        for turn in range(_TRIES):
+            held = self._held  # this reference keeps the files open until the read ends
+            opened = held.descriptors.take(numbers)
+            if opened.size and opened.min() < 0:
+                held = self._open_shards(held, numbers, count_misses=turn == 0)
+                opened = held.descriptors.take(numbers)
+            lengths = self._lengths.take(indices)
+            total = int(lengths.sum())
+            out = self._buffers.bytes(total)
+            done, error = _kernels.gather_files(opened, self._offsets.take(indices), lengths, out)
+            if done == indices.size:
+                counters.add("disk_bytes", total)
+                return out, lengths
+            self.cache.report_lost(int(numbers[done]), error)
+            self._held = _HeldShards(len(self.cache.shards))
+        raise StoreError(
+            f"a shard of {self.cache.shards.uri} could not be read {_TRIES} times in a row",
+            cause=os.strerror(error) if error else "its file has become shorter",
+            next_step="check the kernel's log for errors of the disk",
+        )
+
+    def _open_shards(self, held: _HeldShards, numbers: Longs, *, count_misses: bool) -> _HeldShards:
+        """Open those of these shards that are not in `held`. Return the object that holds all of them."""
+        unique = np.unique(numbers)
+        if len(held.files) + unique.size > self._most_held:  # other threads may be reading from the old object
+            held = self._held = _HeldShards(len(self.cache.shards))
+        for number in unique.tolist():
+            if number in held.files:
+                continue
+            missed = count_misses and not self.cache.has(number)
+            file = self.cache.open(number)
+            if missed:
+                self.cache.counters.add("disk_misses", int((numbers == number).sum()))
+            self._locate_samples(number)
+            with self._guard():  # another thread may have opened the shard and be reading from it
+                if number not in held.files:
+                    held.files[number] = file
+                    held.descriptors[number] = file.file
+            if not file.cached:  # do not keep a shard in memory for long
+                self._held = _HeldShards(len(self.cache.shards))
+        return held
+
+    def samples(self, indices: Longs) -> list[Any]:
+        """Return raw samples: the bytes of a file, a dict of the fields of a tar sample (with its name as `__key__`),
+        or a dict of the columns of a row."""
+        if self._row_groups is not None:
+            numbers = self.shards_of(indices)
+            self.cache.counters.add("disk_requests", indices.size)
+            return self._row_groups.rows(numbers, indices - self.starts[numbers])
+        data, lengths = self.read(indices)
+        view, ends = data.data, np.cumsum(lengths)
+        regions = [view[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+        if self.cache.shards.format == "files":
+            return [bytes(region) for region in regions]
+        samples = []
+        for region, index, number in zip(regions, indices.tolist(), self.shards_of(indices).tolist(), strict=True):
+            shard, at = self._index(number), index - int(self.starts[number])
+            sample: dict[str, Any] = {NAME: shard.names[at]}
+            for field, start, length in zip(
+                shard.fields, shard.starts[at].tolist(), shard.lengths[at].tolist(), strict=True
+            ):
+                if length != ABSENT:
+                    sample[field] = bytes(region[start : start + length])
+            samples.append(sample)
+        return samples
+
+    def arrays(self, indices: Longs, decode: ArrayOf) -> Batch:
+        """Return samples that `decode` has decoded at once. The field of `decode` must be that of this reader."""
+        data, lengths = self.read(indices)
+        if (lengths != decode.record_bytes).any():
+            raise decode.size_error(int(lengths[lengths != decode.record_bytes][0]))
+        return decode.decode_many(data, indices.size)
+
+
+def as_indices(indices: Sequence[int] | Longs, count: int) -> Longs:
+    """Return sample numbers as an array; negative numbers count from the end. Raises IndexError."""
+    array = np.asarray(indices, np.int64)
+    if array.size and (array.min() < -count or array.max() >= count):
+        raise IndexError(f"sample {array.max() if array.max() >= count else array.min()} of {count}")
+    return np.where(array < 0, array + count, array) if array.size and array.min() < 0 else array

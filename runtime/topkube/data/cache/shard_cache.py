@@ -1,0 +1,435 @@
+"""The cache of one dataset. A shard comes from the disk tier; a missing shard is fetched from the remote into the tier,
+or into memory if the tier takes no more shards. The readers see no difference except in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from topkube.data.base.open_files import FilesPressure, is_pressure, limit_open_files, too_many_files_error
+from topkube.data.base.shared_counters import CacheCounters
+from topkube.data.cache.dataset_folder import DatasetFolder, digest
+from topkube.data.cache.disk_tier import DiskLimits, DiskTier, Full
+from topkube.data.cache.node_state import DROPPED, FROZEN, OPEN, NodeState
+from topkube.data.cache.record_log import hash_of
+from topkube.data.cache.shard_file import ShardWriter
+from topkube.data.cache.stored_index import read_index
+from topkube.data.formats.sample_index import SampleIndex, index_files
+from topkube.data.formats.shards import DataShard, Shards
+from topkube.data.formats.tar import tar_index
+from topkube.data.remote.object_store import ObjectStore
+from topkube.errors import DatasetError
+
+ShardSource = Callable[[DataShard, int], str]
+"""A function that writes a shard's bytes to a descriptor, from the remote or from another node. It returns the xxh3-128
+that the bytes must have, 32 hexadecimal digits; empty if no checksum is known."""
+_OPEN_FILES = 400
+_MEMORY_BYTES = 1 << 30
+"""The most bytes of shards in the memory of this process: a shuffle window of 16 shards of 64 MB should fit."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
+_POLL_SECONDS = 0.005
+_TRIES = 4
+
+
+class ShardFile:
+    """A whole shard that is open for reading. It is closed when the last reference is gone."""
+
+    def __init__(self, shard: DataShard, file: int, *, cached: bool) -> None:
+        self.shard, self.file, self.cached = shard, file, cached
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.file)
+
+
+class ShardCache:
+    """The shards of a dataset, by number. Threads may share it; it keeps working after a fork."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        shards: Shards,
+        tier: DiskTier | None,
+        node_state: NodeState,
+        counters: CacheCounters,
+        name: str,
+        *,
+        stall_seconds: float = 30.0,
+    ) -> None:
+        self.store, self.shards, self.node_state, self.counters = store, shards, node_state, counters
+        self.name = name
+        """A name for this listing in this directory: 16 hexadecimal digits."""
+        self.stall_seconds = stall_seconds
+        self._files: OrderedDict[int, ShardFile] = OrderedDict()
+        self._memory_files: OrderedDict[int, ShardFile] = OrderedDict()
+        self._most_open = limit_open_files(_OPEN_FILES, 4)
+        self.holders: list[Callable[[], None]] = []
+        """Functions that close shards kept open for later. They are called if the process has too many open files."""
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self.folder: DatasetFolder | None = None
+        self._use = None
+        if tier is None:
+            node_state.degrade(DROPPED)
+            return
+        try:
+            self.folder = tier.dataset(shards.uri)
+            self._use = self.folder.use()
+        except OSError as error:
+            self._degrade(FROZEN if self.folder is not None else DROPPED, error)
+        if not tier.writable:
+            self._degrade(FROZEN, OSError(errno.EROFS, "the volume is read-only"))
+
+    # ---- the state of the tier
+
+    @property
+    def state(self) -> int:
+        return self.node_state.state
+
+    def _degrade(self, state: int, error: OSError) -> None:
+        """Freeze or drop the tier. One process of the node reports that once."""
+        if not self.node_state.degrade(state):
+            return
+        what = {FROZEN: "takes no more shards", DROPPED: "is no longer used"}[state]
+        where = self.folder.tier.directory if self.folder is not None else "of this node"
+        print(
+            f"topkube: the disk cache {where} {what} ({error.strerror or error}); "
+            "training goes on; shards that are not cached are read from the remote",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _handle_volume_error(self, error: OSError) -> None:
+        """Freeze or drop the tier after an error of its volume. Raises FilesPressure if the volume works but too many
+        files are open."""
+        if is_pressure(error):
+            raise FilesPressure from error
+        self._degrade(FROZEN if error.errno in _NO_ROOM else DROPPED, error)
+
+    # ---- shards
+
+    def open(self, number: int, source: ShardSource | None = None) -> ShardFile:
+        """Open the shard, and fetch it if needed. Raises StoreError if the remote fails, DatasetError if the shard is
+        unusable."""
+        with self._guard():
+            for open_files in (self._files, self._memory_files):
+                if number in open_files:
+                    open_files.move_to_end(number)
+                    return open_files[number]
+        shard = self.shards[number]
+        opened = self._open_with_retries(shard, source)
+        with self._guard():
+            kept = self._files if opened.cached else self._memory_files
+            if number in kept:  # another thread was faster
+                return kept[number]
+            if opened.cached:
+                self._files[number] = opened
+                while len(self._files) > self._most_open:
+                    self._files.popitem(last=False)
+            else:
+                self._memory_files[number] = opened
+                while (
+                    len(self._memory_files) > 1
+                    and sum(file.shard.size for file in self._memory_files.values()) > _MEMORY_BYTES
+                ):
+                    self._memory_files.popitem(last=False)
+        return opened
+
+    def _open_with_retries(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
+        for turn in range(_TRIES):
+            try:
+                return self._open_cached(shard) or self._fetch_or_wait(shard, source)
+            except FilesPressure:
+                self._close_idle_files()
+                time.sleep(_POLL_SECONDS * turn)  # other threads may close files meanwhile
+        raise too_many_files_error()
+
+    def _close_idle_files(self) -> None:
+        """Close the shards that are kept open for later."""
+        with self._guard():
+            self._files.clear()
+        for close in list(self.holders):
+            close()
+
+    def _guard(self) -> threading.Lock:
+        if self._process != os.getpid():  # after a fork the lock may be held by a thread of the parent
+            self._process, self._lock = os.getpid(), threading.Lock()
+        return self._lock
+
+    def report_lost(self, number: int, error: int) -> None:
+        """Report that an open shard could not be read: `error` is the errno, 0 if the file is too short. The next
+        `open` verifies the shard again, or reads it from the remote."""
+        with self._guard():
+            self._files.pop(number, None)
+            self._memory_files.pop(number, None)
+        self.node_state.clear_verified(number)
+        if error:
+            self._handle_volume_error(OSError(error, os.strerror(error)))
+
+    def has(self, number: int) -> bool:
+        """Return True if the disk tier has the shard."""
+        if self.folder is None or self.state == DROPPED:
+            return False
+        try:
+            return self.folder.shard_path(self.shards.key(number)).exists()
+        except OSError:
+            return False
+
+    def _open_cached(self, shard: DataShard) -> ShardFile | None:
+        """Open the shard in the disk tier; None if it is not there. A shard is verified once per node after the dataset
+        was opened. A damaged shard is quarantined."""
+        if self.folder is None or self.state == DROPPED:
+            return None
+        try:
+            file = self.folder.open(shard.key)
+            if file is None:
+                return None
+            opened = ShardFile(shard, file, cached=True)
+            if self.node_state.is_verified(shard.number):
+                return opened
+            begun = time.monotonic()
+            if self._is_good(shard, file):
+                self.node_state.set_verified(shard.number, begun)
+                return opened
+            return self._recheck_damaged(shard)
+        except OSError as error:
+            self._handle_volume_error(error)
+            return None
+
+    def _is_good(self, shard: DataShard, file: int) -> bool:
+        """Return True if the cached shard matches its record and the checksums of the manifest."""
+        assert self.folder is not None
+        return (
+            os.fstat(file).st_size == shard.size
+            and self.folder.is_whole(shard.key, file)
+            and self._matches_manifest(shard, file)
+        )
+
+    def _matches_manifest(self, shard: DataShard, file: int) -> bool:
+        """Return True if every object has the checksum of the manifest. Objects without a checksum always match."""
+        if not self.shards.listing.checksums[shard.start : shard.stop].any():
+            return True
+        at = 0
+        for remote_object in self.shards.objects(shard):
+            if remote_object.checksum and digest(file, remote_object.size, at) != remote_object.checksum:
+                return False
+            at += remote_object.size
+        return True
+
+    def _recheck_damaged(self, shard: DataShard) -> ShardFile | None:
+        """Verify the shard again under its lock, because another process may have replaced it. Quarantine it if it is
+        damaged."""
+        assert self.folder is not None
+        lock = self.folder.lock(shard.key)
+        lock.acquire()
+        try:
+            file = self.folder.open(shard.key)
+            if file is None:
+                return None
+            opened = ShardFile(shard, file, cached=True)
+            if self._is_good(shard, file):
+                return opened
+            self.counters.add("corruptions")
+            self.folder.quarantine(shard.key)
+            return None
+        finally:
+            lock.release()
+
+    def _fetch_or_wait(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
+        """Fetch the shard, or wait for another process that fetches it. This process takes over if there was no
+        progress for `stall_seconds`."""
+        begun = progress_time = time.monotonic()
+        progress = self.node_state.progress
+        waited = False
+        while self.folder is not None and self.state == OPEN:
+            now = time.monotonic()
+            if self.node_state.progress != progress:
+                progress, progress_time = self.node_state.progress, now
+            late = now - progress_time > self.stall_seconds
+            lock = self.folder.lock(shard.key)
+            try:
+                # Readers leave shards to the fillers of this node, if there are fillers and they make progress.
+                has_lock = (source is not None or not self.node_state.fillers or late) and lock.acquire(wait=False)
+            except OSError as error:
+                self._handle_volume_error(error)
+                break
+            if has_lock or late:
+                try:
+                    if opened := self._open_cached(shard):
+                        return opened
+                    if waited:
+                        self.counters.add("takeovers", late)
+                    opened = self._fetch_to_tier(shard, source)
+                    if opened is not None:
+                        return opened
+                    break
+                finally:
+                    lock.release()
+            waited = True
+            time.sleep(_POLL_SECONDS)
+            if opened := self._open_cached(shard):
+                self.counters.add("waits_seconds", time.monotonic() - begun)
+                return opened
+        return self._open_cached(shard) or self._fetch_to_memory(shard, source)
+
+    def _fetch_to_tier(self, shard: DataShard, source: ShardSource | None) -> ShardFile | None:
+        """Fetch the shard into the disk tier. Return None if the tier takes no more shards."""
+        assert self.folder is not None
+
+        indexes: list[SampleIndex] = []
+
+        def fill(file: int) -> str:
+            with self._timed():
+                expected = (source or self.from_store)(shard, file)
+            if self.shards.format == "tar":  # a shard that cannot be read by sample is not cached
+                indexes[:] = [self._index_of(shard, file)]
+            return expected
+
+        before, begun = self.folder.evictions, time.monotonic()
+        for turn in range(2):
+            try:
+                file = self.folder.publish(shard.key, shard.size, fill)
+            except FileNotFoundError:  # another process removed the dataset
+                if turn or not self._make_folder_again():
+                    return None
+                continue
+            except Full as error:
+                if turn == 0 and self._evict_outdated():
+                    continue
+                self._handle_volume_error(error)
+                return None
+            except OSError as error:
+                self._handle_volume_error(error)
+                return None
+            with contextlib.suppress(OSError):
+                for index in indexes:
+                    self.folder.keep_index(shard.key, index)
+            self.counters.add("evictions", self.folder.evictions - before)
+            self.node_state.set_verified(shard.number, begun)
+            return ShardFile(shard, file, cached=True)
+        return None
+
+    def _make_folder_again(self) -> bool:
+        assert self.folder is not None
+        try:
+            self.folder.make()
+        except OSError as error:
+            self._handle_volume_error(error)
+            return False
+        return True
+
+    def _evict_outdated(self) -> int:
+        assert self.folder is not None
+        try:
+            return self.folder.evict_all_but(self.shards.keys())
+        except OSError:
+            return 0
+
+    def _fetch_to_memory(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
+        """Fetch the shard into the memory of this process."""
+        try:
+            file = os.memfd_create(f"topkube-{shard.key}", os.MFD_CLOEXEC)
+        except OSError as error:
+            if is_pressure(error):
+                raise FilesPressure from error
+            raise
+        opened = ShardFile(shard, file, cached=False)
+        with self._timed():
+            (source or self.from_store)(shard, opened.file)
+        return opened
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.counters.add("fetches")
+        self.counters.add("fetch_seconds", time.monotonic() - start)
+
+    def from_store(self, shard: DataShard, file: int) -> str:
+        """Fetch the shard's bytes from the remote. Return the checksum in the manifest if the shard is one object."""
+
+        def progress(count: int) -> None:
+            self.node_state.advance(count)
+            self.counters.add("remote_bytes", count)
+
+        objects = self.shards.objects(shard)
+        with ShardWriter(file) as writer:
+            if len(objects) == 1:
+                self.store.fetch(objects[0], writer.write, progress=progress)
+                return objects[0].checksum
+            ends, offsets = 0, []
+            for remote_object in objects:
+                offsets.append(ends)
+                ends += remote_object.size
+            self.store.fetch_many(objects, offsets, writer.write, progress)
+        return ""
+
+    def digest(self, opened: ShardFile) -> str:
+        """Return the xxh3-128 of an open shard: that of its record, else that of its bytes."""
+        if opened.cached and self.folder is not None:
+            record = self.folder.log.find(opened.shard.key)
+            if record is not None:
+                return hash_of(record)
+        return digest(opened.file, opened.shard.size)
+
+    # ---- samples
+
+    def index(self, number: int) -> SampleIndex:
+        """Return the positions of the shard's samples. Raises DatasetError for a damaged or unsafe shard."""
+        shard = self.shards[number]
+        if self.shards.format == "files":
+            return self._index_of(shard, -1)
+        if (
+            self.folder is not None
+            and self.state != DROPPED
+            and (stored := read_index(self.folder.index_path(shard.key)))
+        ):
+            return stored
+        opened = self.open(number)  # this reference keeps the file open if another thread replaces it
+        index = self._index_of(shard, opened.file)
+        if self.has(number):
+            assert self.folder is not None
+            with contextlib.suppress(OSError):
+                self.folder.keep_index(shard.key, index)
+        return index
+
+    def _index_of(self, shard: DataShard, file: int) -> SampleIndex:
+        if self.shards.format == "files":
+            listing = self.shards.listing
+            paths = [listing.paths[at] for at in range(shard.start, shard.stop)]
+            return index_files(paths, listing.sizes[shard.start : shard.stop])
+        name = self.shards.listing.paths[shard.start]
+        index = tar_index(file, shard.size, name)
+        if not len(index):
+            raise DatasetError(f"{name} has no samples", next_step="remove it from the dataset")
+        return index
+
+    def close(self) -> None:
+        """Release the dataset. Open shards stay readable."""
+        self._files.clear()
+        self._memory_files.clear()
+        if self._use is not None and self._use.held:
+            self._use.release()
+        self.node_state.close()
+
+
+def open_tier(directory: Path, limits: DiskLimits, sharing: str = "auto") -> DiskTier | None:
+    """Open the disk tier. Return None, with a warning, if its volume cannot be used. Raises CacheError if the directory
+    is used for something else."""
+    try:
+        return DiskTier(directory, limits, sharing)
+    except OSError as error:
+        print(
+            f"topkube: no disk cache in {directory} ({error.strerror or error}); data is read from the remote",
+            file=sys.stderr,
+            flush=True,
+        )
+        return None

@@ -1,0 +1,134 @@
+"""Fills the cache of a node in the background. Each rank fetches its share of the shards in the order of the epoch."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from topkube.data.base.rank_place import RankPlace
+from topkube.data.cache.node_state import OPEN
+from topkube.data.cache.shard_cache import ShardSource
+from topkube.data.fill.shard_exchange import ShardExchange
+from topkube.data.remote.listing import Longs
+from topkube.errors import StoreError, TopKubeError
+
+if TYPE_CHECKING:
+    from topkube.data.cache.shard_cache import ShardCache
+
+THREADS = 3
+"""The number of shards that a rank fetches at the same time."""
+
+
+class DiskFiller:
+    """Fetches the shards of this rank's share that are not in the node's cache.
+
+    With several nodes, one rank of the job fetches each shard from the remote and sends it to the other nodes.
+    """
+
+    def __init__(self, cache: ShardCache, place: RankPlace) -> None:
+        self._cache, self._place = cache, place
+        total = len(cache.shards)
+        self.share = [number for number in range(total) if place.filling_rank(number) == place.rank]
+        """The shards that this rank puts into the cache of its node."""
+        self._waiting: list[int] = self.share[::-1]
+        self._change = threading.Condition()
+        self._busy = 0
+        self._stopping = False
+        self._threads: list[threading.Thread] = []
+        self._running = False
+        self.failure: TopKubeError | None = None
+        self._exchange = ShardExchange(cache, place) if len(place.node_ranks) > 1 else None
+
+    def start(self) -> None:
+        self._running = True
+        self._cache.node_state.count_fillers(+1)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"topkube-fill-{at}", daemon=True) for at in range(THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def prefer(self, order: Longs) -> None:
+        """Fetch shards in this order, first to last, and all other shards afterwards."""
+        rank = np.full(len(self._cache.shards), order.size, np.int64)
+        rank[order] = np.arange(order.size)
+        with self._change:
+            self._waiting.sort(key=lambda number: -rank[number])
+
+    def _run(self) -> None:
+        cache = self._cache
+        while True:
+            with self._change:
+                if self._stopping or cache.state != OPEN or not self._waiting:
+                    self._waiting.clear()
+                    self._leave()
+                    return
+                number = self._waiting.pop()
+                self._busy += 1
+            try:
+                if not cache.has(number):
+                    cache.open(number, self._source(number))
+            except Exception as error:
+                if not isinstance(error, TopKubeError):  # the thread must go on, because readers wait for this rank
+                    error = StoreError(
+                        f"shard {number} cannot be fetched ({type(error).__name__}: {error})",
+                        cause="a bug in TopKube",
+                        next_step="report it; training goes on, and readers fetch the missing shards",
+                    )
+                if self.failure is None and not self._stopping:
+                    self.failure = error
+                    print(f"topkube: the cache could not be filled ahead: {error}", file=sys.stderr, flush=True)
+            finally:
+                with self._change:
+                    self._busy -= 1
+                    self._change.notify_all()
+
+    def _leave(self) -> None:
+        """End the filling when the last thread ends: readers no longer wait for this rank. The caller holds the
+        condition."""
+        if self._running and not self._busy:
+            self._running = False
+            self._cache.node_state.count_fillers(-1)
+            self._change.notify_all()
+
+    def _source(self, number: int) -> ShardSource:
+        home = self._place.home_rank(number)
+        if self._exchange is None or home == self._place.rank:
+            return self._cache.from_store
+        return self._exchange.source(home)
+
+    @property
+    def running(self) -> bool:
+        """True until this rank's share has been fetched or has failed."""
+        return self._running
+
+    @property
+    def done(self) -> int:
+        """The number of shards of this rank's share that have been fetched or have failed."""
+        with self._change:
+            return len(self.share) - len(self._waiting) - self._busy
+
+    def wait(self, progress: Callable[[int], None] | None = None) -> None:
+        """Wait until this rank's share has been fetched or has failed. `progress` gets the number of finished shards.
+        Raises the first error of the store."""
+        with self._change:
+            while self._running:
+                self._change.wait(0.2)
+                if progress is not None:
+                    progress(len(self.share) - len(self._waiting) - self._busy)
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        """Stop after the shards that are being fetched."""
+        with self._change:
+            self._stopping = True
+            self._waiting.clear()
+        for thread in self._threads:
+            thread.join(10)
+        if self._exchange is not None:
+            self._exchange.close()

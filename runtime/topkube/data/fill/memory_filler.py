@@ -1,0 +1,72 @@
+"""Fills the memory tier in the background, after the disk tier has been filled.
+
+A node reads only its part of the samples in an epoch. Without this filler, the other samples are decoded when they are
+first read: after e epochs on N nodes, a share of (1 - 1/N)^e is still missing in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from topkube.data.cache.memory_tier import MemoryTier
+from topkube.data.fill.disk_filler import DiskFiller
+from topkube.data.remote.listing import Longs
+from topkube.errors import TopKubeError
+
+_CHUNK_BYTES = 2 << 20
+"""The bytes that are decoded at once. The training loop may wait that long for its processor."""
+_LEAST_PAUSE_SECONDS = 0.001
+
+
+class MemoryFiller:
+    """A thread that stores the samples of `shards` in the memory tier. `shards` is this rank's share of the dataset.
+
+    starts: the first sample of each shard, (shards + 1,). store: a method that decodes samples and stores them in the
+    tier; only a weak reference to its object is held. The thread sleeps at least half of the time, because training
+    needs the processor.
+    """
+
+    def __init__(
+        self,
+        tier: MemoryTier,
+        filler: DiskFiller,
+        shards: Sequence[int],
+        starts: Longs,
+        record_bytes: int,
+        store: Callable[[Longs], object],
+    ) -> None:
+        self._tier, self._filler, self._shards, self._starts = tier, filler, shards, starts
+        self._store = weakref.WeakMethod(store)
+        self._chunk = max(1, _CHUNK_BYTES // max(record_bytes, 1))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="topkube-memory-fill", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._filler.wait()
+            for number in self._shards:
+                samples = np.arange(self._starts[number], self._starts[number + 1])
+                for at in range(0, samples.size, self._chunk):
+                    chunk = samples[at : at + self._chunk]
+                    missing = chunk[~self._tier.has(chunk)]
+                    store = self._store()
+                    if store is None or self._stop.is_set() or self._tier.frozen:
+                        return
+                    if missing.size:
+                        begun = time.monotonic()
+                        store(missing)
+                        del store
+                        self._stop.wait(max(time.monotonic() - begun, _LEAST_PAUSE_SECONDS))
+        except TopKubeError:  # the reader of the sample gets this error
+            return
+
+    def close(self) -> None:
+        """Stop after the current chunk. The disk filler must be closed before."""
+        self._stop.set()
+        self._thread.join(10)

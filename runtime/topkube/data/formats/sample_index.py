@@ -1,0 +1,118 @@
+"""The positions of the samples in a shard. A sample is a contiguous region, and its fields are parts of that region."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from topkube.data.remote.listing import Longs, Texts
+
+ABSENT = -1
+"""The length of a field that is missing in a sample."""
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """The positions in columns. Field f of sample i has `lengths[i, f]` bytes from `offsets[i] + starts[i, f]` on."""
+
+    names: Texts
+    offsets: Longs
+    sizes: Longs
+    fields: tuple[str, ...]
+    starts: Longs
+    lengths: Longs
+
+    def __len__(self) -> int:
+        return self.offsets.size
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        return {
+            "names": self.names.blob,
+            "name_ends": self.names.ends,
+            "offsets": self.offsets,
+            "sizes": self.sizes,
+            "fields": np.frombuffer("\0".join(self.fields).encode(), np.uint8),
+            "starts": self.starts,
+            "lengths": self.lengths,
+        }
+
+    @classmethod
+    def load(cls, path: Path | BinaryIO) -> SampleIndex:
+        """Load an index. Raises OSError, ValueError or KeyError if the file is not whole."""
+        with np.load(path, allow_pickle=False) as stored:
+            count = stored["offsets"].size
+            fields = tuple(stored["fields"].tobytes().decode().split("\0"))
+            index = cls(
+                Texts(stored["names"], stored["name_ends"]),
+                stored["offsets"],
+                stored["sizes"],
+                fields,
+                stored["starts"],
+                stored["lengths"],
+            )
+        if not (len(index.names) == index.sizes.size == count and index.starts.shape == (count, len(fields))):
+            raise ValueError(f"{path} is not whole")
+        return index
+
+
+class IndexBuilder:
+    """Builds an index from samples in the order of their bytes."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._samples: list[dict[str, tuple[int, int]]] = []
+
+    def begin(self, name: str) -> None:
+        self._names.append(name)
+        self._samples.append({})
+
+    def add(self, field: str, offset: int, length: int) -> bool:
+        """Add a field to the last sample. Return False if the sample already has a field of that name."""
+        sample = self._samples[-1]
+        if field in sample:
+            return False
+        sample[field] = (offset, length)
+        return True
+
+    def finish(self) -> SampleIndex:
+        names: dict[str, int] = {}
+        for sample in self._samples:
+            for field in sample:
+                names.setdefault(field, len(names))
+        count, width = len(self._samples), max(1, len(names))
+        offsets, sizes = array("q"), array("q")
+        starts = np.zeros((count, width), np.int64)
+        lengths = np.full((count, width), ABSENT, np.int64)
+        for number, sample in enumerate(self._samples):
+            first = min(offset for offset, _ in sample.values())
+            offsets.append(first)
+            sizes.append(max(offset + length for offset, length in sample.values()) - first)
+            for field, (offset, length) in sample.items():
+                starts[number, names[field]], lengths[number, names[field]] = offset - first, length
+        return SampleIndex(
+            Texts.of(self._names),
+            np.array(offsets, np.int64),
+            np.array(sizes, np.int64),
+            tuple(names) or ("",),
+            starts,
+            lengths,
+        )
+
+
+def index_files(paths: list[str], sizes: Longs) -> SampleIndex:
+    """Return the index of concatenated files. Each file is a sample with one field, whose name is empty."""
+    ends = np.cumsum(sizes)
+    count = sizes.size
+    return SampleIndex(
+        Texts.of(paths),
+        (ends - sizes).astype(np.int64),
+        sizes.astype(np.int64),
+        ("",),
+        np.zeros((count, 1), np.int64),
+        sizes.reshape(count, 1).astype(np.int64),
+    )

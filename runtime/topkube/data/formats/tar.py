@@ -1,0 +1,225 @@
+"""Finds the samples in a tar shard (WebDataset: files whose names are equal up to the first dot are one sample).
+
+Only headers are read, and members are never extracted to a path. A shard is refused if it contains a link, a device, a
+sparse file or a name that would leave the folder of extraction, or if it is not a valid archive from its first to its
+last byte: an archive ends with two blocks of zeros, and only zeros may follow.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from topkube.data.formats.sample_index import IndexBuilder, SampleIndex
+from topkube.errors import DatasetError
+
+_BLOCK = 512
+_SKIPPED = frozenset((b"5", b"V", b"D"))
+"""Folders and volume labels."""
+_WINDOW = 1 << 20
+_NAMES_BYTES = 1 << 20
+"""The most bytes of an extended header or a long name."""
+_DIGITS = re.compile(r"[0-9]{1,18}")
+_FIELDS = 256
+"""The most fields that the samples of a shard may have."""
+
+
+class _Window:
+    """A buffer for small reads of a file with few system calls."""
+
+    def __init__(self, file: int) -> None:
+        self._file, self._start, self._data = file, 0, b""
+
+    def __call__(self, offset: int, length: int) -> bytes:
+        at = offset - self._start
+        if at < 0 or at + length > len(self._data):
+            # after a jump the next member is probably large too, so read only a little
+            ahead = _WINDOW if 0 <= at <= 2 * _WINDOW else 16 * _BLOCK
+            self._start, self._data, at = offset, os.pread(self._file, max(length, ahead), offset), 0
+        return self._data[at : at + length]
+
+
+def tar_index(file: int, size: int, name: str) -> SampleIndex:
+    """Return the index of the samples of the tar in `file`, which has `size` bytes. Raises DatasetError for a damaged
+    or unsafe archive."""
+    builder = IndexBuilder()
+    stem: str | None = None
+    fields: dict[str, str] = {}
+    for path, offset, length in _read_members(file, size, name):
+        folder, _, base = path.rpartition("/")
+        first, dot, field = base.partition(".")
+        if not first or base.startswith("."):
+            continue  # files like .DS_Store
+        key = f"{folder}/{first}" if folder else first
+        if key != stem:
+            builder.begin(key)
+            stem = key
+        if fields.setdefault(field, path) == path and len(fields) > _FIELDS:
+            first_path, second_path, *_ = fields.values()
+            raise DatasetError(
+                f"the samples of {name} have more than {_FIELDS} fields: {first_path!r} and {second_path!r} are "
+                "different fields",
+                cause="the name of a sample ends at the first dot, and the rest is the name of the field (WebDataset); "
+                "every number after the first dot is a field of its own",
+                next_step="write the shard again without dots in the names of samples",
+            )
+        if not builder.add(field if dot else "", offset, length):
+            raise DatasetError(
+                f"{name} has two members {path!r}",
+                cause="a shard was written twice into one file",
+                next_step="write the shard again",
+            )
+    return builder.finish()
+
+
+def _read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, int]]:
+    """Yield path, offset and length of every regular file."""
+    read, at = _Window(file), 0
+    long_name: str | None = None
+    extended: dict[str, str] = {}
+    while True:
+        header = read(at, _BLOCK) if at + _BLOCK <= size else b""
+        if len(header) == _BLOCK and header.count(0) == _BLOCK:
+            return _check_end(read, at, size, name)
+        if not header:
+            raise DatasetError(
+                f"{name} ends at byte {size} without the two blocks of zeros that end an archive",
+                cause="the shard was truncated, or its writer was never closed",
+                next_step="compare it with its source, and write it again",
+            )
+        if len(header) < _BLOCK or not _has_valid_checksum(header):
+            raise DatasetError(
+                f"{name} is not a tar: no header at byte {at}",
+                cause="a damaged or truncated shard",
+                next_step="compare it with its source, and upload it again",
+            )
+        kind, length, at = header[156:157], _parse_number(header[124:136]), at + _BLOCK
+        end = at + length
+        if length < 0 or end > size:
+            raise DatasetError(
+                f"{name} is truncated: a member ends at byte {end} of {size}", next_step="upload the shard again"
+            )
+        if kind in (b"L", b"x", b"g"):
+            if length > _NAMES_BYTES:
+                raise DatasetError(
+                    f"{name} has an extended header of {length:,} bytes at byte {at}, more than {_NAMES_BYTES:,}",
+                    cause="a damaged or hostile archive",
+                    next_step="compare it with its source",
+                )
+            data = read(at, length)
+            if kind == b"L":
+                long_name = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
+            elif kind == b"x":
+                extended = _parse_pax(data, name)
+            else:
+                _check_global_header(_parse_pax(data, name), name)
+        elif kind not in _SKIPPED:
+            path = extended.get("path") or long_name or _read_path(header)
+            _check_member(path, kind, extended, name)
+            if "size" in extended:
+                length = int(extended["size"]) if _DIGITS.fullmatch(extended["size"]) else -1
+                end = at + length
+                if not 0 <= length <= size - at:
+                    raise DatasetError(f"{name} is truncated inside {path!r}", next_step="upload the shard again")
+            yield path.removeprefix("./"), at, length
+            long_name, extended = None, {}
+        else:
+            long_name, extended = None, {}
+        at = -(-end // _BLOCK) * _BLOCK
+
+
+def _check_end(read: _Window, at: int, size: int, name: str) -> None:
+    """Raise DatasetError unless two blocks of zeros begin at `at`, and only zeros follow them."""
+    start, end = at, min(at + 2 * _BLOCK, size)
+    while at < end:
+        part = read(at, min(end - at, _WINDOW))
+        if part.count(0) != len(part) or not part:
+            raise DatasetError(
+                f"{name} has more data after the zeros at byte {start}",
+                cause="a header was overwritten with zeros, or two archives were written into one file",
+                next_step="compare it with its source, and write it again as one archive",
+            )
+        at, end = at + len(part), size
+    if size - start < 2 * _BLOCK:
+        raise DatasetError(
+            f"{name} ends with {size - start} bytes of zeros; an archive ends with two blocks, {2 * _BLOCK} bytes",
+            cause="the shard was truncated, or its writer was never closed",
+            next_step="compare it with its source, and write it again",
+        )
+
+
+def _check_global_header(records: dict[str, str], name: str) -> None:
+    """Raise DatasetError for a global header that changes the members after it."""
+    for key in records:
+        if key in ("path", "size", "linkpath") or key.startswith("GNU.sparse."):
+            raise DatasetError(
+                f"{name} has a global header with {key!r}, which changes all members after it",
+                cause="the archive was written with an unusual tool",
+                next_step="write the shard again with another tool",
+            )
+
+
+def _check_member(path: str, kind: bytes, extended: dict[str, str], name: str) -> None:
+    sparse = [key for key in extended if key.startswith("GNU.sparse.")]
+    if sparse or kind == b"S":
+        raise DatasetError(
+            f"{name} stores {path!r} as a sparse file ({sparse[0] if sparse else 'type S'})",
+            cause="the archive was written with `tar --sparse`: it contains a map of the file, and parts of the file",
+            next_step="write it again without --sparse",
+        )
+    if kind == b"M":
+        raise DatasetError(
+            f"{name} contains the rest of {path!r}, which began in another archive",
+            cause="the archive was written with `tar --multi-volume`",
+            next_step="write it again as one archive",
+        )
+    unsafe = path.startswith("/") or ".." in path.split("/") or "\\" in path or "\0" in path
+    if unsafe or kind not in (b"0", b"\0", b"7"):
+        what = "would leave the folder of extraction" if unsafe else "is a link or a device"
+        raise DatasetError(
+            f"{name} contains {path!r}, which {what}",
+            cause="a hostile or carelessly written archive",
+            next_step="ask the owner of the shard before you use it",
+        )
+
+
+def _read_path(header: bytes) -> str:
+    base = header[:100].split(b"\0", 1)[0]
+    prefix = header[345:500].split(b"\0", 1)[0] if header[257:263] == b"ustar\0" else b""
+    return (prefix + b"/" + base if prefix else base).decode("utf-8", "surrogateescape")
+
+
+def _parse_number(field: bytes) -> int:
+    if field[0] & 0x80:  # GNU: binary, for files past 8 GiB
+        return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
+    try:
+        return int(field.strip(b" \0") or b"0", 8)
+    except ValueError:
+        return -1
+
+
+def _has_valid_checksum(header: bytes) -> bool:
+    try:
+        stored = int(header[148:156].strip(b" \0") or b"x", 8)
+    except ValueError:
+        return False
+    return stored == sum(header) - sum(header[148:156]) + 8 * 32
+
+
+def _parse_pax(data: bytes, name: str) -> dict[str, str]:
+    """Return the records 'LENGTH KEY=VALUE' of an extended header. Raises DatasetError if the header is damaged."""
+    records = {}
+    while data:
+        length, space, _ = data.partition(b" ")
+        end = int(length) if length.isdigit() and len(length) < 10 else 0
+        if not space or not len(length) < end <= len(data) or data[end - 1 : end] != b"\n":
+            raise DatasetError(
+                f"{name} has a damaged extended header",
+                cause="a damaged shard",
+                next_step="compare it with its source, and upload it again",
+            )
+        key, _, value = data[len(length) + 1 : end - 1].partition(b"=")
+        records[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        data = data[end:]
+    return records

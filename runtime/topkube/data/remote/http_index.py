@@ -1,0 +1,88 @@
+"""The index pages of a web server, and the objects that they list."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from topkube.data.remote.listing import RemoteObject, check_path
+from topkube.errors import DatasetError
+
+_DEPTH = 32
+"""The most levels of folders."""
+_FOLDERS = 100_000
+
+
+def walk_index_pages(
+    read: Callable[[str], bytes], base: str, uri: str, hidden: str
+) -> tuple[list[RemoteObject], list[str]]:
+    """Return the objects in the folder `base` (an address that ends with a slash) and in the folders below it, and the
+    paths whose sizes the pages do not show.
+
+    `read` returns the page of an address. The object `hidden` at the top is not part of the dataset. Every folder is
+    read once. Raises DatasetError for a path that leaves the dataset and for an endless tree of folders.
+    """
+    objects: list[RemoteObject] = []
+    unsized: list[str] = []
+    folders, visited = [""], {""}
+
+    def add_folder(path: str) -> None:
+        if path.count("/") > _DEPTH or len(visited) >= _FOLDERS:
+            raise DatasetError(
+                f"{uri} has an endless tree of folders: {path[:100]!r}",
+                cause=f"a link leads back to its own folder; at most {_DEPTH} levels and {_FOLDERS:,} folders are read",
+                next_step="write a manifest for the dataset (`topkube cache manifest`)",
+            )
+        if path not in visited:
+            visited.add(path)
+            folders.append(path)
+
+    while folders:
+        folder = folders.pop()
+        address = base + quote(folder)
+        page = read(address)
+        entries = parse_json_index(page)
+        names = find_links(page, urlsplit(address).path) if entries is None else []
+        for entry in entries or ():
+            path = folder + entry["name"].rstrip("/")
+            check_path(path, uri)
+            if entry["type"] == "directory":
+                add_folder(path + "/")
+            elif path != hidden:
+                objects.append(RemoteObject(path, int(entry["size"]), str(entry["mtime"])))
+        for name in names:
+            path = folder + name
+            check_path(path.rstrip("/"), uri)
+            if path.endswith("/"):
+                add_folder(path)
+            elif path != hidden:
+                unsized.append(path)
+    return objects, unsized
+
+
+def parse_json_index(page: bytes) -> list[dict[str, Any]] | None:
+    """Return the entries of a JSON page of nginx (autoindex_format json), with name, type, size and mtime; None for any
+    other page."""
+    if not page.lstrip().startswith(b"["):
+        return None
+    try:
+        entries = json.loads(page)
+        return [e for e in entries if e["name"] + "" and (e["type"] == "directory" or (e["size"] >= 0 and e["mtime"]))]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def find_links(page: bytes, base: str) -> list[str]:
+    """Return the names to which the links of a page lead, for targets directly below the page."""
+    names = []
+    for raw in re.findall(rb"""<a\s[^>]*?href\s*=\s*["']([^"'?#]+)["']""", page, re.IGNORECASE):
+        link = urlsplit(raw.decode("utf-8", "replace")).path
+        if link.startswith(base):
+            link = link[len(base) :]
+        name = unquote(link)
+        if name and not link.startswith(("/", "../", "./")) and "/" not in name[:-1]:
+            names.append(name)
+    return sorted(set(names))

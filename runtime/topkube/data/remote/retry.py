@@ -1,0 +1,81 @@
+"""Retries of reads from a store: how long a read may take, which errors are retried, and the error after all
+retries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from topkube.errors import StoreError, TopKubeError
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a store may take. `stall_seconds`: the longest time without a byte. `retries`: the number of retries of
+    a range. `pause_seconds`: the pause before the first retry; it is doubled every time, with jitter."""
+
+    retries: int = 5
+    pause_seconds: float = 0.2
+    stall_seconds: float = 30.0
+
+
+class Changed(StoreError):
+    """An object is no longer the listed object."""
+
+
+class Absent(StoreError):
+    """An object does not exist or may not be read. Some stores do not distinguish these cases."""
+
+
+def is_worth_a_retry(error: Exception) -> bool:
+    """Return False for an error that another try cannot avoid: no such object, no permission, another version."""
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # fsspec raises this for every failure of a request for the size
+    if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, TopKubeError)):
+        return False
+    status = _status(error)
+    return "Credentials" not in type(error).__name__ and not (400 <= status < 500 and status not in (408, 425, 429))
+
+
+def _status(error: BaseException) -> int:
+    """Return the HTTP status of the response; 0 if there is none. The status is in `status` (aiohttp), in `response`
+    (botocore), or in the cause of the error (s3fs)."""
+    while True:
+        status = getattr(error, "status", None)
+        response = getattr(error, "response", None)
+        if status is None and isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        if isinstance(status, int):
+            return status
+        if error.__cause__ is None:
+            return 0
+        error = error.__cause__
+
+
+def final_error(error: Exception, what: str, retries: int) -> TopKubeError:
+    """Return the error for the reader of `what` after this number of retries."""
+    if isinstance(error, TopKubeError):
+        return error
+    status = _status(error)
+    description = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if status in (412, 416):
+        return Changed(
+            f"{what} is no longer the object that was listed",
+            cause="it was replaced while the job was running",
+            next_step="start the job again; it then fetches the new object under a new key",
+        )
+    name = type(error).__name__
+    if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in name:
+        return Absent(
+            f"{what} may not be read ({description})",
+            cause="the credentials are missing or wrong",
+            next_step="set spec.dataset.secretName, or the environment variables that the store's library reads",
+        )
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return Absent(
+            f"{what} does not exist", cause="the address is wrong, or it was deleted", next_step="check the address"
+        )
+    return StoreError(
+        f"{what} could not be read in {retries + 1} tries ({description})",
+        cause="the store or the network is down or too slow",
+        next_step="try the address with another client from the same node",
+    )

@@ -1,0 +1,81 @@
+"""Files and folders that other processes see complete or not at all.
+
+A new version is written under a hidden name in the same folder, `.NAME.RANDOM.part`, and then renamed. If writing
+fails, for example on a full disk, the hidden version is removed and the earlier version stays as it was. A process that
+is killed in the middle leaves its hidden version behind; the earlier version stays as well.
+
+Nothing here waits for the disk, except `sync_directory`. A writer whose data must survive a power failure syncs its
+file before it leaves the `with` block, and the directory afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the hidden name under which the caller writes a file. Rename the file to `path` when the block ends, and
+    remove it if the block or the rename raises an error. An earlier file at `path` is replaced."""
+    part = _hidden(path)
+    try:
+        yield part
+        os.replace(part, path)
+    finally:  # also after a rename: the kernel keeps both names if they are links to the same file
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace the file at `path`, or create it. Raises OSError; the earlier file is unchanged then."""
+    with replacing(path) as part:
+        part.write_bytes(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file at `path` with `text` in UTF-8, or create it. Raises OSError; the earlier file is unchanged
+    then."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
+    """Replace the file at `path` with `value` as JSON and a line break. Raises OSError, and what `json.dumps` raises;
+    the earlier file is unchanged then."""
+    write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield the hidden name under which the caller creates and fills a folder. Rename the folder to `path` when the
+    block ends, and remove it if the block or the rename raises an error. Raises FileExistsError if there is a folder at
+    `path` that is not empty, for example because another process was faster."""
+    part = _hidden(path)
+    try:
+        yield part
+        os.rename(part, path)
+    except BaseException as error:
+        shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno == errno.ENOTEMPTY:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        raise
+
+
+def sync_directory(directory: Path) -> None:
+    """Write the names in `directory` to the disk: names that were created, renamed or removed survive a power failure
+    when this returns. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")

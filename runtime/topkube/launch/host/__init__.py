@@ -1,0 +1,1 @@
+"""The host that ranks run on: processes, environment, memory, shared memory, temporary folders."""

@@ -1,0 +1,47 @@
+"""The environment of ranks: what they inherit, and the defaults that TopKube sets."""
+
+from __future__ import annotations
+
+import os
+import pwd
+
+from topkube.processors import cores, threads_per_rank
+from topkube.settings import process_environment
+
+
+def set_defaults(environment: dict[str, str], ranks: int) -> None:
+    """Set what ranks need and the job has not set: threads that share the processors among `ranks`, unbuffered output,
+    and a Python traceback if native code crashes."""
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(cores(), ranks)))
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment.setdefault("PYTHONFAULTHANDLER", "1")
+
+
+def container_environment() -> dict[str, str]:
+    """Return the environment that ranks inherit from the worker's container: all variables, except those for the worker
+    itself."""
+    own = {"TOPKUBE_WORKER", "TOPKUBE_LAUNCH", "TOPKUBE_CREDENTIALS", "TOPKUBE_TERMINATION_LOG"}
+    return {name: value for name, value in process_environment().items() if name not in own}
+
+
+def disable_single_copy(environment: dict[str, str]) -> None:
+    """Make ranks of a pod exchange through shared memory alone. By default MPI reads the memory of another rank
+    directly (process_vm_readv), which the seccomp profile of a container refuses: MPI_Init or the first large message
+    then fails with MPICH. The cost is small, because large arrays go through TopKube's own shared window."""
+    environment.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
+    for module in ("sm", "vader"):
+        environment.setdefault(f"OMPI_MCA_btl_{module}_single_copy_mechanism", "none")
+    environment.setdefault("OMPI_MCA_smsc", "^cma")
+
+
+def set_home(environment: dict[str, str], temporary: str) -> None:
+    """Set HOME to `temporary`, and a user name, if the user has none: an arbitrary UID has neither, and libraries need
+    both."""
+    home = environment.get("HOME", "")
+    if not (home and os.path.isdir(home) and os.access(home, os.W_OK)):
+        environment["HOME"] = temporary
+    try:
+        pwd.getpwuid(os.geteuid())
+    except KeyError:
+        environment.setdefault("USER", "topkube")
+        environment.setdefault("LOGNAME", environment["USER"])

@@ -1,0 +1,194 @@
+"""mpiexec inside the launcher. It is bound to loopback and starts no processes itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from topkube.errors import LaunchError
+from topkube.launch.connection.messages import ProxyParameters
+from topkube.launch.host.arguments import check_arguments
+from topkube.launch.host.processes import descendants, dies_with_parent, signal_all
+from topkube.launch.mpi.mpi_library import Mpi
+from topkube.launch.mpi.proxies import AGENT, HYDRA_END, HYDRA_LINE, agent_parameters, hydra_parameters, mpiexec_command
+from topkube.settings import process_environment
+
+_START_SECONDS, _PROXY_SECONDS = 60.0, 0.05
+"""How long mpiexec may take to print the parameters of its proxies: at least, and for each proxy."""
+_TAIL_LINES = 20
+_INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX")
+"""The variables that mpiexec inherits from the launcher. The ranks inherit from their workers."""
+
+
+class Mpiexec:
+    """mpiexec of an attempt. It starts when the iteration over `proxies` begins."""
+
+    def __init__(
+        self,
+        mpi: Mpi,
+        hosts: list[str],
+        slots: int,
+        program: list[str],
+        directory: Path,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """`say` prints the lines of mpiexec."""
+        self._say = say
+        self._mpi, self._count, self._directory = mpi, len(hosts), directory
+        self._agent = directory / "agent"
+        self._command = mpiexec_command(mpi, hosts, slots, self._agent, program)
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._lines: asyncio.Queue[str] = asyncio.Queue()
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        """The last lines that mpiexec printed."""
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; 128 plus the number of the signal if a signal ended it; None while it runs."""
+        if self._process is None or self._process.returncode is None:
+            return None
+        code = self._process.returncode
+        return code if code >= 0 else 128 - code
+
+    async def proxies(self) -> AsyncIterator[tuple[int, int, ProxyParameters]]:
+        """Start mpiexec, and yield for each worker, in any order: its number, the control port, and the parameters of
+        its proxy. Raises LaunchError if mpiexec does not start all proxies."""
+        self._agent.write_text(AGENT, encoding="ascii")
+        check_arguments(self._command, self._environment())
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=self._environment(),
+            cwd="/",
+            start_new_session=True,
+            preexec_fn=dies_with_parent(signal.SIGKILL),
+            limit=1 << 20,
+        )
+        self._reader = asyncio.create_task(self._read(self._process))
+        calls = self._hydra_calls() if self._mpi.implementation == "MPICH" else self._agent_calls()
+        started_numbers = set[int]()
+        most = max(_START_SECONDS, self._count * _PROXY_SECONDS)
+        try:
+            async with asyncio.timeout(most):
+                async for number, port, parameters in calls:
+                    if number in started_numbers or number >= self._count:
+                        raise self._failed(f"started proxy {number} of {self._count} twice, or there is no such proxy")
+                    started_numbers.add(number)
+                    yield number, port, parameters
+                    if len(started_numbers) == self._count:
+                        break
+        except TimeoutError:
+            raise self._failed(f"started {len(started_numbers)} of {self._count} proxies within {most:g} s") from None
+        if len(started_numbers) < self._count:
+            raise self._failed(f"started {len(started_numbers)} proxies instead of {self._count}")
+
+    async def _hydra_calls(self) -> AsyncIterator[tuple[int, int, ProxyParameters]]:
+        while (line := await self._lines.get()) != HYDRA_END:
+            yield hydra_parameters(line)
+
+    async def _agent_calls(self) -> AsyncIterator[tuple[int, int, ProxyParameters]]:
+        taken = set[str]()
+        end = b"\0%s.end\0" % os.fsencode(self._agent)
+        while self.code is None:
+            for name in os.listdir(self._directory):
+                if name.endswith(".call") and name not in taken:
+                    call = (self._directory / name).read_bytes()
+                    if call.endswith(end):  # else it is still being written
+                        taken.add(name)
+                        yield agent_parameters(call[: 1 - len(end)])
+            await asyncio.sleep(0.01)
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(ValueError):
+            async for raw in process.stdout:
+                line = raw.decode(errors="replace").rstrip("\n")
+                if line.startswith(HYDRA_LINE) or line == HYDRA_END:
+                    self._lines.put_nowait(line)
+                else:
+                    self.tail.append(line)
+                    self._say(f"mpiexec: {line}")
+        await process.wait()
+        self._lines.put_nowait(HYDRA_END)
+
+    def _environment(self) -> dict[str, str]:
+        environment = {name: value for name, value in process_environment().items() if name in _INHERITED}
+        environment.update(self._mpi.environment())
+        environment.update({"HOME": str(self._directory), "TMPDIR": str(self._directory)})
+        library = loopback_library()
+        if library is not None:
+            environment["LD_PRELOAD"] = str(library)
+        return environment
+
+    def exposed(self) -> list[str]:
+        """Return a warning for each port of mpiexec that other hosts can reach."""
+        if self._process is None:
+            return []
+        pids = [self._process.pid, *descendants(self._process.pid)]
+        return [
+            f"warning: mpiexec listens on {address}, which has no authentication; the job's NetworkPolicy must block it"
+            for address in listening(pids)
+            if not address.startswith(("127.", "[::1]"))
+        ]
+
+    async def end(self) -> None:
+        """Kill mpiexec and its children."""
+        if self._process is not None:
+            pids = [self._process.pid, *descendants(self._process.pid)] if self._process.returncode is None else []
+            signal_all(pids, signal.SIGKILL)
+            if self._reader is not None:
+                await self._reader
+
+    def _failed(self, what: str) -> LaunchError:
+        lines = "\n".join(self.tail)
+        return LaunchError(
+            f"mpiexec {what}" + (f"; it printed:\n{lines}" if lines else ""),
+            exit_code=self.code or 1,
+            cause="the MPI in the launcher's image is broken, or its version is not supported",
+            next_step="run `topkube doctor` in the image",
+        )
+
+
+def loopback_library() -> Path | None:
+    """Return the library that binds mpiexec to loopback; None if this installation was built without it."""
+    kernels = importlib.util.find_spec("topkube._kernels")
+    if kernels is None or kernels.origin is None:
+        return None
+    library = Path(kernels.origin).parent / "_loopback.so"
+    return library if library.exists() else None
+
+
+def listening(pids: list[int]) -> list[str]:
+    """Return the addresses (HOST:PORT, [HOST]:PORT) on which these processes listen for TCP."""
+    sockets = set[str]()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    sockets.add(os.readlink(descriptor))
+    addresses: list[str] = []
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                    addresses.append(_address(fields[1]))
+    return addresses
+
+
+def _address(text: str) -> str:
+    import ipaddress
+
+    host, _, port = text.partition(":")
+    words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    return f"[{address}]:{int(port, 16)}" if address.version == 6 else f"{address}:{int(port, 16)}"

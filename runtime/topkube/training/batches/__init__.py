@@ -1,0 +1,1 @@
+"""Batches on all ranks: count samples, stay in step when ranks have unequal numbers of batches."""

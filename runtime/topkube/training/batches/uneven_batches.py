@@ -1,0 +1,212 @@
+"""Uneven batches: a small agreement per batch, so that batches count by their samples and all ranks end together.
+
+With a mean loss per batch, one process with the union of the batches has the gradient sum(n_r * g_r) / sum(n_r). The
+exchange takes the plain mean over P ranks, so each rank's gradients are scaled by n_r * P / sum(n_r) before they are
+accumulated.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from topkube.errors import TrainingError
+from topkube.telemetry import phases
+from topkube.training.batches.generators import generators, set_generators
+from topkube.training.batches.replays import KeptStatistics
+from topkube.training.batches.samples import SampleCounter, Samples
+from topkube.training.ranks.agreement import Agreement, agreement
+from topkube.training.ranks.communication_thread import schedule
+from topkube.world import World
+
+Sums = npt.NDArray[np.float64]
+T = TypeVar("T")
+_END = object()
+
+
+class Turns:
+    """The batches of all ranks, in step. The agreement on a batch runs at the same time as forward."""
+
+    def __init__(self, world: World) -> None:
+        self.agree = agreement(world)
+        self._size = world.size
+        self.samples = 0
+        self._sums: Future[Sums] | None = None
+        self._drawn = self._ranks = 0
+        self._handed_out: float | None = None
+        self._before_replay: dict[str, Any] | None = None
+        self._statistics = KeptStatistics()
+
+    def announce(
+        self, samples: int, *more: float, drawn: int | None = None, has_batch: bool | None = None
+    ) -> Future[Sums]:
+        """Announce this rank's batch, which counts by `samples`. Its loader drew `drawn` samples for it (by default
+        `samples`), and `has_batch` is False if the rank has no more batches (by default, if `samples` is 0). The result
+        of the future is the sums over all ranks of (samples, *more)."""
+        global _announced
+        has_batch = samples > 0 if has_batch is None else has_batch
+        numbers = (float(samples), float(samples if drawn is None else drawn), float(has_batch), *more)
+
+        def summed() -> Sums:
+            sums = self.agree(numbers) if self._size > 1 else np.array(numbers)
+            self._drawn, self._ranks = int(sums[1]), int(sums[2])
+            return np.delete(sums, (1, 2))
+
+        self.samples, _announced = samples, weakref.ref(self)
+        self._statistics.release()
+        if has_batch:
+            self._statistics.forget_models()
+        self._sums = schedule().submit(summed) if self._size > 1 else _ready(summed())
+        return self._sums
+
+    def batch(self, samples: int) -> int:
+        """Announce this rank's batch, with 0 samples if it has no more batches. Return the samples of all ranks."""
+        total = int(self.announce(samples).result()[0])
+        if total and not samples:
+            self._statistics.keep()
+        return total
+
+    @property
+    def drawn(self) -> int:
+        """The samples that the loaders of all ranks drew for the announced batch."""
+        if self._sums is None:
+            return 0
+        self._sums.result()
+        return self._drawn
+
+    @property
+    def is_replay(self) -> bool:
+        """True if this rank's batch has weight zero, while batches of other ranks count."""
+        return not self.samples and self._sums is not None and bool(self._sums.result()[0])
+
+    def sums(self, values: Iterable[float]) -> Sums:
+        """Return the sums of `values` over all ranks. The communication thread computes them after all earlier work."""
+        numbers = [float(value) for value in values]
+        if self._size == 1:
+            return np.array(numbers)
+        return schedule().submit(lambda: self.agree(numbers)).result()
+
+    def run_agreement(self, ask: Callable[[Agreement], T]) -> T:
+        """Run an agreement of all ranks in the communication thread, after all earlier work, and return its result."""
+        return schedule().submit(lambda: ask(self.agree)).result()
+
+    def maximum(self, values: Iterable[float]) -> Sums:
+        """Return the largest of all ranks' numbers, element by element. The communication thread finds them after all
+        earlier work."""
+        numbers = [float(value) for value in values]
+        if self._size == 1:
+            return np.array(numbers)
+        return schedule().submit(lambda: self.agree.maximum(numbers)).result()
+
+    def scale(self) -> float:
+        """Return the factor for gradients of the announced batch; 1 if no batch is announced or all batches are
+        equal."""
+        if self._sums is None:  # another optimizer of these ranks may have announced the batch
+            other = _announced() if _announced is not None else None
+            if other is None or other is self or other.agree is not self.agree or other._sums is None:
+                return 1.0
+            return other.scale()
+        total = float(self._sums.result()[0])
+        return self.samples * self._size / total if total else 1.0
+
+    def end(self) -> None:
+        """Forget the announced batch: gradients of all ranks count equally again."""
+        self._sums = None
+        self._statistics.release()
+        self._statistics.forget_models()
+
+    def forward_ended(self, now: float) -> None:
+        """Note that the first gradient of a batch has arrived: the time until now was forward."""
+        self._statistics.restore()
+        if self._handed_out is not None:
+            phases.current.add("forward", now - self._handed_out)
+            self._handed_out = None
+
+    def forget_replay(self) -> None:
+        """Undo the effects of a batch of weight zero on random generators and running statistics. A run that resumes
+        from a checkpoint may replay another batch, and must stay the same bit for bit."""
+        self._statistics.restore()
+        if self._before_replay is not None:
+            set_generators(self._before_replay)
+            self._before_replay = None
+
+    def batches(
+        self,
+        loader: Iterable[Any],
+        more: Callable[[], Sequence[float]] = tuple,
+        seen: Callable[[Future[Sums]], None] = lambda _: None,
+        opened: Callable[[], None] = lambda: None,
+        samples: Samples = None,
+    ) -> Iterator[Any]:
+        """Yield the batches of `loader`. Each is announced with `more()`, and `seen` is called with every agreement. A
+        rank that has no more batches gets its last batch again, with weight zero, until all ranks have finished.
+        `samples` is the number of samples in a batch (`samples.py`)."""
+        counter = SampleCounter(loader, samples)
+        iterator, last = iter(loader), _END
+        opened()
+        try:
+            while True:
+                with phases.current.timed("data"):
+                    batch = next(iterator, _END)
+                    count, drawn = (0, 0) if batch is _END else counter.count(batch)
+                    sums = self.announce(count, *more(), drawn=drawn, has_batch=batch is not _END)
+                    seen(sums)
+                    if batch is _END:
+                        sums.result()
+                        if not self._ranks:
+                            return
+                if batch is _END and last is _END:
+                    last = _any_batch(loader)
+                if batch is _END:
+                    self._before_replay = generators()
+                    self._statistics.keep()
+                else:
+                    last = batch
+                self._handed_out = time.perf_counter()
+                yield last
+                self.forget_replay()
+        finally:
+            self.end()
+
+
+def _ready(sums: Sums) -> Future[Sums]:
+    future: Future[Sums] = Future()
+    future.set_result(sums)
+    return future
+
+
+_announced: weakref.ref[Turns] | None = None
+"""The Turns whose batch was announced last in this process."""
+
+
+def batch_scale() -> float:
+    """Return the factor by which the gradients of this rank's batch count, as `Turns.scale`, for any optimizer that
+    the batch was announced to; 1 if no batch is announced."""
+    turns = _announced() if _announced is not None else None
+    return turns.scale() if turns is not None else 1.0
+
+
+def batch_is_replay() -> bool:
+    """Return True if this rank's batch has weight zero, while batches of other ranks count."""
+    turns = _announced() if _announced is not None else None
+    return turns is not None and turns.is_replay
+
+
+def _any_batch(loader: Iterable[Any]) -> Any:
+    """Return a batch with weight zero for a rank that never had a batch: the first sample twice, because batch
+    normalization refuses a batch of one sample."""
+    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    try:
+        return collate([dataset[0], dataset[0]])  # type: ignore[misc,index]
+    except Exception as error:
+        raise TrainingError(
+            "this rank got no batch, while other ranks train",
+            cause="there are fewer batches than ranks",
+            next_step="use a larger dataset or fewer ranks",
+        ) from error

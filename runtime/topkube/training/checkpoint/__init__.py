@@ -1,0 +1,10 @@
+"""Checkpoints: how they are written, published, loaded and removed.
+
+`store.py` is the directory of checkpoints; `resumption.py` loads a checkpoint into model and optimizer.
+"""
+
+from __future__ import annotations
+
+from topkube.training.checkpoint.store import CheckpointStore, Loaded
+
+__all__ = ["CheckpointStore", "Loaded"]

@@ -1,0 +1,71 @@
+"""Copies of a state's tensors in host memory, so that training may change the tensors while the copies are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from topkube.training.checkpoint.encoding import CopyTensor
+from topkube.training.checkpoint.host_memory import available_bytes
+
+_SHARE = 0.8
+"""The share of the available memory that new buffers may take: other ranks need memory too."""
+
+
+class NoRoom(Exception):
+    """The host has no memory for the copies."""
+
+
+class HostCopies:
+    """Buffers for the tensors of a state, which are kept for the next copy: it causes no page faults. Buffers of CUDA
+    tensors are pinned, so that all tensors are copied at the full rate of the bus and waited for once."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._budget = 0.0
+
+    @contextmanager
+    def take(self) -> Iterator[CopyTensor]:
+        """Return a context in which a state is copied. The yielded function copies a tensor (any shape, dtype and
+        device) into the buffer of its key's path. All copies are complete when the context ends, and valid until the
+        next `take`. Raises NoRoom and frees all buffers before the kernel would kill a process for memory."""
+        self._budget = _SHARE * available_bytes()
+        copies: dict[tuple[object, ...], torch.Tensor] = {}
+        used: dict[str, torch.Tensor] = {}
+        devices: set[torch.device] = set()
+
+        def copy(tensor: torch.Tensor, path: str) -> torch.Tensor:
+            tensor = tensor.detach()
+            if tensor.layout is not torch.strided:
+                return tensor.to("cpu", copy=True)
+            identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            unusual = tensor.is_conj() or tensor.is_neg() or not tensor.numel()
+            if identity in copies and not unusual:
+                return copies[identity]  # tied weights stay tied and are written once
+            buffer = used[path] = self._buffer(path, tensor)
+            buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+            if not unusual:
+                copies[identity] = buffer
+            return buffer
+
+        try:
+            yield copy
+        except NoRoom:
+            self._buffers = {}
+            raise
+        for device in devices:
+            torch.cuda.synchronize(device)
+        self._buffers = used
+
+    def _buffer(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        kept = self._buffers.pop(path, None)
+        if kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):
+            return kept
+        self._budget -= tensor.numel() * tensor.element_size()
+        if self._budget < 0:
+            raise NoRoom
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -1,0 +1,45 @@
+"""The memory that is available to this process."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from topkube.launch.host.memory_kills import cgroup_paths
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+_MACHINE = Path("/proc/meminfo")
+_FILES = {
+    2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+}
+"""For each version of cgroups: the limit, the use, and the cached files in it, which the kernel can free."""
+
+
+def available_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN, machine: Path = _MACHINE) -> float:
+    """Return the bytes that the machine has available, or this process's cgroup if that has less; infinity if neither
+    is known.
+
+    In a container the files of the cgroup may be at the root of the mount, whatever path the kernel names: both are
+    read.
+    """
+    version2, version1 = cgroup_paths(own)
+    places = [(2, cgroups / version2), (2, cgroups), (1, cgroups / "memory" / version1), (1, cgroups / "memory")]
+    available = [_of_cgroup(version, place) for version, place in places]
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        available.append(1024.0 * int(_fields(machine)["MemAvailable:"]))
+    return min(available)
+
+
+def _of_cgroup(version: int, place: Path) -> float:
+    limit, use, cached = _FILES[version]
+    with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is not a number: there is no limit
+        counts = _fields(place / "memory.stat")
+        files = sum(int(counts[name]) for name in cached)
+        return float(int((place / limit).read_text()) - int((place / use).read_text()) + files)
+    return float("inf")
+
+
+def _fields(path: Path) -> dict[str, str]:
+    return {line.split()[0]: line.split()[1] for line in path.read_text().splitlines()}

@@ -1,0 +1,124 @@
+"""`checkpoint.json`, which is written last: the writer and the world of a checkpoint, and the digests of its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topkube.errors import CheckpointError
+from topkube.training.checkpoint.state_file import Damaged, FileDigest, is_seen_within, read_text
+
+FORMAT = 2
+"""The format of the files in a checkpoint. Format 1 had no typed encoding. Later formats are refused."""
+NAME = "checkpoint.json"
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+SHARED_FILE = "shared.pt"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`copies` holds, per rank, the copy of the residuals that the rank has a part of, and `number_of_copies` how many
+    there are in the world; both are None in format 1."""
+
+    node_ranks: tuple[tuple[int, ...], ...]
+    files: dict[str, FileDigest]
+    copies: tuple[int, ...] | None
+    number_of_copies: int | None
+
+    def ranks_of(self, copy: int) -> list[int]:
+        """Return the ranks that hold a part of copy number `copy`; all ranks if the format does not contain it."""
+        if self.copies is None:
+            return list(range(sum(map(len, self.node_ranks))))
+        return [rank for rank, own in enumerate(self.copies) if own == copy]
+
+    def text(self, step: int, job: str, attempt: int, time: float) -> str:
+        about = {
+            "format": FORMAT,
+            "step": step,
+            "job": job,
+            "attempt": attempt,
+            "time": time,
+            "node_ranks": self.node_ranks,
+            "residual_copies": {"number": self.number_of_copies, "of_ranks": self.copies},
+            "files": {name: {"bytes": file.bytes, "xxh3": f"{file.digest:016x}"} for name, file in self.files.items()},
+        }
+        return json.dumps(about)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of the checkpoint in `folder`. Waits for a manifest that is not complete yet
+    (state_file.SEEN_WITHIN_SECONDS). Raises Damaged, CheckpointError if a newer TopKube wrote the checkpoint, and
+    OSError."""
+    abouts: list[dict[str, Any]] = []
+
+    def is_seen() -> bool:
+        try:
+            abouts.append(_parse(folder))
+        except Damaged:
+            return False
+        return True
+
+    about = abouts[0] if is_seen_within(is_seen, folder) else _parse(folder)
+    return _manifest(about, folder)
+
+
+def is_whole(folder: Path) -> bool:
+    """Return True if the manifest in `folder` exists now and this version can read it."""
+    try:
+        _manifest(_parse(folder), folder)
+    except (Damaged, CheckpointError, OSError):
+        return False
+    return True
+
+
+def _parse(folder: Path) -> dict[str, Any]:
+    """Return the fields of `checkpoint.json`. The format is checked first, because a newer format may have other
+    fields."""
+    try:
+        about = json.loads(read_text(folder / NAME))
+        number = about["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _changed(folder) from error
+    if not isinstance(number, int):
+        raise _changed(folder)
+    if number > FORMAT:
+        raise CheckpointError(
+            f"{folder} has format {number}, this version reads up to {FORMAT}",
+            cause="a newer TopKube wrote it",
+            next_step="go on with that version, or use another directory",
+        )
+    parsed: dict[str, Any] = about
+    return parsed
+
+
+def _manifest(about: dict[str, Any], folder: Path) -> Manifest:
+    try:
+        ranks = tuple(tuple(int(rank) for rank in ranks) for ranks in about["node_ranks"])
+        files = {
+            str(name): FileDigest(int(entry["bytes"]), int(entry["xxh3"], 16)) for name, entry in about["files"].items()
+        }
+        copies = about["residual_copies"] if about["format"] > 1 else None
+        if copies is None:
+            return Manifest(ranks, files, None, None)
+        of_ranks = _numbers(copies["of_ranks"])
+        if len(of_ranks) != sum(map(len, ranks)):
+            raise _changed(folder)
+        return Manifest(ranks, files, of_ranks, int(copies["number"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _changed(folder) from error
+
+
+def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+def _changed(folder: Path) -> Damaged:
+    return Damaged(f"{folder / NAME} has changed since it was written")

@@ -1,0 +1,66 @@
+"""The names of checkpoints in their directory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_NAME = re.compile(r"step-(\d+)\.run-(\d+)(?:\.(\d+))?")
+_DAMAGED = "damaged-"
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A published checkpoint. A later run sorts after an earlier run, whatever the step, because a run that was given
+    up may have continued for some time. `again` counts further checkpoints of the same step and run, from 1."""
+
+    run: int
+    step: int
+    again: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step:08d}.run-{self.run:05d}" + (f".{self.again}" if self.again else "")
+
+    @property
+    def set_aside(self) -> str:
+        """The name of a damaged checkpoint, which is kept for a person to examine."""
+        return _DAMAGED + self.name
+
+    @property
+    def hidden(self) -> str:
+        """The name of a checkpoint that is being removed."""
+        return f".{self.name}.tmp"
+
+
+def aside(step: int, run: int) -> str:
+    """Return the name of the folder in which `run` writes its checkpoint of `step`."""
+    return f".step-{step:08d}.run-{run:05d}.tmp"
+
+
+def published(directory: Path) -> list[Place]:
+    """Return the published checkpoints of `directory`, in no order."""
+    return _places(path.name for path in directory.glob("step-*"))
+
+
+def last_run(directory: Path) -> int:
+    """Return the highest run that has left a checkpoint in `directory`, damaged ones included; 0 if there is none."""
+    set_aside = (path.name.removeprefix(_DAMAGED) for path in directory.glob(f"{_DAMAGED}step-*"))
+    return max((place.run for place in [*published(directory), *_places(set_aside)]), default=0)
+
+
+def unfinished(directory: Path, run: int) -> list[Path]:
+    """Return the folders of saves and removals that `run` and earlier runs did not finish."""
+    folders = []
+    for path in directory.glob(".step-*.tmp"):
+        places = _places([path.name.removeprefix(".").removesuffix(".tmp")])
+        if places and places[0].run <= run:
+            folders.append(path)
+    return folders
+
+
+def _places(names: Iterable[str]) -> list[Place]:
+    matches = (_NAME.fullmatch(name) for name in names)
+    return [Place(int(name[2]), int(name[1]), int(name[3] or 0)) for name in matches if name]

@@ -1,0 +1,52 @@
+"""Residuals for a world with other nodes or ranks than the world that saved them.
+
+The sum over all copies of an element is the part of its gradient that was not sent yet, and that sum stays the same.
+Every new copy takes whole old copies, or an equal part of one old copy, so that a rank reads the files of a few ranks
+only: with P ranks before and after, all ranks together read P files instead of P squared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from topkube.training.exchange.residuals import redistribute
+
+
+def shares(old_copies: int, copy: int, copies: int) -> dict[int, float]:
+    """Return the old copies that copy number `copy` of `copies` takes, with its share of each. Over all new copies, the
+    shares of an old copy add up to 1."""
+    if copies <= old_copies:
+        return {old: 1.0 for old in range(copy, old_copies, copies)}
+    old = copy % old_copies
+    return {old: 1.0 / len(range(old, copies, old_copies))}
+
+
+def recut(saved: Iterable[Mapping[str, Any]], copy: int, copies: int) -> dict[str, Any]:
+    """Return the "residuals" of a state dict for copy number `copy` of `copies`; `saved` holds the "residuals" that
+    ranks of the other world saved. Residuals that this copy takes nothing of may be among them.
+
+    With error feedback in the weights, each old copy has a "weight". Pieces are then multiplied by it, and "mass" is
+    the sum of the weights that the new copy takes."""
+    weights: dict[int, float] = {}
+    taken = _taken(saved, copy, copies, weights)
+    own = {"copy": copy, "copies": copies, "pieces": redistribute(taken, copy, copies)}
+    return own | ({"mass": sum(weights.values())} if weights else {})
+
+
+def _taken(
+    saved: Iterable[Mapping[str, Any]], copy: int, copies: int, weights: dict[int, float]
+) -> Iterator[dict[str, Any]]:
+    """Yield the parts that the new copy takes. Fill `weights` with the weight of each old copy in them."""
+    for state in saved:
+        share = shares(state["copies"], copy, copies).get(state["copy"])
+        if share is None:
+            continue
+        if "weight" in state:  # error feedback in the weights: a copy counts by its node's share of the ranks
+            share *= state["weight"]
+            weights[state["copy"]] = share
+        pieces = {
+            name: [(first, values if share == 1.0 else values * share) for first, values in entries]
+            for name, entries in state["pieces"].items()
+        }
+        yield {"copy": copy, "copies": copies, "pieces": pieces}

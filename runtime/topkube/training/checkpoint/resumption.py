@@ -1,0 +1,127 @@
+"""The check of a loaded checkpoint, and its load into a model and its optimizer: completely or not at all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from topkube.errors import CheckpointError
+from topkube.training.batches.generators import check_generators
+from topkube.training.checkpoint.state_file import Damaged
+from topkube.training.checkpoint.store import Loaded
+from topkube.training.optimizers.wrapper import OptimizerWrapper
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "epoch": (int,),
+    "model": (Mapping,),
+    "optimizer": (Mapping,),
+    "sampler": (Mapping, type(None)),
+    "more": (Mapping,),
+}
+
+
+class Stateful(Protocol):
+    """A thing whose state belongs to a checkpoint."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+def optimizer_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the class names of a wrapped optimizer, the outermost first: ["MasterWeights", "Adam"]. Modules are left
+    out: classes move between modules."""
+    names = [type(optimizer).__qualname__]
+    while isinstance(optimizer, OptimizerWrapper):
+        optimizer = optimizer.inner
+        names.append(type(optimizer).__qualname__)
+    return names
+
+
+def check_contents(loaded: Loaded) -> None:
+    """Raise Damaged unless `loaded` holds everything that a run resumes from."""
+    for name, kinds in _FIELDS.items():
+        if name not in loaded.shared:
+            raise Damaged(f"{loaded.place.name}/shared.pt holds no {name!r}: it is not a checkpoint of a run")
+        if not isinstance(loaded.shared[name], kinds):
+            raise Damaged(f"{loaded.place.name}/shared.pt holds a {type(loaded.shared[name]).__name__} as {name!r}")
+    if not isinstance(loaded.shared["optimizer"].get("topkube"), Mapping):
+        raise Damaged(f"{loaded.place.name}/shared.pt holds no state of a DistributedOptimizer")
+    if problem := _problem(loaded.own.get("residuals")):
+        raise Damaged(f"{loaded.place.name} holds residuals {problem}")
+    if "generators" in loaded.own:
+        try:
+            check_generators(loaded.own["generators"])
+        except Exception as error:
+            raise Damaged(f"{loaded.place.name} holds states that are not those of generators: {error}") from error
+
+
+def _problem(residuals: Any) -> str:
+    """Return the problem with a rank's "residuals"; "" if there is none."""
+    if not isinstance(residuals, Mapping) or not {"copy", "copies", "pieces"} <= residuals.keys():
+        return "without copy, copies or pieces"
+    if not isinstance(residuals["pieces"], Mapping):
+        return "whose pieces have no names"
+    for name, entries in residuals["pieces"].items():
+        for entry in entries:
+            if not (isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[0], int)):
+                return f"of {name} that do not say their place"
+            if not isinstance(entry[1], torch.Tensor) or entry[1].ndim != 1:
+                return f"of {name} that are no vector"
+    return ""
+
+
+def check_optimizer(loaded: Loaded, optimizer: torch.optim.Optimizer, directory: str) -> None:
+    """Raise CheckpointError if the checkpoint contains the state of an optimizer of another class. Checkpoints of
+    format 1 do not contain the class."""
+    saved, own = loaded.shared.get("optimizer_names"), optimizer_names(optimizer)
+    if saved is None or saved == own:
+        return
+    was, now = _described(saved), _described(own)
+    raise CheckpointError(
+        f"the checkpoint {loaded.place.name} in {directory} holds the state of {was}, this script trains with {now}",
+        cause="the script's optimizer changed since the checkpoint was written",
+        next_step=f"train with {was} again; or give the run a directory of its own (spec.checkpoint.path) and load"
+        f" torch.load('{directory}/{loaded.place.name}/shared.pt', weights_only=True)['model'] into the model: {now}"
+        " then starts afresh from these weights",
+    )
+
+
+def _described(names: Any) -> str:
+    """Return ["MasterWeights", "Adam"] as MasterWeights(Adam), without the outermost name, DistributedOptimizer."""
+    inner = [str(name) for name in names][1:] or [str(name) for name in names]
+    return "(".join(inner) + ")" * (len(inner) - 1)
+
+
+@contextmanager
+def all_or_nothing(items: Sequence[Stateful]) -> Iterator[None]:
+    """Return a context in which `things` load their states. If the context raises an error, their earlier states, which
+    are kept in host memory, are restored."""
+    before = [_host_copy(item.state_dict()) for item in items]
+    try:
+        yield
+    except BaseException as error:
+        for item, state in zip(items, before, strict=True):
+            try:
+                item.load_state_dict(state)
+            except Exception as again:
+                error.add_note(f"{type(item).__name__} does not take its own state back: {again}")
+        raise
+
+
+def _host_copy(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        copied = copy.copy(state)  # of the same class, with its attributes
+        for key, value in state.items():
+            copied[key] = _host_copy(value)
+        return copied
+    if type(state) in (list, tuple):
+        return type(state)(_host_copy(value) for value in state)
+    return copy.deepcopy(state)

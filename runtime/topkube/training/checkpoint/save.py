@@ -1,0 +1,105 @@
+"""A save of a checkpoint: each rank writes its files in a separate thread, then rank 0 publishes the checkpoint."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from topkube.errors import CheckpointError, StorageError
+from topkube.training.checkpoint import state_file
+from topkube.training.checkpoint.state_file import FileDigest, Tally, write_state
+
+T = TypeVar("T")
+
+
+def run_in_thread(work: Callable[[], T]) -> Future[T]:
+    """Start `work` in a daemon thread. The future holds its result, or the error that it raised. A process that the
+    script forks meanwhile does not have the thread and does not need it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="topkube-checkpoint", daemon=True).start()
+    return future
+
+
+@dataclass
+class Save:
+    """A save of `step` into the folder `aside`. `work` is this rank's part of the current stage: writing, then
+    publishing. `written` holds this rank's files when they are on disk."""
+
+    step: int
+    aside: Path
+    work: Future[Any]
+    tally: Tally
+    written: dict[str, FileDigest] = field(default_factory=dict)
+    is_publishing: bool = False
+
+    @classmethod
+    def begin(cls, step: int, aside: Path, states: dict[str, Any], first: Callable[[], None]) -> Save:
+        """Start to write `states`, file name -> encoded state, after `first`."""
+        tally, written = Tally(), dict[str, FileDigest]()
+
+        def write() -> None:
+            first()
+            while states:
+                name = next(iter(states))
+                written[name] = write_state(aside / name, states.pop(name), tally)
+
+        return cls(step, aside, run_in_thread(write), tally, written)
+
+    def publish(self, work: Callable[[], None] | None) -> None:
+        """Start the second stage: `work` on rank 0, nothing on other ranks."""
+        self.is_publishing = True
+        if work is None:
+            self.work = Future()
+            self.work.set_result(None)
+        else:
+            self.work = run_in_thread(work)
+
+
+def await_files(folder: Path, files: dict[str, FileDigest]) -> None:
+    """Wait until rank 0 sees all `files` as they were written: the file of another node may appear late. Lists
+    the whole folder at once, and checks only files that were missing again. Raises CheckpointError if the time passes
+    (state_file.SEEN_WITHIN_SECONDS for all files together), StorageError if the folder was removed."""
+    unseen = {name: written.bytes for name, written in files.items()}
+    end, pause = time.monotonic() + state_file.SEEN_WITHIN_SECONDS, 0.01
+    while True:
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name in unseen and entry.stat().st_size == unseen[entry.name]:
+                        del unseen[entry.name]
+        except OSError as error:
+            if not state_file.is_missing(error):
+                raise
+            if not folder.exists():
+                raise _swept(folder) from error
+        if not unseen:
+            return
+        if time.monotonic() >= end:
+            raise CheckpointError(
+                f"rank 0 does not see {folder / min(unseen)} as it was written ({len(unseen)} of {len(files)} files)",
+                cause="the directory is not the same on all nodes",
+                next_step="use storage that all nodes share (a ReadWriteMany volume)",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
+def _swept(folder: Path) -> StorageError:
+    return StorageError(
+        f"the temporary folder {folder} was removed while the checkpoint was written",
+        cause="a clean-up job, a person, or a later run of this job that took over",
+        next_step="exclude names that begin with .step- from clean-ups of the directory",
+    )

@@ -1,0 +1,100 @@
+"""Stages that all ranks run together: a failure on one rank raises an error on all ranks, so that no rank waits for
+another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from topkube.errors import CheckpointError, StorageError
+from topkube.training.checkpoint.state_file import Damaged, is_missing
+from topkube.training.ranks.agreement import agreement, names_of
+from topkube.training.ranks.communication_thread import schedule
+from topkube.world import World
+
+_WELL, _DAMAGED, _STORAGE, _OTHER = range(4)
+"""The outcome of a stage on a rank."""
+
+
+class PassedOver(Exception):
+    """The files of a checkpoint are damaged; `reason` is empty if only other ranks have found damage."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+class Stages:
+    """Stages of all ranks. All ranks call every method together."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def gather(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
+        """Return the `values` of all ranks, shape (ranks, len(values)), float64. The communication thread gathers them
+        in order with the exchanges of gradients, so that the order is the same on all ranks."""
+        if self._world.size == 1:
+            return np.array([values], np.float64)
+        agree = agreement()
+        return schedule().submit(lambda: agree.gather(values)).result()
+
+    def run(self, stage: Callable[[], None], what: str) -> None:
+        """Run a stage on every rank. Raises as `report` does."""
+        problem: BaseException | None = None
+        try:
+            stage()
+        except Exception as error:
+            problem = error
+        self.report(problem, what)
+
+    def report(
+        self, problem: BaseException | None, what: str, numbers: Sequence[float] = ()
+    ) -> npt.NDArray[np.float64]:
+        """Return the `numbers` of all ranks if `problem` is None on every rank, shape (ranks, len(numbers)). Else
+        raises on all ranks: PassedOver if files are damaged, StorageError if every failure is the storage's, else
+        CheckpointError."""
+        rows = self.gather([_kind(problem), *numbers])
+        failed = [int(rank) for rank in np.flatnonzero(rows[:, 0] != _WELL)]
+        if failed:
+            self._fail(problem, what, {int(kind) for kind in rows[:, 0]} - {_WELL}, failed)
+        return rows[:, 1:]
+
+    def _fail(self, problem: BaseException | None, what: str, kinds: set[int], failed: list[int]) -> NoReturn:
+        if isinstance(problem, CheckpointError) and (_OTHER not in kinds or not isinstance(problem, StorageError)):
+            raise problem
+        if kinds == {_DAMAGED}:
+            raise PassedOver(str(problem) if problem is not None else "")
+        error = CheckpointError if _OTHER in kinds else StorageError
+        if problem is not None:
+            cause, next_step = _advice(problem)
+            raise error(f"{what}: {problem}", cause=cause, next_step=next_step) from problem
+        raise error(
+            f"{what}: {names_of(failed)} failed",
+            cause="no space, no permission, or a directory that not all nodes share",
+            next_step=f"read the output of {names_of(failed)}",
+        )
+
+
+def _kind(problem: BaseException | None) -> int:
+    if problem is None:
+        return _WELL
+    if isinstance(problem, Damaged):
+        return _DAMAGED
+    return _STORAGE if isinstance(problem, OSError | StorageError) else _OTHER
+
+
+def _advice(problem: BaseException) -> tuple[str, str]:
+    """Return the likely cause of `problem`, and the next step."""
+    if isinstance(problem, PermissionError):
+        return "this user may not write there, or the volume is mounted read-only", "check the directory's permissions"
+    if is_missing(problem):
+        return (
+            "a clean-up job, a person, or a later run of this job removed the temporary folder while it was written",
+            "exclude names that begin with .step- from clean-ups of the directory",
+        )
+    if isinstance(problem, OSError):
+        return "no space, or a read-only or failing disk", "check the file system of the directory"
+    return "state that cannot be saved, or a file that was changed meanwhile", "check the state that the message names"

@@ -1,0 +1,188 @@
+"""Files of state: they are on disk before a checkpoint is published, and a checksum detects every change.
+
+Files are read with `weights_only=True`, so reading a file runs no code.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+import xxhash
+
+from topkube.training.checkpoint.encoding import Undecodable, decode
+
+SEEN_WITHIN_SECONDS = 10.0
+"""How long shared storage may take to show a file that another node has written."""
+_CHUNK = 8 << 20
+_UNSEEN = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_DAMAGE = (*_UNSEEN, errno.EIO)
+"""Read errors that a retry does not fix."""
+
+
+class Damaged(Exception):
+    """A file is missing, truncated, changed since it was written, or not a file of a checkpoint."""
+
+
+class Cancelled(Exception):
+    """The file is no longer needed."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """The size of a file in bytes, and the xxh3 (64 bits) of its contents."""
+
+    bytes: int
+    digest: int
+
+
+@dataclass
+class Tally:
+    """The bytes that a save has written so far. A thread that writes stops soon after `cancelled` is set."""
+
+    bytes: int = 0
+    cancelled: bool = False
+
+
+class _Checked:
+    """A file that is written from start to end, and keeps the error of the disk.
+
+    The file has no buffer: a process that the script forks in the middle of a save would write the inherited buffer
+    when it ends.
+    """
+
+    def __init__(self, file: IO[bytes], tally: Tally) -> None:
+        self.bytes, self.hash = 0, xxhash.xxh3_64()
+        self.error: OSError | Cancelled | None = None
+        self._file, self._tally = file, tally
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _CHUNK):
+            self._write(view[start : start + _CHUNK])
+        return len(view)
+
+    def _write(self, chunk: memoryview) -> None:
+        self.hash.update(chunk)
+        done = 0
+        try:
+            while done < len(chunk):
+                if self._tally.cancelled:
+                    raise Cancelled
+                count = self._file.write(chunk[done:])  # a full disk may take a part
+                done += count
+                self._tally.bytes += count
+        except (OSError, Cancelled) as error:
+            self.error = error
+            raise
+        self.bytes += len(chunk)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_state(path: Path, state: dict[str, Any], tally: Tally | None = None) -> FileDigest:
+    """Write an encoded state (`encoding.encode`) to a new file, and sync the file to the disk. Raises OSError of the
+    disk, Cancelled, and errors of pickling."""
+    with path.open("xb", buffering=0) as file:
+        checked = _Checked(cast(IO[bytes], file), tally or Tally())
+        try:
+            torch.save(state, cast(IO[bytes], checked))
+        except Exception:
+            if checked.error is not None:  # torch reports it in another way
+                raise checked.error from None
+            raise
+        sync(file)
+    return FileDigest(checked.bytes, checked.hash.intdigest())
+
+
+def read_state(path: Path, wanted: FileDigest) -> dict[str, Any]:
+    """Return the state that `write_state` wrote, decoded. Waits for a file that is not complete yet, for
+    SEEN_WITHIN_SECONDS. Raises Damaged if the file is not the one that was written, else OSError."""
+    is_seen_within(lambda: _size(path) == wanted.bytes, path.parent)
+    digest, count = xxhash.xxh3_64(), 0
+    try:
+        with path.open("rb") as file:
+            while data := file.read(_CHUNK):
+                digest.update(data)
+                count += len(data)
+    except OSError as error:
+        raise _damage_or(error, path) from error
+    if count != wanted.bytes:
+        raise Damaged(f"{path} has {count} bytes instead of {wanted.bytes}")
+    if digest.intdigest() != wanted.digest:
+        raise Damaged(f"{path} has changed since it was written")
+    try:
+        state = decode(torch.load(path, map_location="cpu", weights_only=True))
+    except Undecodable as error:
+        raise Damaged(f"{path} holds {error}") from error
+    except OSError as error:
+        raise _damage_or(error, path) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # not a file of TopKube: torch raises errors of many kinds
+        raise Damaged(f"{path} cannot be loaded: {error}") from error
+    if not isinstance(state, dict):
+        raise Damaged(f"{path} holds a {type(state).__name__} instead of a dict")
+    return state
+
+
+def read_text(path: Path) -> str:
+    """Return a small file's text. Raises Damaged or OSError as `read_state` does, at once."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{path} has changed since it was written") from error
+    except OSError as error:
+        raise _damage_or(error, path) from error
+
+
+def write_new_text(path: Path, text: str) -> None:
+    """Write a new small file, and sync it to the disk. Raises OSError, also if the file exists."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        sync(file)
+
+
+def is_seen_within(is_seen: Callable[[], bool], directory: Path) -> bool:
+    """Return True as soon as `is_seen` returns True, and False after SEEN_WITHIN_SECONDS. Lists `directory` meanwhile,
+    because on NFS that makes new names visible. `is_seen` is called at least once."""
+    end, pause = time.monotonic() + SEEN_WITHIN_SECONDS, 0.01
+    while not is_seen():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+        try:
+            os.listdir(directory)
+        except OSError:
+            continue
+    return True
+
+
+def sync(file: IO[Any]) -> None:
+    """Write the contents of `file` to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def is_missing(error: BaseException | None) -> bool:
+    """Return True if `error` reports that a file or folder does not exist."""
+    return isinstance(error, OSError) and error.errno in _UNSEEN
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _damage_or(error: OSError, path: Path) -> Exception:
+    return Damaged(f"{path}: {error.strerror}") if error.errno in _DAMAGE else error

@@ -1,0 +1,310 @@
+"""Checkpoints in a directory that all ranks share. A checkpoint is written to a temporary folder and published by a
+rename, so that there is always a complete checkpoint.
+
+`DIRECTORY/step-00000500.run-00002/` holds `shared.pt` (model, optimizer, sampler: rank 0's), `rank-00000.pt` for every
+rank (its residuals and random generators) and `checkpoint.json`, which is written last (`manifest.py`). The number of
+the run comes from its claim (`run_claim.py`), so no run overwrites the checkpoints of another. If a checkpoint is
+damaged, the previous checkpoint is loaded.
+
+A save has two stages, both in threads beside training. Every rank writes its files; when all ranks have agreed that all
+files are written, rank 0 publishes the checkpoint. Ranks agree only at the ends of steps, so that the order of
+collectives is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topkube.errors import CheckpointError, StorageError
+from topkube.files import sync_directory
+from topkube.training.checkpoint.encoding import encode
+from topkube.training.checkpoint.host_copies import HostCopies, NoRoom
+from topkube.training.checkpoint.manifest import NAME, SHARED_FILE, Manifest, rank_file, read_manifest
+from topkube.training.checkpoint.place import Place, aside, published
+from topkube.training.checkpoint.residual_shares import recut, shares
+from topkube.training.checkpoint.retention import Retention, warn
+from topkube.training.checkpoint.run_claim import Claim
+from topkube.training.checkpoint.save import Save, await_files
+from topkube.training.checkpoint.stages import PassedOver, Stages
+from topkube.training.checkpoint.state_file import Damaged, FileDigest, read_state, write_new_text
+from topkube.world import World
+
+_LOOK_SECONDS = 0.25
+"""The longest pause between two agreements of ranks that wait for a save."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was read. `shared` is the same on all ranks; `own` holds this rank's "residuals" and, in the
+    world that wrote them, random "generators"."""
+
+    place: Place
+    shared: dict[str, Any]
+    own: dict[str, Any]
+
+
+class CheckpointStore:
+    """The checkpoints in a directory. All ranks call every method together. A failure on one rank raises an error on
+    all ranks."""
+
+    def __init__(self, directory: Path, keep: int, world: World, job: str = "", attempt: int = 1) -> None:
+        self.directory = directory
+        self._world, self._job, self._attempt = world, job, attempt
+        self._stages = Stages(world)
+        self._lead = world.rank == 0
+        self._claim: Claim | None = None
+        self._run = 0
+        self._retention = Retention(directory, keep)
+        self._copies = HostCopies()
+        self._save: Save | None = None
+        self._hung: Future[Any] | None = None
+        self._memory_reported = False
+
+    def claim(self) -> None:
+        """Claim the directory: from now on this run writes to it, and no earlier run does. Raises CheckpointError."""
+
+        def take() -> None:
+            if self._lead:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._claim = Claim.make(self.directory, self._job, self._attempt)
+
+        self._stages.run(take, f"the checkpoint directory {self.directory} cannot be used")
+        self._run = int(self._stages.gather([self._claim.run if self._claim else 0])[0, 0])
+
+    def run_on_all_ranks(self, stage: Callable[[], None], what: str) -> None:
+        """Run a stage on every rank. Raises CheckpointError on all ranks if it fails on one: "`what`: why"."""
+        self._stages.run(stage, what)
+
+    # ---- reading
+
+    def load(self, copy: int, copies: int, check: Callable[[Loaded], None] = lambda loaded: None) -> Loaded | None:
+        """Return the newest complete checkpoint; None if there is no checkpoint. If the world or the number of copies
+        has changed, `own` holds residuals that are redistributed for copy number `copy` of `copies`, and no random
+        generators. `check` raises Damaged for invalid contents.
+
+        Warns of each damaged checkpoint. Raises CheckpointError if all checkpoints are damaged, if a checkpoint cannot
+        be read at the moment, or if a newer TopKube wrote the newest checkpoint.
+        """
+        places = sorted(published(self.directory), reverse=True) if self._lead else []
+        count = int(self._stages.gather([len(places)])[0, 0])
+        for number in range(count):
+            mine = [places[number].run, places[number].step, places[number].again] if self._lead else [0, 0, 0]
+            place = Place(*(int(value) for value in self._stages.gather(mine)[0]))
+            loaded: list[Loaded] = []
+
+            def read(place: Place = place, loaded: list[Loaded] = loaded) -> None:
+                loaded.append(self._read(place, copy, copies))
+                check(loaded[0])
+
+            try:
+                self._stages.run(read, f"the checkpoint {self.directory / place.name} cannot be read")
+            except PassedOver as passed:
+                self._retention.damaged.add(place)
+                if passed.reason:
+                    warn(f"{passed.reason}; going back to the previous checkpoint")
+                continue
+            self._retention.proven.add(place)
+            return loaded[0]
+        if count:
+            raise CheckpointError(
+                f"none of the {count} checkpoints in {self.directory} can be read",
+                cause="the files were changed or truncated after they were written",
+                next_step="restore one of them, or empty the directory to train from the start",
+            )
+        return None
+
+    def _read(self, place: Place, copy: int, copies: int) -> Loaded:
+        path = self.directory / place.name
+        manifest = read_manifest(path)
+
+        def file(name: str) -> dict[str, Any]:
+            if name not in manifest.files:
+                raise Damaged(f"{path / NAME} lists no file {name}")
+            return read_state(path / name, manifest.files[name])
+
+        def residuals(rank: int) -> dict[str, Any]:
+            state = file(rank_file(rank)).get("residuals")
+            if not isinstance(state, dict) or not {"copy", "copies", "pieces"} <= state.keys():
+                raise Damaged(f"{path / rank_file(rank)} holds no residuals")
+            return state
+
+        old_copies, own = manifest.number_of_copies, dict[str, Any]()
+        if self._world.node_ranks == manifest.node_ranks:
+            own = file(rank_file(self._world.rank))
+            if old_copies in (None, copies):
+                return Loaded(place, file(SHARED_FILE), own)
+        wanted = range(1) if old_copies is None else shares(old_copies, copy, copies)
+        saved = (residuals(rank) for old in wanted for rank in manifest.ranks_of(old))
+        return Loaded(place, file(SHARED_FILE), {**own, "residuals": recut(saved, copy, copies)})
+
+    # ---- writing
+
+    @property
+    def is_saving(self) -> bool:
+        """True while a save is in progress."""
+        return self._save is not None
+
+    @property
+    def is_stage_done(self) -> bool:
+        """True if a save is in progress and this rank has finished its part of the stage. When that is true on all
+        ranks, all ranks call `advance`."""
+        return self._save is not None and self._save.work.done()
+
+    def begin(self, step: int, shared: Callable[[], dict[str, Any]], own: dict[str, Any]) -> bool:
+        """Begin to save `step`. No other save may be in progress. `shared` is called on rank 0; the tensors of `own`
+        must be copies already. Return True if the result of `shared` is copied, so that training may change it. If host
+        memory has no room for the copies, return False: `finish` must follow at once. Earlier checkpoints stay until
+        the new checkpoint is published. Raises StorageError if the storage fails (training may continue), and
+        CheckpointError if a later run has claimed the directory, or if a state cannot be saved, with the path of its
+        key: nothing is written then."""
+        assert self._save is None, "one save at a time"
+        folder = self.directory / aside(step, self._run)
+        states: dict[str, Any] = {}
+        what, copied, problem = self._what(step), True, None
+
+        def prepare() -> bool:
+            if self._hung is not None and not self._hung.done():
+                raise StorageError(
+                    "the write of an earlier checkpoint still hangs",
+                    cause="the storage does not answer",
+                    next_step="check the storage; training continues",
+                )
+            self._hung = None
+            states[rank_file(self._world.rank)] = encode(own)
+            if not self._lead:
+                return True
+            states[SHARED_FILE], is_copied = self._encoded(shared())
+            assert self._claim is not None, "claim() comes first"
+            self._claim.check()
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            return is_copied
+
+        try:
+            copied = prepare()
+        except Exception as error:
+            problem = error
+        try:
+            rows = self._stages.report(problem, what, [copied])
+        except CheckpointError:
+            self._remove(folder)
+            raise
+        residuals = own.get("residuals", {})
+        self._copy = residuals.get("copy", self._world.rank), residuals.get("copies", self._world.size)
+        sweep = self._retention.sweep if self._lead else lambda run, current: None
+        self._save = Save.begin(step, folder, states, lambda: sweep(self._run, folder))
+        return bool(rows.all())
+
+    def _encoded(self, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Return the encoded state, and True if its tensors are copies."""
+        try:
+            with self._copies.take() as copy:
+                return encode(state, copy), True
+        except NoRoom:
+            if not self._memory_reported:
+                self._memory_reported = True
+                warn(
+                    "host memory has no room for a copy of model and optimizer: training waits while checkpoints are"
+                    " written. Next: give the pod of rank 0 more memory"
+                )
+            return encode(state), False
+
+    def advance(self) -> int | None:
+        """Start the next stage of the save, after all ranks have finished the current stage. Return its step if it is
+        now published, else None. Raises as `begin` does if a rank has failed; the save is over then."""
+        save = self._save
+        assert save is not None, "there is a save in progress"
+        try:
+            if save.is_publishing:
+                self._stages.report(save.work.exception(), self._what(save.step))
+                self._save = None
+                return save.step
+            manifest = self._build_manifest(save)
+        except CheckpointError:
+            self._save = None
+            self._remove(save.aside)
+            raise
+        save.publish((lambda: self._publish(save, manifest)) if self._lead else None)
+        return None
+
+    def finish(self) -> int | None:
+        """Wait for the save in progress, if there is one, and return its step when it is published. Raises as `begin`
+        does, and StorageError if no rank writes anything for the deadline of collectives."""
+        published_step = None
+        while self._save is not None:
+            self._wait(self._save)
+            published_step = self.advance()
+        return published_step
+
+    def save(self, step: int, shared: Callable[[], dict[str, Any]], own: dict[str, Any]) -> None:
+        """Publish a checkpoint of `step`, and wait for it. Raises as `begin` does."""
+        self.begin(step, shared, own)
+        self.finish()
+
+    def abandon(self, seconds: float = 5.0) -> None:
+        """Give up the save in progress, on this rank only: its program ends with an error. Waits for the end of its
+        thread for at most `seconds`."""
+        if self._save is not None:
+            self._save.tally.cancelled = True
+            wait([self._save.work], seconds)
+
+    def _what(self, step: int) -> str:
+        return f"the checkpoint of step {step} could not be written to {self.directory}"
+
+    def _build_manifest(self, save: Save) -> Manifest:
+        """Return the manifest of the files that all ranks have written. Raises as `begin` does if a rank has failed."""
+        problem, own = save.work.exception(), save.written.get(rank_file(self._world.rank), FileDigest(0, 0))
+        numbers = (own.bytes, own.digest >> 32, own.digest & 0xFFFFFFFF, *self._copy)
+        rows = self._stages.report(problem, self._what(save.step), numbers).astype(int).tolist()
+        files = {rank_file(rank): FileDigest(row[0], row[1] << 32 | row[2]) for rank, row in enumerate(rows)}
+        if self._lead:
+            files[SHARED_FILE] = save.written[SHARED_FILE]
+        return Manifest(self._world.node_ranks, files, tuple(row[3] for row in rows), rows[0][4])
+
+    def _publish(self, save: Save, manifest: Manifest) -> None:
+        """Publish the checkpoint, on rank 0 in the thread of the save."""
+        assert self._claim is not None
+        await_files(save.aside, manifest.files)
+        write_new_text(save.aside / NAME, manifest.text(save.step, self._job, self._attempt, time.time()))
+        sync_directory(save.aside)
+        self._claim.check()
+        same = [place for place in published(self.directory) if (place.run, place.step) == (self._run, save.step)]
+        place = Place(self._run, save.step, 1 + max((place.again for place in same), default=-1))
+        save.aside.rename(self.directory / place.name)
+        sync_directory(self.directory)
+        self._retention.note_written(place)
+        self._retention.apply()
+
+    def _wait(self, save: Save) -> None:
+        """Wait until the stage is done on all ranks. The ranks agree at intervals, so that a rank with a slow disk does
+        not count as missing. Raises StorageError on all ranks if rank 0 sees no byte written anywhere for the deadline
+        of collectives."""
+        pause, since, last, given_up = 1e-3, time.monotonic(), -1.0, False
+        while True:
+            wait([save.work], pause)
+            rows = self._stages.gather([save.work.done(), save.tally.bytes, given_up])
+            if rows[:, 0].all():
+                return
+            if rows[0, 2]:
+                break
+            if (total := float(rows[:, 1].sum())) != last:
+                since, last = time.monotonic(), total
+            given_up = time.monotonic() - since > self._world.deadline_seconds
+            pause = min(2 * pause, _LOOK_SECONDS)
+        self._save, self._hung = None, save.work
+        save.tally.cancelled = True
+        raise StorageError(
+            f"{self._what(save.step)}: nothing was written for {self._world.deadline_seconds:g} s",
+            cause="the storage does not answer",
+            next_step="check the storage, or raise TOPKUBE_DEADLINE_SECONDS",
+        )
+
+    def _remove(self, folder: Path) -> None:
+        if self._lead:
+            shutil.rmtree(folder, ignore_errors=True)  # an unfinished checkpoint would fill the disk

@@ -1,0 +1,1 @@
+"""The exchange of gradients during `backward()`: hooks, buckets, error feedback, sparse gradients."""

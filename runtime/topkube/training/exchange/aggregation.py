@@ -1,0 +1,67 @@
+"""The aggregation settings: the job's spec.aggregation, checked, and the density warm-up."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from topkube.algorithms import CHOICES, DENSE, DENSITY, PERIOD, SELECTION, WARMUP_STEPS, WIRE, find
+from topkube.errors import ArgumentError
+from topkube.settings import Settings
+
+
+@dataclass(frozen=True)
+class AggregationSettings:
+    """The aggregation settings, the same on every rank. `algorithm` is auto, dense, or a name from the catalogue."""
+
+    algorithm: str
+    density: float
+    warmup_steps: int
+    wire: str
+    selection: str
+    momentum_correction: bool = False
+    bucket_bytes: int | None = None
+    """The most bytes of a bucket; None: chosen from the sizes of the tensors."""
+    period: int = 1
+
+    @classmethod
+    def of(cls, settings: Settings, **arguments: object) -> AggregationSettings:
+        """Return the aggregation with `arguments`; arguments that are None come from `settings`. Raises
+        ArgumentError."""
+        values: dict[str, object] = {
+            entry.name: getattr(settings, entry.name, None) for entry in dataclasses.fields(cls)
+        }
+        values.update({name: value for name, value in arguments.items() if value is not None})
+        return cls(**values)  # type: ignore[arg-type]
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in CHOICES:
+            find(self.algorithm)
+        for parameter in (DENSITY, WIRE, SELECTION, WARMUP_STEPS, PERIOD):
+            parameter.check(getattr(self, parameter.name))
+        if self.in_weights and self.momentum_correction:
+            raise ArgumentError(
+                f"momentum correction does not work with {self.algorithm}",
+                cause=f"with {self.algorithm}, the node's optimizer applies its momentum before anything is sent",
+                next_step="turn off momentum correction",
+            )
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise ArgumentError(f"bucket_bytes is {self.bucket_bytes}, below 1", next_step="pass 1 or more")
+
+    @property
+    def in_weights(self) -> bool:
+        """True if what was not sent stays in the node's weights (training/node_weights/)."""
+        return self.algorithm not in CHOICES and find(self.algorithm).in_weights
+
+    @property
+    def within_node(self) -> AggregationSettings:
+        """The aggregation of gradients within a node, if what was not sent stays in the node's weights."""
+        return dataclasses.replace(self, algorithm=DENSE, warmup_steps=0)
+
+    def density_at(self, step: int) -> float:
+        """Return the density of step `step`, from 0. It starts at 1, falls exponentially, and reaches its target at
+        `warmup_steps` (the scheme of Lin et al., "Deep Gradient Compression", 2018, section 3.3, with steps instead of
+        epochs)."""
+        if step >= self.warmup_steps:
+            return self.density
+        return float(self.density ** (step / self.warmup_steps))

@@ -1,0 +1,419 @@
+"""The exchange of an optimizer's gradients during `backward()`.
+
+Hooks see each gradient when it is ready. When all gradients of a bucket are ready, the communication thread exchanges
+the bucket while backward continues. At the end of backward the remaining buckets follow, and all ranks agree whether
+the step is finite. Changes of residuals become final when the optimizer steps, and are undone if the gradients are
+discarded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+
+import torch
+
+from topkube.errors import TrainingError
+from topkube.settings import Settings
+from topkube.telemetry import phases
+from topkube.training.batches.uneven_batches import Turns
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.backward_pass import backward_pass
+from topkube.training.exchange.bucket_exchange import BucketExchange
+from topkube.training.exchange.bucket_plan import BucketPlan
+from topkube.training.exchange.buckets import Bucket, Parameter
+from topkube.training.exchange.devices import exchange_device
+from topkube.training.exchange.gradient_hooks import GradientHooks
+from topkube.training.exchange.residuals import Momentum
+from topkube.training.exchange.sparse_gradients import fill_with_nan, is_finite
+from topkube.training.exchange.weights_check import WeightsCheck
+from topkube.training.ranks.agreement import differing_ranks, names_of
+from topkube.training.ranks.communication_thread import schedule
+from topkube.training.reporting.norms import Norms
+from topkube.world import World
+
+
+class Backward:
+    """The exchange of an optimizer's gradients.
+
+    `steps` is the number of updates and `skipped_steps` the number of steps that all ranks skipped; `density_used` is
+    the density of the last exchange. `synchronize` is False while gradients only accumulate, and `unsynchronized` is
+    True if some were not exchanged. `norms`, if set, measures exchanged gradients. `number` orders the optimizers of a
+    process. With a `node_world`, gradients are exchanged among its ranks only; agreements are those of all ranks of
+    `world`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        parameters: list[Parameter],
+        aggregation: AggregationSettings,
+        momentum: Momentum,
+        settings: Settings,
+        is_copy: bool = False,
+        node_world: World | None = None,
+    ) -> None:
+        self.steps = self.skipped_steps = 0
+        self.density_used = 1.0
+        self.synchronize, self.unsynchronized = True, False
+        self.norms: Norms | None = None
+        self.world = world
+        self.turns = Turns(world)
+        within = aggregation.within_node if aggregation.in_weights else aggregation
+        self.exchange = BucketExchange(node_world or world, within, momentum, exchange_device(parameters, settings))
+        self.plan = BucketPlan(world, parameters, aggregation, self.turns.run_agreement)
+        self.weights = WeightsCheck(parameters, settings.check_weights, settings.check_weights_every)
+        self.parameters, self._aggregation = parameters, aggregation
+        self._seen: list[int] = []
+        self._futures: list[Future[bool]] = []
+        self._left_out: list[Bucket] = []
+        self._nonfinite = self._last_nonfinite = False
+        self._first_gradient = 0.0
+        self._loss_scale: torch.Tensor | float = 1.0
+        self._compares_weights, self._first_weights = False, True
+        self._weights_digest = 0.0
+        self._hooks = GradientHooks(self, parameters)
+        self.number = 0 if is_copy else backward_pass().register(self)
+
+    @property
+    def density(self) -> float:
+        """The current density: it falls during warm-up, and is 1 if aggregation is dense."""
+        return self._aggregation.density_at(self.steps) if self.exchange.large.compresses else 1.0
+
+    def sparse_parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose gradients leave residuals."""
+        sparse = (bucket for bucket in self.plan.buckets if self.exchange.is_sparse(bucket))
+        return [parameter.tensor for bucket in sparse for parameter in bucket.parameters]
+
+    def add(self, parameters: list[Parameter]) -> None:
+        """Exchange these parameters too, from the next backward on."""
+        self.parameters += parameters
+        self._hooks.add(parameters)
+
+    # ---- around the optimizer's step
+
+    def takes_step(self) -> bool:
+        """Return True if the optimizer may step. It may not if all ranks agreed that a gradient is not finite, unless
+        the script has made the gradient finite since. Also forgets that agreement."""
+        skip, self._nonfinite = self._nonfinite and (self._last_nonfinite or self._holds_nonfinite()), False
+        return not skip
+
+    def check_exchanged(self) -> None:
+        """Raise TrainingError if a gradient that the optimizer is about to use was never exchanged."""
+        if backward_pass().is_broken_off(self):
+            raise TrainingError(
+                "the last backward() did not finish: its gradients were not aggregated over all ranks",
+                cause="an exception in backward() that the script caught",
+                next_step="call optimizer.zero_grad() and continue with the next batch, on every rank",
+            )
+        unexchanged = [
+            p.name
+            for p in self.parameters
+            if p.tensor.grad is not None and not p.exchanged and not p.holds_delivered and p.tensor.grad.any()
+        ]
+        if unexchanged:
+            raise TrainingError(
+                f"the gradients of {unexchanged[0]}"
+                + (f" and {len(unexchanged) - 1} more parameters" if len(unexchanged) > 1 else "")
+                + " were not exchanged: the ranks would make different steps",
+                cause="the script or a library such as FSDP2 assigned them, and backward() did not compute them; or"
+                " the parameter was replaced after the optimizer was wrapped (model.to(...), model.half())",
+                next_step="call optimizer.synchronize() before step() on every rank; wrap the optimizer after the"
+                " model has its device and dtype",
+            )
+
+    def note_step(self) -> None:
+        """Note that the optimizer made its step: changes of residuals become final."""
+        self.steps += 1
+        if self.exchange.residuals.are_tentative:
+            self.exchange.residuals.discard_of(lambda parameter: parameter.tensor.grad is None)
+        self.exchange.residuals.commit()
+        self._loss_scale = 1.0
+        for parameter in self.parameters:
+            parameter.exchanged = False
+        if self.world.size > 1 and self.weights.is_due(self.steps, False):
+            self._weights_digest, self._compares_weights = self.weights.digest(), True
+
+    def note_skipped_step(self) -> None:
+        """Note that the optimizer skipped its step: changes of residuals are undone."""
+        self.exchange.residuals.discard()
+        for parameter in self.parameters:
+            parameter.exchanged = False
+
+    def forget_gradients(self) -> None:
+        """Note that gradients were zeroed: changes of residuals since the last step are undone."""
+        self._nonfinite = self._last_nonfinite = self.unsynchronized = False
+        self._loss_scale = 1.0
+        self.exchange.residuals.discard()
+        for parameter in self.parameters:
+            parameter.forget()
+
+    def end(self) -> None:
+        """Exchange no more gradients."""
+        self._hooks.remove()
+        backward_pass().remove(self)
+
+    def compare_first_weights(self) -> None:
+        """Raise TrainingError, or warn, if ranks have different weights at the first step after the optimizer was
+        created or loaded. All ranks call this together."""
+        if not self._first_weights or self.world.size == 1 or not self.weights.is_due(0, True):
+            return
+        self._first_weights = False
+        digest = self.weights.digest()
+        high, low = self.turns.maximum([digest, -digest])
+        self._report_weights(digest, high == -low, True)
+
+    def wait_for_exchanges(self) -> None:
+        """Wait for the buckets that an unfinished backward had handed over: they would still write into `.grad`."""
+        wait(self._futures)
+        if self._futures and self.exchange.is_pipelined:
+            wait([schedule().submit(self.exchange.flush)])
+
+    def synchronize_now(self) -> None:
+        """Exchange gradients that no backward exchanged: the script assigned them, or they accumulated under
+        `no_sync()`. All ranks call this together."""
+        if self.exchange.residuals.are_tentative:
+            self.exchange.residuals.discard_of(lambda parameter: not parameter.holds_delivered)
+        for parameter in self.parameters:
+            if parameter.tensor.grad is None:
+                parameter.aggregated, parameter.stash = False, None
+            elif not parameter.holds_delivered:
+                parameter.aggregated = False
+                parameter.has_rows = parameter.has_rows or parameter.tensor.grad.is_sparse
+        self._seen = [p.index for p in self.parameters if p.tensor.grad is not None]
+        self._exchange_all()
+
+    def _holds_nonfinite(self) -> bool:
+        return any(p.tensor.grad is not None and not is_finite(p.tensor.grad) for p in self.parameters)
+
+    # ---- hooks
+
+    def before(self, parameter: Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Prepare the accumulation of a gradient. Return its replacement, or None to accumulate the gradient itself."""
+        backward_pass().reach(self)
+        if gradient is None or not parameter.tensor.requires_grad:  # nothing is accumulated
+            return None
+        self._check_layout(parameter, gradient)
+        if gradient.is_conj() or gradient.is_neg():
+            return self._weighted(parameter, gradient.resolve_conj().resolve_neg(), replaced=True)
+        return self._weighted(parameter, gradient)
+
+    def _weighted(self, parameter: Parameter, gradient: torch.Tensor, replaced: bool = False) -> torch.Tensor | None:
+        if parameter.tensor.grad is None:
+            parameter.aggregated, parameter.stash = False, None
+        elif parameter.aggregated and parameter.holds_delivered:
+            parameter.stash, parameter.aggregated, parameter.tensor.grad = parameter.tensor.grad, False, None
+        else:  # accumulated under no_sync(), or assigned by the script: this rank's own
+            parameter.aggregated = False
+        parameter.arrives = parameter.tensor.grad is None
+        scale = self.turns.scale()
+        if scale == 0:
+            parameter.weightless = parameter.tensor.grad is None and parameter.stash is None
+            return torch.zeros_like(gradient)  # 0 * NaN would be NaN
+        parameter.weightless = False
+        return gradient * scale if scale != 1 else gradient if replaced else None
+
+    def after(self, parameter: Parameter) -> None:
+        """Note that a gradient was accumulated, and hand over its bucket if it is full."""
+        parameter.own_gradient()
+        if not self.synchronize:
+            self.unsynchronized = True
+            return
+        bucket, buckets = self.plan.bucket_of(parameter), self.plan.buckets
+        if bucket is None or not self.plan.is_agreed:
+            self._seen.append(parameter.index)
+        elif not backward_pass().several:
+            bucket.waiting -= 1
+            while len(self._futures) < len(buckets) and buckets[len(self._futures)].waiting <= 0:
+                self._hand_over()
+
+    def _check_layout(self, parameter: Parameter, gradient: torch.Tensor) -> None:
+        bucket = self.plan.bucket_of(parameter)
+        if bucket is None:
+            parameter.has_rows = parameter.has_rows or gradient.is_sparse
+        elif bucket.has_rows != gradient.is_sparse and bucket.length:
+            if not self.plan.is_agreed:  # buckets of a loaded order: they are planned again
+                parameter.has_rows = gradient.is_sparse
+                return
+            raise TrainingError(
+                f"the gradient of {parameter.name} has layout {gradient.layout}, but had another layout before",
+                cause="an embedding whose weight is used both sparsely (sparse=True) and densely",
+                next_step="use sparse=False for it",
+            )
+
+    # ---- one backward
+
+    def begin(self) -> None:
+        """Begin a backward pass of this optimizer, before its first gradient is accumulated."""
+        self._first_gradient = time.perf_counter()
+        self.turns.forward_ended(self._first_gradient)
+        self._loss_scale = backward_pass().loss_scale
+        self._undo_discarded()
+        if all(parameter.tensor.grad is None for parameter in self.parameters):
+            self._nonfinite = self._last_nonfinite = self.unsynchronized = False
+        self._seen.clear()
+        for bucket in self.plan.buckets:
+            bucket.waiting = sum(parameter.tensor.requires_grad for parameter in bucket.parameters)
+
+    def _undo_discarded(self) -> None:
+        """Undo exchanges whose gradients the script has zeroed since: some set to None, or all of them to zeros."""
+        for parameter in self.parameters:
+            if parameter.stash is not None and parameter.is_zero:
+                parameter.stash = None
+        if self.exchange.residuals.are_tentative:
+            if all(parameter.is_zero for parameter in self.parameters):
+                self.exchange.residuals.discard()
+            else:
+                self.exchange.residuals.discard_of(lambda parameter: parameter.tensor.grad is None)
+
+    def abandon(self) -> None:
+        """Undo a backward pass that did not finish. Raises TrainingError if other ranks have already exchanged a part
+        of it, because they wait for the rest."""
+        self._hooks.restore()
+        handed_over, self._futures, self._left_out = self._futures, [], []
+        for future in handed_over:
+            future.result()
+        if self.exchange.is_pipelined:
+            schedule().submit(self.exchange.flush).result()
+            self.exchange.follow()
+        self.exchange.residuals.reject()
+        if handed_over and self.world.size > 1:
+            raise TrainingError(
+                f"backward() began after another backward() that did not finish: {len(handed_over)} of"
+                f" {len(self.plan.buckets)} buckets were exchanged",
+                cause="an exception in backward()",
+                next_step="end the process on an exception: the ranks are out of step",
+            )
+
+    def finish(self) -> None:
+        """Finish the backward pass, in the thread that called it: exchange the remaining buckets, and agree whether the
+        step is finite. Then run the script's hooks on the aggregated gradients."""
+        if self.synchronize:
+            self._exchange_all()
+        phases.current.add("backward", time.perf_counter() - self._first_gradient)
+        ran = self._hooks.run_deferred(self.synchronize)
+        stolen = [p.name for p in ran if p.tensor.grad is None]
+        if stolen and self.exchange.residuals.are_tentative:
+            raise TrainingError(
+                f"a hook set the gradient of {stolen[0]} to None at the end of backward()",
+                cause="an optimizer that steps inside backward(): the distributed optimizer cannot see that step, so it"
+                " cannot update its residuals",
+                next_step='use aggregation="dense" for it, or call optimizer.step() after backward()',
+            )
+
+    def _hand_over(self) -> None:
+        bucket = self.plan.buckets[len(self._futures)]
+        if self.plan.is_active(bucket):
+            self._futures.append(self._submit(bucket))
+        else:  # all its parameters were frozen when the ranks last compared
+            self._left_out.append(bucket)
+            self._futures.append(_done(True))
+
+    def _submit(self, bucket: Bucket) -> Future[bool]:
+        density, warming = self.density, self.steps < self._aggregation.warmup_steps
+        scale = self._loss_scale if self.exchange.is_sparse(bucket) else 1.0  # it may be on a device: not read yet
+        if self.world.size == 1 and not self.exchange.large.compresses:  # nothing to send: no thread is needed
+            return _done(self.exchange.run(bucket, density, warming))
+        mark = self.exchange.ready()
+        return schedule().submit(lambda: self.exchange.run(bucket, density, warming, mark, scale))
+
+    def _exchange_all(self) -> None:
+        first = not self.plan.is_agreed
+        self._seen += [p.index for p in self.parameters if p.local and self.plan.bucket_of(p) is None]
+        if first:
+            self.plan.agree(self._seen)
+            if self.world.size > 1:  # a rank may have loaded a state for all ranks
+                self.steps = int(self.turns.maximum([self.steps])[0])
+            self._first_weights = True
+        self.density_used = self.density
+        while len(self._futures) < len(self.plan.buckets):
+            self._hand_over()
+        compares, self._compares_weights = self._compares_weights, False
+        weights = self._weights_digest if compares else 0.0
+        futures, self._futures = self._futures, []
+        left_out, self._left_out = self._left_out, []
+        finite = self._wait(futures)
+        idle = [p for p in self._trainable() if p.weightless or p.created]
+        trainable = self.plan.digest_trainable()
+        unplanned = any(self.plan.bucket_of(self.parameters[index]) is None for index in self._seen)
+        flags = [not finite, bool(idle), trainable, -trainable, weights, -weights, unplanned, self.steps, -self.steps]
+        answers = self.turns.maximum(flags)
+        if answers[7] != -answers[8]:
+            self._raise_different_steps()
+        if answers[2] != -answers[3]:
+            self.plan.raise_different_trainable()
+        nonfinite = answers[0] > 0
+        if self.plan.update_trainable() or answers[6]:
+            new = self.plan.extend(self._seen)
+            late = [bucket for bucket in [*left_out, *new] if self.plan.is_active(bucket)]
+            finite = self._wait([self._submit(bucket) for bucket in late])
+            answers[:2] = self.turns.maximum([nonfinite or not finite, True])
+            nonfinite = answers[0] > 0
+        self._finish_step(nonfinite, answers[1] > 0)
+        if compares:
+            self._report_weights(weights, answers[4] == -answers[5], False)
+
+    def _wait(self, futures: Iterable[Future[bool]]) -> bool:
+        finite = all([future.result() for future in futures])
+        if self.exchange.is_pipelined:
+            finite = schedule().submit(self.exchange.flush).result() and finite
+            self.exchange.follow()
+        return finite
+
+    def _trainable(self) -> list[Parameter]:
+        return [p for bucket in self.plan.buckets for p in bucket.parameters if p.tensor.requires_grad]
+
+    def _finish_step(self, nonfinite: bool, some_idle: bool) -> None:
+        trainable = self._trainable()
+        self.unsynchronized = False
+        self._last_nonfinite = nonfinite
+        if nonfinite:
+            self.exchange.residuals.reject()
+            self.skipped_steps += not self._nonfinite
+            self._nonfinite = True
+            for parameter in trainable:  # the same on every rank, so that clipping and GradScaler decide alike
+                if parameter.tensor.grad is not None:
+                    fill_with_nan(parameter.tensor.grad)
+        else:
+            self.exchange.residuals.accept()
+            if some_idle:
+                self._drop_unused(trainable)
+            if self.norms is not None and self.norms.due:
+                gradients = [p.tensor.grad for p in trainable if p.tensor.grad is not None and not p.has_rows]
+                self.norms.measure(gradients, self.exchange.residuals.arrays())
+        for parameter in trainable:
+            parameter.weightless = parameter.created = False
+
+    def _drop_unused(self, parameters: list[Parameter]) -> None:
+        """Set the gradient of a parameter that no rank used to None, as with one process, unless its residual was
+        sent."""
+        idle = [parameter.weightless or parameter.created for parameter in parameters]
+        used = self.turns.maximum([not value for value in idle])
+        for parameter, is_used, is_idle in zip(parameters, used, idle, strict=True):
+            gradient = parameter.tensor.grad
+            if is_idle and not is_used and gradient is not None and not (gradient.is_sparse or gradient.any()):
+                parameter.tensor.grad = None
+                parameter.forget()
+
+    def _raise_different_steps(self) -> None:
+        rows = self.turns.run_agreement(lambda agreement: agreement.gather([self.steps]))[:, 0]
+        ranks = differing_ranks(rows)
+        raise TrainingError(
+            f"{names_of(ranks)} made a different number of optimizer steps than the other ranks ({int(rows.min())} to"
+            f" {int(rows.max())})",
+            cause="step() is called on some ranks only, or ranks loaded different states",
+            next_step="call step() on every rank after the same backward()",
+        )
+
+    def _report_weights(self, digest: float, equal: bool, first: bool) -> None:
+        self.weights.differing = 0
+        if not equal:
+            difference = self.turns.run_agreement(lambda ranks: self.weights.describe_difference(ranks, digest, first))
+            self.weights.report(difference, first, self.world.rank)
+
+
+def _done(finite: bool) -> Future[bool]:
+    future: Future[bool] = Future()
+    future.set_result(finite)
+    return future

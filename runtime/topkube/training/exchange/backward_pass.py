@@ -1,0 +1,164 @@
+"""The current backward pass, and the optimizers whose parameters it reaches.
+
+Several distributed optimizers can take part in one `backward()`, and ranks may reach them in different orders or reach
+different optimizers. All ranks must nevertheless exchange the same gradients in the same order. If a process has one
+optimizer, its buckets are exchanged while backward continues. If it has several, all ranks agree at the end of backward
+which optimizers took part on any rank, and exchange their gradients in the order in which they were created.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from topkube.errors import TrainingError
+from topkube.training.exchange.loss_scale import loss_scale_of
+from topkube.training.ranks.agreement import agreement, digest
+from topkube.training.ranks.communication_thread import schedule
+from topkube.world import World
+
+if TYPE_CHECKING:
+    from topkube.training.exchange.backward import Backward
+
+
+class BackwardPass:
+    """The current backward pass of this process. `several` is True if more than one distributed optimizer exists."""
+
+    def __init__(self) -> None:
+        self.several = False
+        self._all: list[weakref.ref[Backward]] = []
+        self._made = 0
+        self._task: int | None = None
+        self._reached: list[Backward] = []
+
+    def register(self, exchange: Backward) -> int:
+        """Add an optimizer's exchange. Return its number, which is the same on every rank if all ranks create their
+        optimizers in the same order."""
+        self._free_cycles()
+        self._all = [reference for reference in self._all if reference() is not None]
+        self.several = bool(self._all)
+        self._all.append(weakref.ref(exchange))
+        self._made += 1
+        return self._made
+
+    def remove(self, exchange: Backward) -> None:
+        """Remove an optimizer's exchange."""
+        self._all = [reference for reference in self._all if reference() not in (None, exchange)]
+        self.several = len(self._all) > 1
+
+    def is_broken_off(self, exchange: Backward) -> bool:
+        """Return True if the last backward that reached `exchange` did not finish."""
+        return exchange in self._reached
+
+    @property
+    def loss_scale(self) -> torch.Tensor | float:
+        """The factor that a gradient scaler put on the loss of the backward pass that runs; else 1.0."""
+        return loss_scale_of(self._task) if self._task is not None else 1.0
+
+    def reach(self, exchange: Backward) -> None:
+        """Note that a gradient of `exchange` arrives. The first gradient of a backward begins the pass. Raises
+        TrainingError for a backward() inside another, and if the previous backward did not finish after ranks had
+        exchanged gradients."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            _refuse_nested()
+            reached, self._reached, self._task = self._reached, [], None
+            for broken_off in reached:
+                broken_off.abandon()
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if exchange not in self._reached:
+            exchange.number = exchange.number or self.register(exchange)  # a copy counts when it trains
+            self._reached.append(exchange)
+            exchange.begin()
+
+    def _end(self) -> None:
+        """Finish every optimizer that took part, in the thread that called backward()."""
+        reached, self._reached = self._reached, []
+        try:
+            accumulates = all(not exchange.synchronize for exchange in reached)  # nothing is exchanged
+            for exchange in self._agreed(reached) if self.several and not accumulates else reached:
+                if exchange not in reached:
+                    exchange.begin()
+                exchange.finish()
+        finally:
+            self._task = None
+
+    def _free_cycles(self) -> None:
+        """Free the optimizers that only a reference cycle keeps alive: they would count on some ranks only. A rank that
+        replays batches freezes its objects again if the script had frozen some (`batches/replays.py`), so frozen
+        objects are searched as well. That is slow, and is done only if it can matter."""
+        if self._living():
+            schedule().submit(lambda: None).result()  # the thread may still hold work of an optimizer that is gone
+            gc.collect()
+        if self._living() and gc.get_freeze_count():
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
+
+    def _living(self) -> list[Backward]:
+        return [exchange for reference in self._all if (exchange := reference()) is not None]
+
+    def _agreed(self, reached: list[Backward]) -> list[Backward]:
+        """Return the optimizers that were reached on any rank, in the order in which they were created."""
+        living = sorted(self._living(), key=lambda exchange: exchange.number)
+        chosen = [exchange for exchange in reached if not exchange.synchronize]
+        worlds = dict.fromkeys(id(exchange.world) for exchange in living)
+        for key in worlds:
+            there = [exchange for exchange in living if id(exchange.world) == key and exchange.synchronize]
+            if there:
+                numbers = _union(there[0].world, [exchange.number for exchange in there if exchange in reached])
+                known = {exchange.number: exchange for exchange in there}
+                if missing := [number for number in numbers if number not in known]:
+                    raise TrainingError(
+                        f"other ranks exchange gradients of an optimizer that this rank does not have (the"
+                        f" optimizer with number {missing[0]})",
+                        cause="an optimizer was deleted, or is under no_sync(), on some ranks only",
+                        next_step="create, use and delete the same optimizers on every rank",
+                    )
+                chosen += [known[number] for number in numbers]
+        return sorted(chosen, key=lambda exchange: exchange.number)
+
+
+def _union(world: World, numbers: list[int]) -> list[int]:
+    """Return the numbers that any rank has, sorted."""
+    if world.size == 1:
+        return numbers
+    own = sorted(numbers)
+    own_digest = digest(own)
+    most, high, low = schedule().submit(lambda: agreement(world).maximum([len(own), own_digest, -own_digest])).result()
+    if high == -low:
+        return own
+    padded = [float(number) for number in own] + [-1.0] * (int(most) - len(own))
+    rows = schedule().submit(lambda: agreement(world).gather(padded)).result()
+    return sorted({int(number) for number in rows.flat if number >= 0})
+
+
+def _refuse_nested() -> None:
+    """Raise TrainingError inside a backward() that another backward() runs: the inner pass ends before the outer pass,
+    so it is unknown when all gradients are ready."""
+    frame, depth = sys._getframe(), 0
+    while frame is not None:
+        depth += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back  # type: ignore[assignment]
+    started_by_torch = isinstance(threading.current_thread(), threading._DummyThread)  # a device's backward thread
+    if depth > (0 if started_by_torch else 1):
+        raise TrainingError(
+            "backward() runs inside another backward()",
+            cause="torch.utils.checkpoint with use_reentrant=True",
+            next_step="pass use_reentrant=False to torch.utils.checkpoint.checkpoint (in Hugging Face:"
+            " gradient_checkpointing_kwargs={'use_reentrant': False})",
+        )
+
+
+_pass = BackwardPass()
+
+
+def backward_pass() -> BackwardPass:
+    """Return the process's backward pass."""
+    return _pass

@@ -1,0 +1,293 @@
+"""The exchange of a bucket in the communication thread: collect gradients, all-reduce them, deliver the means."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from topkube import algorithms
+from topkube.algorithms import DENSE
+from topkube.arrays import flat_view
+from topkube.collectives import AllReduce, Request, load
+from topkube.collectives.dense import Hierarchical
+from topkube.collectives.device.memory import Mark
+from topkube.collectives.device.pipeline import DeviceAllReduce
+from topkube.collectives.double import mean_of_doubles
+from topkube.collectives.error_feedback import Residual
+from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.buckets import Bucket, Parameter, real_view
+from topkube.training.exchange.residuals import Momentum, Residuals
+from topkube.training.exchange.sparse_gradients import is_finite, mean_of_rows
+from topkube.training.ranks.agreement import agreement
+from topkube.training.ranks.communication_thread import schedule
+from topkube.world import World
+
+
+class BucketExchange:
+    """The exchange of buckets among the ranks of a world. Methods run in the communication thread, in the same order on
+    every rank; `ready` and `follow` run in the thread of the caller.
+
+    If `device` is set, buckets are reduced on it, as a pipeline (collectives/device/): `run` then only starts the
+    reduction of a bucket, and `flush` finishes all of them. So it is with dense buckets between nodes of CPUs
+    (collectives/overlapped.py): the next buckets start while the messages of the first are under way.
+    """
+
+    def __init__(
+        self, world: World, aggregation: AggregationSettings, momentum: Momentum, device: torch.device | None = None
+    ) -> None:
+        self.world, self.aggregation = world, aggregation
+        self.large = self._all_reduce(sys.maxsize).algorithm
+        self.dense = self._all_reduce(sys.maxsize, DENSE if self.large.compresses else self.large.name)
+        self.residuals = Residuals(world, self.large, momentum, device)
+        self.on_device = DeviceAllReduce(world, device) if device is not None else None
+        self._overlapped = OverlappedAllReduce(world) if device is None and world.nodes > 1 else None
+        self._agreement = agreement(world)
+        self._staging: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self._scale: tuple[torch.Tensor, float] | None = None
+        self._number = 0
+
+    def is_sparse(self, bucket: Bucket) -> bool:
+        """Return True if the bucket's exchange leaves a residual, once the warm-up has begun to lower the density."""
+        return not bucket.small and self._all_reduce(bucket.length).algorithm.residual is not None
+
+    def _all_reduce(self, length: int, name: str | None = None) -> AllReduce:
+        """Return the implementation for large tensors: "auto" depends on the bucket's length, and on the target
+        density, so that warm-up changes nothing."""
+        name = name or self.aggregation.algorithm
+        return load(algorithms.resolve(name, self.world.nodes, length, self.aggregation.density))
+
+    @torch.no_grad()
+    def run(
+        self,
+        bucket: Bucket,
+        density: float,
+        warming: bool,
+        mark: Mark | None = None,
+        loss_scale: torch.Tensor | float = 1.0,
+    ) -> bool:
+        """Exchange the bucket's local gradients and add the means to the aggregated gradients in `.grad`. Return True
+        if all values that this rank saw were finite. Residuals change with `accept`. `mark` is the result of `ready`
+        when the gradients were handed over; `loss_scale` is the factor on the loss that they come from."""
+        with self._after(mark):
+            if bucket.has_rows:
+                self._finish_overlapped()
+                return self._exchange_rows(bucket.parameters[0], mark)
+            return self._exchange_strided(bucket, density, warming, mark, self._factor(loss_scale))
+
+    def _factor(self, loss_scale: torch.Tensor | float) -> float:
+        """Return the factor as a number. A factor on the device is read once per backward, because that waits."""
+        if not isinstance(loss_scale, torch.Tensor):
+            return loss_scale
+        if self._scale is None or self._scale[0] is not loss_scale:
+            self._scale = loss_scale, float(loss_scale)
+        return self._scale[1]
+
+    @contextmanager
+    def _after(self, mark: Mark | None) -> Iterator[None]:
+        """Return a context in which torch works on the stream of the exchange, after `mark`."""
+        if self.on_device is None or mark is None:  # no streams, or the thread of the caller
+            yield
+            return
+        self.on_device.memory.enter_thread()
+        self.on_device.after(mark)
+        with self.on_device.on_stream():
+            yield
+
+    def _exchange_strided(
+        self, bucket: Bucket, density: float, warming: bool, mark: Mark | None, loss_scale: float
+    ) -> bool:
+        trainable = [parameter for parameter in bucket.parameters if parameter.tensor.requires_grad]
+        whole = warming and density == 1 and not self.aggregation.momentum_correction
+        all_reduce = self.dense if bucket.small or whole else self._all_reduce(bucket.length)
+        if self.world.size == 1 and not all_reduce.algorithm.compresses:
+            return self._deliver_alone(trainable, mark)
+        if bucket.dtype != torch.float64:
+            if self.on_device is not None:
+                self._begin(bucket, all_reduce, density, mark, loss_scale)
+                return True
+            if self._overlapped is not None and isinstance(all_reduce, Hierarchical):
+                self._begin_overlapped(self._overlapped, bucket, all_reduce, density, loss_scale)
+                return True
+        self._finish_overlapped()
+        if bucket.dtype == torch.float64:
+            return self._exchange_doubles(bucket, mark)
+        flat = self._collect(bucket)
+        request = self._request(flat_view(flat, "bucket", writable=True), bucket, all_reduce, density, loss_scale)
+        with self._frozen_aside(bucket, request.residual):
+            finite = all_reduce.run(self.world, request)
+        self._deliver(bucket, flat, mark)
+        return finite
+
+    def _request(self, array: Any, bucket: Bucket, all_reduce: AllReduce, density: float, loss_scale: float) -> Request:
+        algorithm = all_reduce.algorithm
+        return Request(
+            array,
+            "mean",
+            density if algorithm.compresses else 1.0,
+            self.aggregation.wire if algorithm.compresses else "fp32",
+            self.aggregation.selection,
+            self.residuals.of(bucket, loss_scale) if algorithm.residual is not None else None,
+        )
+
+    def _frozen_aside(self, bucket: Bucket, residual: Residual | None) -> AbstractContextManager[None]:
+        if residual is None or all(parameter.tensor.requires_grad for parameter in bucket.parameters):
+            return nullcontext()
+        return self.residuals.frozen_aside(bucket, residual)
+
+    def ready(self) -> Mark | None:
+        """Return a mark that `run` waits for on the device: all work so far in the caller's stream."""
+        return self.on_device.ready() if self.on_device is not None else None
+
+    @torch.no_grad()
+    def flush(self) -> bool:
+        """Finish the reductions that `run` has started. Return True if all values were finite."""
+        if self.on_device is not None:
+            self.on_device.memory.enter_thread()
+            return self.on_device.flush()
+        self._finish_overlapped()
+        return self._overlapped is None or self._overlapped.take_finite()
+
+    @property
+    def is_pipelined(self) -> bool:
+        """True if `run` may return before its bucket is delivered, so that `flush` must follow."""
+        return self.on_device is not None or self._overlapped is not None
+
+    def follow(self) -> None:
+        """Make the caller's stream wait for the delivered gradients."""
+        if self.on_device is not None:
+            self.on_device.follow()
+
+    def _exchange_doubles(self, bucket: Bucket, mark: Mark | None) -> bool:
+        flat = self._collect(bucket)
+        host = flat.cpu()
+        finite = mean_of_doubles(self.world, host.numpy())
+        if host is not flat:
+            flat.copy_(host)
+        self._deliver(bucket, flat, mark)
+        return finite
+
+    def _exchange_rows(self, parameter: Parameter, mark: Mark | None) -> bool:
+        if not parameter.tensor.requires_grad:
+            parameter = Parameter(parameter.index, parameter.name, parameter.tensor, aggregated=True)
+        own = parameter.tensor.grad if parameter.local else None
+        mean = mean_of_rows(self.world, self._agreement, own, parameter.tensor)
+        finite = is_finite(mean)
+        if not parameter.tensor.requires_grad:
+            return finite
+        if parameter.aggregated and parameter.tensor.grad is not None:
+            mean = mean + parameter.tensor.grad
+        if parameter.stash is not None:
+            mean = mean + parameter.stash
+        self._lend(mean, mark)
+        self._borrow(parameter.tensor.grad, parameter.stash)
+        parameter.created = parameter.tensor.grad is None
+        parameter.tensor.grad = mean
+        parameter.deliver()
+        return finite
+
+    def _begin_overlapped(
+        self, pieces: OverlappedAllReduce, bucket: Bucket, all_reduce: Hierarchical, density: float, loss_scale: float
+    ) -> None:
+        flat = self._collect(bucket, UNDER_WAY + 2)
+        request = self._request(flat_view(flat, "bucket", writable=True), bucket, all_reduce, density, loss_scale)
+        all_reduce.begin(pieces, request, torch.no_grad()(lambda: self._deliver(bucket, flat, None)))
+        schedule().advance_meanwhile(pieces.advance)
+
+    def _finish_overlapped(self) -> None:
+        """Finish the dense buckets that are under way, before an exchange that sends its messages in another way."""
+        if self._overlapped is not None:
+            self._overlapped.finish()
+
+    def _begin(
+        self, bucket: Bucket, all_reduce: AllReduce, density: float, mark: Mark | None, loss_scale: float
+    ) -> None:
+        assert self.on_device is not None
+        flat = self._collect(bucket)
+        request = self._request(flat, bucket, all_reduce, density, loss_scale)
+        with self._frozen_aside(bucket, request.residual):
+            self.on_device.begin(all_reduce, request, finished=lambda: self._deliver(bucket, flat, mark))
+
+    def _collect(self, bucket: Bucket, buffers: int = 1) -> torch.Tensor:
+        """Return the bucket's local gradients side by side: in one of `buffers` staging buffers, or in their own memory
+        for a gradient on its own."""
+        only = bucket.parameters[0]
+        if len(bucket.parameters) == 1 and only.local and only.tensor.requires_grad and only.stash is None:
+            gradient = real_view(only.tensor.grad)
+            if gradient.is_contiguous():
+                return gradient.detach().view(-1)
+        self._number += 1  # on a device two buckets are reduced at the same time
+        place = (bucket.dtype, self._number % (2 if self.on_device is not None else buffers))
+        staging = self._staging.get(place)
+        if staging is None or staging.numel() < bucket.length:
+            staging = torch.empty(bucket.length, dtype=bucket.dtype, device=only.tensor.device)
+            self._staging[place] = staging
+        for parameter, start in zip(bucket.parameters, bucket.starts, strict=False):
+            piece = staging[start : start + parameter.length]
+            if parameter.local and parameter.tensor.requires_grad:
+                gradient = real_view(parameter.tensor.grad)
+                piece.view(gradient.shape).copy_(gradient)
+            else:
+                piece.zero_()
+        return staging[: bucket.length]
+
+    def _deliver(self, bucket: Bucket, flat: torch.Tensor, mark: Mark | None) -> None:
+        for parameter, start in zip(bucket.parameters, bucket.starts, strict=False):
+            if not parameter.tensor.requires_grad:
+                continue
+            if parameter.tensor.grad is None:
+                parameter.created = True
+                parameter.tensor.grad = torch.zeros_like(parameter.tensor)
+                self._lend(parameter.tensor.grad, mark)
+            gradient = real_view(parameter.tensor.grad)
+            piece = flat[start : start + parameter.length].view(gradient.shape)
+            if parameter.aggregated:
+                gradient += piece
+            elif gradient.data_ptr() != piece.data_ptr():
+                gradient.copy_(piece)
+            if parameter.stash is not None:  # the script may hold a reference: it stays the gradient
+                real_view(parameter.stash).add_(gradient)
+                self._borrow(parameter.tensor.grad)
+                parameter.tensor.grad = parameter.stash
+            parameter.deliver()
+
+    def _deliver_alone(self, parameters: Sequence[Parameter], mark: Mark | None) -> bool:
+        """Deliver gradients as they are, in a world of one rank. Return True if they are finite. Gradients that are
+        not finite are delivered too: the end of backward then skips the step, as with several ranks."""
+        finite = _finite([real_view(p.tensor.grad) for p in parameters if p.tensor.grad is not None])
+        for parameter in parameters:
+            if parameter.tensor.grad is not None:
+                if parameter.stash is not None:
+                    parameter.stash.add_(parameter.tensor.grad)
+                    if mark is not None:
+                        self._borrow(parameter.tensor.grad)
+                    parameter.tensor.grad = parameter.stash
+                parameter.deliver()
+        return finite
+
+    def _borrow(self, *tensors: torch.Tensor | None) -> None:
+        """Keep the memory of the caller's tensors, which lose their last reference here, until this exchange has read
+        them."""
+        if self.on_device is not None:
+            for tensor in tensors:
+                if tensor is not None:
+                    self.on_device.memory.borrow(tensor)
+
+    def _lend(self, tensor: torch.Tensor, mark: Mark | None) -> None:
+        """Keep the memory of a tensor of the exchange's stream until the caller has read it, also if the caller frees
+        it early."""
+        if self.on_device is not None:
+            self.on_device.memory.lend(tensor, mark)
+
+
+def _finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Return True if all entries are finite, with one read and one wait for the device. Entries are checked one by one
+    only if a sum is not finite, because the sum may have overflowed."""
+    if not gradients:
+        return True
+    sums = torch.stack([gradient.sum().float() for gradient in gradients])
+    return bool(torch.isfinite(sums).all()) or all(bool(torch.isfinite(gradient).all()) for gradient in gradients)

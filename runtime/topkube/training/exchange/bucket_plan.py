@@ -1,0 +1,243 @@
+"""The plan of buckets, the same on all ranks: made when the first gradients are ready, and again after a restart."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from topkube import algorithms
+from topkube.errors import TrainingError
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.buckets import BUCKET_BYTES, Bucket, Parameter, ends_for_overlap, is_sharded, plan
+from topkube.training.ranks.agreement import Agreement, differing_ranks, digest, names_of
+from topkube.world import World
+
+T = TypeVar("T")
+RunAgreement = Callable[[Callable[[Agreement], T]], T]
+"""Runs an agreement of all ranks in the communication thread, in order with the exchanges, and waits for it."""
+
+
+class BucketPlan:
+    """The buckets of all parameters, in the order of the exchanges.
+
+    `order` names the parameters in that order, None before the first plan: selection is per bucket, so a run that
+    resumes bit for bit needs the same order. `is_agreed` is False until all ranks have compared their plans, at the end
+    of the first backward after the optimizer was created or loaded. `trainable` holds the indices of the parameters
+    that required a gradient on all ranks when the ranks last compared them.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        parameters: list[Parameter],
+        aggregation: AggregationSettings,
+        run_agreement: RunAgreement[Any],
+    ) -> None:
+        self.buckets: list[Bucket] = []
+        self.order: list[str] | None = None
+        self.is_agreed = False
+        self.trainable: set[int] = set()
+        self._world, self._parameters, self._aggregation = world, parameters, aggregation
+        self._run_agreement = run_agreement
+        self._bucket_of: dict[int, Bucket] = {}
+
+    def bucket_of(self, parameter: Parameter) -> Bucket | None:
+        """Return the parameter's bucket, None if it was frozen whenever buckets were planned."""
+        return self._bucket_of.get(parameter.index)
+
+    def is_active(self, bucket: Bucket) -> bool:
+        """Return True if the ranks exchange the bucket: it holds a parameter that is trainable on all of them."""
+        return any(parameter.index in self.trainable for parameter in bucket.parameters)
+
+    def agree(self, seen: Iterable[int]) -> None:
+        """Compare parameters, settings and order with all ranks, and plan the buckets: in the order that was loaded, or
+        else in the order in which rank 0 saw the gradients of the first backward (`seen`, indices). If only some ranks
+        have loaded an order, the others adopt it. All ranks call this together. Raises TrainingError on all ranks if
+        ranks differ."""
+        self._compare()
+        if self._world.size > 1:
+            self._agree_on_order()
+        self.is_agreed = True
+        self.trainable = {p.index for p in self._parameters if p.tensor.requires_grad}
+        self.extend(seen)
+
+    def extend(self, seen: Iterable[int]) -> list[Bucket]:
+        """Plan buckets for parameters that have none and whose gradients some rank saw in this backward (`seen`,
+        indices): all parameters in the first backward, later those that were added, unfrozen or not used before. Return
+        the new buckets. All ranks call this together. Residuals start with the first exchange, so none has to move."""
+        seen = list(dict.fromkeys(seen))
+        seen_here = set(seen)
+        flags = [float(p.index in seen_here) for p in self._parameters] + [float(p.has_rows) for p in self._parameters]
+        if self._world.size > 1:
+            flags = list(self._run_agreement(lambda agreement: agreement.maximum(flags)))
+        for parameter, has_rows in zip(self._parameters, flags[len(self._parameters) :], strict=True):
+            parameter.has_rows = bool(has_rows)
+        planned = [(parameter, self._bucket_of.get(parameter.index)) for parameter in self._parameters]
+        if any(bucket is not None and bucket.has_rows != parameter.has_rows for parameter, bucket in planned):
+            self._restore_buckets(self.order or [])
+        new = [p for p in self._unplanned() if flags[p.index]]
+        names = self._ready_order(seen, {p.index for p in new})
+        by_name = {parameter.name: parameter for parameter in new}
+        self.order = (self.order or []) + names
+        return self._plan([by_name[name] for name in names])
+
+    def digest_trainable(self) -> float:
+        """Return a digest of the parameters that require a gradient."""
+        return digest([(p.name, p.length) for p in self._parameters if p.tensor.requires_grad])
+
+    def update_trainable(self) -> bool:
+        """Set `trainable` to the parameters that require a gradient now, on which all ranks agree. Return True if they
+        have changed."""
+        before = self.trainable
+        self.trainable = {p.index for p in self._parameters if p.tensor.requires_grad}
+        return self.trainable != before
+
+    def raise_different_trainable(self) -> None:
+        """Raise TrainingError, which names the ranks on which other parameters require a gradient. All ranks call this
+        together."""
+        frozen = sorted(p.name for p in self._parameters if not p.tensor.requires_grad)
+        rows = self._run_agreement(lambda agreement: agreement.gather([self.digest_trainable(), len(frozen)]))
+        ranks = differing_ranks(rows[:, 0])
+        here = f"; on rank {self._world.rank} {len(frozen)} are frozen" + (
+            f", {frozen[0]} among them" if frozen else ""
+        )
+        raise TrainingError(
+            f"{names_of(ranks)} train different parameters than the other ranks{here}",
+            cause="a parameter was frozen, unfrozen or added on some ranks only",
+            next_step="set requires_grad to the same value on every rank, before the same step",
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the order, and the buckets by the names of their parameters, for a checkpoint. A run that resumes has
+        the same buckets, also if a later version of TopKube would plan others."""
+        names = [[parameter.name for parameter in bucket.parameters] for bucket in self.buckets]
+        return {"order": self.order, "buckets": names, "bucket_sizes": self._sizes()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Plan the buckets of a saved `state`: the saved buckets, or buckets for the saved order if it was saved with
+        other settings; none yet if it has no order, or names parameters that are not here."""
+        self.buckets, self._bucket_of, self.order, self.is_agreed = [], {}, None, False
+        by_name = {parameter.name: parameter for parameter in self._parameters}
+        order = state.get("order")
+        if order is None or not by_name.keys() >= set(order):
+            return
+        self.order = list(order)
+        buckets = _buckets_of([[by_name[name] for name in names] for names in state.get("buckets", [])])
+        complete = {p.name for bucket in buckets for p in bucket.parameters} == {n for n in order if by_name[n].length}
+        if complete and state.get("bucket_sizes") == self._sizes():
+            self._adopt(buckets, [by_name[name] for name in order])
+        else:
+            self._restore_buckets(self.order)
+
+    def _restore_buckets(self, order: list[str]) -> None:
+        self.buckets, self._bucket_of = [], {}
+        by_name = {parameter.name: parameter for parameter in self._parameters}
+        self._plan([by_name[name] for name in order])
+
+    def _unplanned(self) -> list[Parameter]:
+        return [p for p in self._parameters if p.tensor.requires_grad and p.index not in self._bucket_of]
+
+    def _plan(self, parameters: list[Parameter]) -> list[Bucket]:
+        sizes = self._sizes()
+        new = plan(parameters, ends=ends_for_overlap(parameters)) if sizes is None else plan(parameters, sizes)
+        self._adopt(new, parameters)
+        return new
+
+    def _adopt(self, new: list[Bucket], parameters: list[Parameter]) -> None:
+        self.buckets += new
+        for bucket in new:
+            self._bucket_of.update({parameter.index: bucket for parameter in bucket.parameters})
+        for parameter in parameters:
+            self._bucket_of.setdefault(parameter.index, Bucket(parameter.dtype, True))  # no elements
+
+    def _sizes(self) -> int | None:
+        """Return the most bytes of a bucket, None if sizes are chosen so that dense exchanges overlap with backward.
+        Compression selects per bucket, and a device has its own pipeline: both have large buckets."""
+        given, world = self._aggregation.bucket_bytes, self._world
+        if given is not None:
+            return given
+        algorithm = algorithms.resolve(self._aggregation.algorithm, world.nodes, sys.maxsize, self._aggregation.density)
+        is_on_cpu = all(parameter.tensor.device.type == "cpu" for parameter in self._parameters)
+        return None if is_on_cpu and world.size > 1 and not algorithm.compresses else BUCKET_BYTES
+
+    def _ready_order(self, seen: list[int], new: set[int]) -> list[str]:
+        """Return the names of the `new` parameters, in the order in which rank 0 saw their gradients; the others
+        follow."""
+        own = [index for index in seen if index in new]
+        first = set(own)
+        own += [p.index for p in reversed(self._parameters) if p.index in new and p.index not in first]
+        if self._world.size > 1 and own:
+            own = [
+                int(i) for i in self._run_agreement(lambda agreement: agreement.broadcast([float(i) for i in own], 0))
+            ]
+        return [self._parameters[index].name for index in own]
+
+    def _agree_on_order(self) -> None:
+        """Adopt the order of the first rank that has an order, if ranks differ."""
+        rank, ranks, order_digest = self._world.rank, self._world.size, digest(self.state())
+        first = -rank if self.order is not None else -ranks
+        high, low, root = self._run_agreement(lambda agreement: agreement.maximum([order_digest, -order_digest, first]))
+        if high == -low:
+            return
+        root = int(-root)
+        state = json.dumps(self.state()).encode() if rank == root else b""
+        [length] = self._run_agreement(lambda agreement: agreement.maximum([len(state)]))
+        padded = [float(byte) for byte in state.ljust(int(length))]
+        received = bytes(int(byte) for byte in self._run_agreement(lambda agreement: agreement.broadcast(padded, root)))
+        self.restore(json.loads(received))
+        if self.order is None:
+            raise TrainingError(
+                f"rank {root} loaded the state of another model",
+                cause="the optimizer state names parameters that this model does not have",
+                next_step="load the state of this model, on rank 0 or on every rank",
+            )
+
+    def _compare(self) -> None:
+        """Raise TrainingError on all ranks if ranks have different parameters or settings."""
+        if self._world.size == 1:
+            return
+        digests: Mapping[str, float] = {
+            "parameters": digest([_described(parameter) for parameter in self._parameters]),
+            "frozen parameters": self.digest_trainable(),
+            "aggregation settings": digest(self._aggregation),
+        }
+        values = list(digests.values())
+        both = self._run_agreement(lambda agreement: agreement.maximum([*values, *(-value for value in values)]))
+        for number, what in enumerate(digests):
+            if both[number] == -both[number + len(digests)]:
+                continue
+            if what == "frozen parameters":
+                self.raise_different_trainable()
+            rows = self._run_agreement(lambda agreement: agreement.gather(values))
+            raise TrainingError(
+                f"{names_of(differing_ranks(rows[:, number]))} have different {what} than the other ranks",
+                cause="the model or the settings depend on the rank"
+                if what == "parameters"
+                else "TOPKUBE_* variables or the arguments of DistributedOptimizer differ",
+                next_step="build the same model with the same arguments on every rank",
+            )
+
+
+def _buckets_of(groups: list[list[Parameter]]) -> list[Bucket]:
+    """Return a bucket for each group of parameters; none at all if the parameters of a group cannot share a bucket."""
+    buckets = []
+    for group in groups:
+        bucket = Bucket(group[0].dtype, group[0].small or group[0].has_rows, group[0].has_rows)
+        if any((p.dtype, p.small, p.has_rows) != (group[0].dtype, group[0].small, group[0].has_rows) for p in group):
+            return []
+        for parameter in group:
+            bucket.append(parameter)
+        buckets.append(bucket)
+    return buckets
+
+
+def _described(parameter: Parameter) -> tuple[object, ...]:
+    """Return the properties of a parameter that must be the same on all ranks, with the part of a sharded parameter
+    that this rank holds."""
+    tensor: Any = parameter.tensor
+    if not is_sharded(tensor):
+        return parameter.name, tuple(tensor.shape), str(tensor.dtype)
+    coordinate = tensor.device_mesh.get_coordinate()
+    return parameter.name, tuple(tensor.shape), str(tensor.dtype), str(tensor.placements), str(coordinate)

@@ -1,0 +1,211 @@
+"""Fused buckets: parameters that are exchanged together, contiguous in memory during the exchange.
+
+This module does not communicate. Small tensors (biases, norms) have separate buckets, which are always exchanged dense:
+they have few bytes, and dropping most of a norm's gradient costs accuracy. All parameters of a bucket have the same
+dtype.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from topkube.collectives.error_feedback import Residual
+
+BUCKET_BYTES = 25 * 2**20
+"""The largest size that is chosen: larger buckets hide no more latency."""
+LEAST_BUCKET_BYTES = 2**20
+"""The smallest size that is chosen, and that of the first and the last bucket. The messages of smaller buckets cost
+more than they hide."""
+BUCKETS = 8
+"""The number of buckets that a model has, if these bounds allow it. While one bucket travels, the gradients of the
+next are computed; only the last bucket has nothing to hide behind."""
+SMALL_ELEMENTS = 1024
+"""A tensor with fewer elements, or with at most one dimension, is small."""
+
+
+def _users_of_own_storage() -> int:
+    tensor = torch.zeros(1)
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+_USERS_OF_OWN_STORAGE = _users_of_own_storage()
+"""The use count of a storage that a single tensor uses: the tensor, and the handle of the query."""
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return True for a DTensor: FSDP2 and tensor parallelism keep a part of it on each rank."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+@torch.no_grad()
+def real_view(tensor: Any) -> torch.Tensor:
+    """Return a view of the values that are exchanged: the local shard of a DTensor, and real numbers of shape (..., 2)
+    for a complex tensor. `tensor` is strided."""
+    local = tensor.to_local() if is_sharded(tensor) else tensor
+    return torch.view_as_real(local) if local.is_complex() else local
+
+
+@dataclass(eq=False)
+class Parameter:
+    """A named parameter and the state of its `.grad`.
+
+    `.grad` is either local (this rank's own contributions since the last exchange) or `aggregated`. If a backward adds
+    to an aggregated gradient, the aggregated gradient moves to `stash`, so that only the new part is exchanged.
+    """
+
+    index: int
+    name: str
+    tensor: torch.nn.Parameter
+    aggregated: bool = False
+    stash: torch.Tensor | None = None
+    weightless: bool = False
+    """True if `.grad` contains only a batch of weight zero: this rank did not use the parameter."""
+    created: bool = False
+    """True if `.grad` was None before this exchange. It becomes None again if no rank used the parameter."""
+    exchanged: bool = False
+    """True if `.grad` was exchanged since the last step."""
+    has_rows: bool = False
+    """True if gradients are sparse tensors (an embedding with sparse=True): the rows of all ranks are gathered."""
+    arrives: bool = False
+    """True if `.grad` was None before this gradient: torch may then keep the tensor that arrives."""
+    _delivered: weakref.ref[torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        local = real_view(self.tensor.detach())
+        self.dtype, self.length = local.dtype, local.numel()
+        self._thin = self.tensor.ndim <= 1 or self.tensor.is_complex()
+
+    @property
+    def small(self) -> bool:
+        """True if the gradient is always exchanged dense: small, complex and float64 tensors."""
+        return self._thin or self.length < SMALL_ELEMENTS or self.dtype == torch.float64
+
+    @property
+    def local(self) -> bool:
+        """True if `.grad` holds contributions of this rank that have not been exchanged."""
+        return self.tensor.grad is not None and not self.aggregated
+
+    def deliver(self) -> None:
+        """Note that `.grad` is aggregated from now on."""
+        gradient = self.tensor.grad
+        assert gradient is not None
+        self.aggregated, self.stash, self.exchanged = True, None, True
+        torch.autograd.graph.increment_version(gradient)  # a kernel may have written it without torch
+        self._delivered = weakref.ref(gradient)
+
+    @property
+    def holds_delivered(self) -> bool:
+        """True if `.grad` is the tensor that the last exchange delivered, changed in place or not."""
+        return self._delivered is not None and self._delivered() is self.tensor.grad is not None
+
+    @property
+    def is_zero(self) -> bool:
+        """True if there is no gradient, or if all of it is zero. Reads the gradient."""
+        gradient = self.tensor.grad
+        return gradient is None or not bool((gradient._values() if gradient.is_sparse else gradient).any())
+
+    def own_gradient(self) -> None:
+        """Copy `.grad` if autograd may still read its memory: torch keeps the tensor that arrives, which can be a view
+        of the gradient of another branch of the graph."""
+        gradient = self.tensor.grad
+        if not self.arrives or gradient is None or gradient.is_sparse or is_sharded(gradient):
+            return
+        storage = gradient.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) > _USERS_OF_OWN_STORAGE:
+            self.tensor.grad = gradient.clone(memory_format=torch.preserve_format)
+
+    def forget(self) -> None:
+        """Note that the gradient was zeroed."""
+        self.aggregated = self.exchanged = False
+        self.stash = self._delivered = None
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A bucket of parameters: `parameters[i]` occupies elements starts[i] to starts[i + 1]."""
+
+    dtype: torch.dtype
+    small: bool
+    has_rows: bool = False
+    parameters: list[Parameter] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    residual: Residual | None = None
+    waiting: int = 0
+    """The number of parameters whose gradient this backward has not produced yet."""
+
+    @property
+    def length(self) -> int:
+        """The number of elements."""
+        return self.starts[-1]
+
+    def append(self, parameter: Parameter) -> None:
+        self.parameters.append(parameter)
+        self.starts.append(self.starts[-1] + parameter.length)
+
+
+def ends_for_overlap(parameters: Iterable[Parameter]) -> set[int]:
+    """Return the positions of `parameters` after which a dense bucket should end, so that its exchange overlaps with
+    the rest of backward. The first bucket is small, so that the exchange starts early. The last bucket is small,
+    because it is exchanged after backward. The others have equal sizes, which follow from the sizes of the tensors."""
+    groups: dict[torch.dtype, list[tuple[int, int]]] = {}
+    for position, parameter in enumerate(parameters):
+        if parameter.length and not parameter.small and not parameter.has_rows:
+            size = parameter.length * parameter.dtype.itemsize
+            groups.setdefault(parameter.dtype, []).append((position, size))
+    ends: set[int] = set()
+    for group in groups.values():
+        total = sum(size for _, size in group)
+        if total <= LEAST_BUCKET_BYTES:
+            continue
+        usual = min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, total // BUCKETS))
+        filled, limit, left, before, is_last = 0, LEAST_BUCKET_BYTES, total, -1, False
+        for position, size in group:
+            begins_last = not is_last and left <= LEAST_BUCKET_BYTES
+            if filled and (begins_last or filled + size > limit):
+                ends.add(before)
+                filled, limit = 0, usual
+            is_last = is_last or begins_last
+            filled, left, before = filled + size, left - size, position
+    return ends
+
+
+def plan(
+    parameters: Iterable[Parameter], bucket_bytes: int = BUCKET_BYTES, ends: Container[int] = frozenset()
+) -> list[Bucket]:
+    """Return buckets for `parameters`, which come in the order in which backward produces their gradients.
+
+    A bucket has at most `bucket_bytes`, and ends after a parameter whose position is in `ends`. A larger parameter has
+    a separate bucket, and so has a parameter whose gradients are sparse tensors. Buckets come in the order in which
+    their last gradient is produced: the order of the exchanges, the same on every rank that passes the same parameters.
+    """
+    open_buckets: dict[tuple[torch.dtype, bool], Bucket] = {}
+    complete: list[tuple[int, Bucket]] = []
+    last: dict[int, int] = {}
+    for position, parameter in enumerate(parameters):
+        if parameter.length == 0:
+            continue
+        if parameter.has_rows:
+            alone = Bucket(parameter.dtype, True, has_rows=True)
+            alone.append(parameter)
+            complete.append((position, alone))
+            continue
+        key = (parameter.dtype, parameter.small)
+        bucket = open_buckets.get(key)
+        size = parameter.length * parameter.dtype.itemsize
+        if bucket is not None and bucket.length * parameter.dtype.itemsize + size > bucket_bytes:
+            complete.append((last[id(bucket)], open_buckets.pop(key)))
+            bucket = None
+        if bucket is None:
+            bucket = open_buckets[key] = Bucket(*key)
+        bucket.append(parameter)
+        last[id(bucket)] = position
+        if position in ends:
+            complete.append((position, open_buckets.pop(key)))
+    complete += [(last[id(bucket)], bucket) for bucket in open_buckets.values()]
+    return [bucket for _, bucket in sorted(complete, key=lambda entry: entry[0])]

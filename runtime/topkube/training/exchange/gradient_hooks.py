@@ -1,0 +1,128 @@
+"""Hooks on the accumulation of gradients: they see only what `backward()` adds to `.grad`.
+
+The hooks are on the nodes of the graph that accumulate, not on the parameters. `torch.autograd.grad` accumulates
+nothing, so it does not run them, and copies of a model do not have them.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from topkube.errors import ArgumentError
+from topkube.training.exchange.buckets import Parameter
+
+if TYPE_CHECKING:
+    from topkube.training.exchange.backward import Backward
+
+_owners: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Any]]] = {}
+"""The exchange that a tensor belongs to, by the tensor's id."""
+
+
+class GradientHooks:
+    """Two hooks per parameter, before and after a gradient is accumulated. They hold a weak reference to the exchange,
+    and end with it and its optimizer.
+
+    Hooks of the script (`register_post_accumulate_grad_hook`) run at the end of a backward that exchanges, and see
+    aggregated gradients: torch would run them before the exchange. Under `no_sync()` they do not run.
+
+    Raises ArgumentError if a parameter belongs to another distributed optimizer.
+    """
+
+    def __init__(self, exchange: Backward, parameters: list[Parameter]) -> None:
+        self._exchange = weakref.ref(exchange)
+        self._handles: list[Any] = []
+        self._nodes: list[Any] = []  # torch drops a node and its hooks if there is no reference to it
+        self._deferred: dict[int, tuple[Parameter, dict[int, Callable[[torch.Tensor], None]]]] = {}
+        self.add(parameters)
+        weakref.finalize(self, _remove, self._handles)
+
+    def add(self, parameters: list[Parameter]) -> None:
+        """Hook these parameters too."""
+        for parameter in parameters:
+            if _is_owned(parameter.tensor):
+                gc.collect()  # only a reference cycle may keep the owner alive: schedulers create cycles
+            if _is_owned(parameter.tensor):
+                raise ArgumentError(
+                    f"parameter {parameter.name} belongs to another distributed optimizer",
+                    cause="the model was wrapped twice: its gradients would be exchanged twice",
+                    next_step="wrap the model once, or call unwrap() on the first distributed optimizer",
+                )
+        for key in [key for key, (tensor, _) in _owners.items() if tensor() is None]:
+            del _owners[key]
+        for parameter in parameters:
+            _owners[id(parameter.tensor)] = weakref.ref(parameter.tensor), self._exchange
+            self._hook(parameter)
+
+    def remove(self) -> None:
+        """Remove all hooks. The parameters then belong to no optimizer."""
+        _remove(self._handles)
+        self._handles.clear()
+        self._nodes.clear()
+        for key in [key for key, (_, owner) in _owners.items() if owner is self._exchange]:
+            del _owners[key]
+
+    def _hook(self, parameter: Parameter) -> None:
+        exchange, hooks, tensor = self._exchange, weakref.ref(self), parameter.tensor
+
+        def before(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+            owner, own = exchange(), hooks()
+            if owner is None or own is None:
+                return None
+            replaced = owner.before(parameter, gradients[0])
+            own._defer(parameter)
+            return None if replaced is None else (replaced,)
+
+        def after(*_: Any) -> None:
+            owner = exchange()
+            if owner is not None:
+                owner.after(parameter)
+
+        frozen = not tensor.requires_grad
+        tensor.requires_grad_(True)  # a frozen parameter has no node; it may be unfrozen later
+        node: Any = get_gradient_edge(tensor).node
+        tensor.requires_grad_(not frozen)
+        self._nodes.append(node)
+        self._handles += [node.register_prehook(before), node.register_hook(after)]
+
+    def _defer(self, parameter: Parameter) -> None:
+        hooks = getattr(parameter.tensor, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            self._deferred[parameter.index] = parameter, dict(hooks)
+            hooks.clear()
+
+    def restore(self) -> list[Parameter]:
+        """Restore the script's hooks. Return the parameters that have hooks."""
+        deferred, self._deferred = self._deferred, {}
+        for parameter, hooks in deferred.values():
+            existing: Any = parameter.tensor._post_accumulate_grad_hooks
+            existing.update(hooks)
+        return [parameter for parameter, _ in deferred.values()]
+
+    def run_deferred(self, exchanged: bool) -> list[Parameter]:
+        """Run the script's hooks on the aggregated gradients, if this backward `exchanged` any. Returns the parameters
+        whose hooks ran."""
+        parameters = self.restore()
+        if not exchanged:
+            return []
+        for parameter in parameters:
+            hooks: Any = parameter.tensor._post_accumulate_grad_hooks
+            for hook in list(hooks.values()):
+                if parameter.tensor.grad is not None:
+                    hook(parameter.tensor)
+        return parameters
+
+
+def _is_owned(tensor: torch.Tensor) -> bool:
+    owned, owner = _owners.get(id(tensor), (None, None))
+    return owned is not None and owner is not None and owned() is tensor and owner() is not None
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,217 @@
+"""Residuals by parameter name and shard: they are created when first needed, saved, loaded, and redistributed for
+another world.
+
+A rank keeps the residual of its shard of every sparse bucket. Saved pieces are keyed by parameter name and contain
+their position in the flattened parameter, so they depend neither on the buckets nor on the number of ranks. Residuals
+are in units of the mean gradient: the sum of all copies of an element is the part of its gradient that was not sent
+yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from topkube.algorithms import Algorithm
+from topkube.collectives.error_feedback import Residual
+from topkube.collectives.shard import residual_copies, residual_range
+from topkube.training.exchange.buckets import Bucket, Parameter
+from topkube.world import World
+
+Pieces = dict[str, list[tuple[int, torch.Tensor]]]
+"""Parameter name -> (first element in the flattened parameter, float32 values), ...; overlapping pieces add up."""
+
+
+Momentum = Callable[[], tuple[float, float]]
+"""Returns the momentum to correct for (0: none) and the factor of a gradient in its velocity."""
+
+
+class Residuals:
+    """This rank's residuals under one algorithm. The velocity of a parameter, with momentum correction, is saved
+    under the name "NAME velocity". If buckets are reduced on a `device` (collectives/device/), residuals are on that
+    device."""
+
+    def __init__(
+        self,
+        world: World,
+        algorithm: Algorithm,
+        momentum: Momentum = lambda: (0.0, 1.0),
+        device: torch.device | None = None,
+    ) -> None:
+        self._world, self._algorithm, self._momentum, self._device = world, algorithm, momentum, device
+        self._buckets: list[Bucket] = []
+        self._loaded: Pieces = {}
+        self._used: dict[int, Bucket] = {}
+        """The buckets of the current exchange, by id."""
+
+    def of(self, bucket: Bucket, loss_scale: float = 1.0) -> Residual:
+        """Return the bucket's residual, ready for an exchange of gradients that are multiplied by `loss_scale`: the
+        first time, it contains zeros or loaded values."""
+        if bucket.residual is None:
+            start, stop = self._range(bucket.length)
+            bucket.residual = Residual(stop - start, *self._momentum(), self._device)
+            for name, begin, end, at in _overlaps(bucket, start, stop):
+                for key, array in _tensors(name, bucket.residual.current, bucket.residual.velocity):
+                    for first, values in self._loaded.pop(key, []):
+                        low, high = max(begin, first), min(end, first + values.numel())
+                        if low < high:
+                            target = array[at + low - begin : at + high - begin]
+                            target += values[low - first : high - first].to(target.device)
+            self._buckets.append(bucket)
+        if bucket.residual.momentum:
+            bucket.residual.momentum, bucket.residual.gain = self._momentum()  # schedules may change it
+        bucket.residual.prepare()
+        bucket.residual.rescale(loss_scale)
+        self._used[id(bucket)] = bucket
+        return bucket.residual
+
+    def accept(self) -> None:
+        """Keep what the exchange did not send, to add it to the next exchange: all ranks agree that it was finite."""
+        for bucket in self._used.values():
+            assert bucket.residual is not None
+            bucket.residual.accept()
+        self._used.clear()
+
+    def reject(self) -> None:
+        """Undo the exchange: residuals stay as they were before it."""
+        self._used.clear()
+
+    def commit(self) -> None:
+        """Make the residuals final: the optimizer made its step."""
+        for residual in self._all():
+            residual.commit()
+
+    def discard(self) -> None:
+        """Restore the residuals of the last step bit for bit: the gradients since then were discarded."""
+        self._used.clear()
+        for residual in self._all():
+            residual.discard()
+
+    @property
+    def are_tentative(self) -> bool:
+        """True if an exchange since the last step can still be undone."""
+        return any(residual.is_tentative for residual in self._all())
+
+    def discard_of(self, is_discarded: Callable[[Parameter], bool]) -> None:
+        """Undo the exchanges since the last step of those parameters whose gradients are discarded."""
+        for bucket in self._buckets:
+            residual = bucket.residual
+            if residual is None or not residual.is_tentative:
+                continue
+            discarded = {p.name for p in bucket.parameters if p.exchanged and is_discarded(p)}
+            if len(discarded) == len(bucket.parameters):
+                residual.discard()
+                continue
+            start = self._range(bucket.length)[0]
+            for name, begin, end, at in _overlaps(bucket, start, start + len(residual)):
+                if name in discarded:
+                    residual.discard_range(at, at + end - begin)
+
+    @contextmanager
+    def frozen_aside(self, bucket: Bucket, residual: Residual) -> Iterator[None]:
+        """Return a context in which an exchange does not send the residuals of the bucket's frozen parameters. They
+        wait until the parameters are trained again."""
+        start = self._range(bucket.length)[0]
+        frozen = {p.name for p in bucket.parameters if not p.tensor.requires_grad}
+        places = [
+            slice(at, at + end - begin)
+            for name, begin, end, at in _overlaps(bucket, start, start + len(residual))
+            if name in frozen
+        ]
+        kinds = [(residual.current, "pending")] + [(residual.velocity, "pending_velocity")] * bool(residual.momentum)
+        held = [(values, twin, place, _copy(values[place])) for values, twin in kinds for place in places]
+        for values, _, place, _ in held:
+            values[place] = 0
+        yield
+        for values, twin, place, waiting in held:
+            values[place] = waiting
+            getattr(residual, twin)[place] = waiting
+
+    def _all(self) -> Iterator[Residual]:
+        return (bucket.residual for bucket in self._buckets if bucket.residual is not None)
+
+    def arrays(self) -> list[torch.Tensor]:
+        """The residuals themselves, one per bucket (float32, this rank's shard), not copied."""
+        residuals = [_tensor(bucket.residual.current) for bucket in self._buckets if bucket.residual is not None]
+        return [values for values in residuals if values.numel()]
+
+    def save(self) -> Pieces:
+        """Return copies of all pieces that this rank owns, as the last step left them, in units of true gradients."""
+        pieces: Pieces = {name: list(entries) for name, entries in self._loaded.items()}
+        for bucket in self._buckets:
+            assert bucket.residual is not None
+            start = self._range(bucket.length)[0]
+            for name, begin, end, at in _overlaps(bucket, start, start + len(bucket.residual)):
+                for key, array in _tensors(name, *bucket.residual.committed):
+                    values = array[at : at + end - begin].to("cpu", copy=True)
+                    values /= bucket.residual.loss_scale
+                    pieces.setdefault(key, []).append((begin, values))
+        return pieces
+
+    def load(self, pieces: Mapping[str, Iterable[tuple[int, torch.Tensor]]]) -> None:
+        """Replace all residuals. Pieces that this rank does not own are dropped when their bucket is first
+        exchanged."""
+        for bucket in self._buckets:
+            bucket.residual = None
+        self._buckets.clear()
+        self._used.clear()
+        self._loaded = {name: list(entries) for name, entries in pieces.items()}
+
+    def _range(self, length: int) -> tuple[int, int]:
+        """Return this rank's part of a bucket: its shard, or the whole bucket if every rank keeps its own residual."""
+        return residual_range(self._algorithm, self._world, length)
+
+    @property
+    def copies(self) -> int:
+        """The number of residuals of every element in the whole world: one per node, or one per rank."""
+        return residual_copies(self._algorithm, self._world)[0]
+
+    @property
+    def copy(self) -> int:
+        """The number of the copy of which this rank holds a part."""
+        return residual_copies(self._algorithm, self._world)[1]
+
+
+def _tensors(name: str, residual: Any, velocity: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the arrays of a parameter: (name in the saved pieces, values of the shard, on any device)."""
+    yield name, _tensor(residual)
+    if len(velocity):
+        yield f"{name} velocity", _tensor(velocity)
+
+
+def _copy(values: Any) -> Any:
+    return values.clone() if isinstance(values, torch.Tensor) else values.copy()
+
+
+def _tensor(values: Any) -> torch.Tensor:
+    return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+
+
+def _overlaps(bucket: Bucket, start: int, stop: int) -> Iterable[tuple[str, int, int, int]]:
+    """Yield the parameters with elements in [start, stop) of the bucket: (name, first and end element in the parameter,
+    offset from start)."""
+    for parameter, begin, end in zip(bucket.parameters, bucket.starts, bucket.starts[1:], strict=False):
+        low, high = max(begin, start), min(end, stop)
+        if low < high:
+            yield parameter.name, low - begin, high - begin, low - start
+
+
+def redistribute(saved: Iterable[Mapping[str, Any]], copy: int, copies: int) -> Pieces:
+    """Return the residuals for copy number `copy` of `copies` from those that all ranks of another world saved.
+
+    `saved` holds `copy`, `copies` and `pieces` of each old rank. If the number of copies is unchanged, each copy keeps
+    its residuals, cut into new shards. Otherwise all residuals are added and spread evenly. In both cases the sum over
+    the world stays the same.
+    """
+    merged: Pieces = {}
+    for state in saved:
+        same = state["copies"] == copies
+        if same and state["copy"] != copy:
+            continue
+        for name, entries in state["pieces"].items():
+            for first, values in entries:
+                merged.setdefault(name, []).append((first, values if same else values / copies))
+    return merged

@@ -1,0 +1,106 @@
+"""A checksum of the weights, which all ranks compare at intervals: data-parallel ranks must have the same weights.
+
+Nothing else shows a difference: after a missing broadcast, a random number that only one rank draws, or a step that
+only some ranks make, the weights differ while the losses look plausible.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from topkube.errors import TrainingError
+from topkube.training.exchange.buckets import Parameter, real_view
+from topkube.training.ranks.agreement import Agreement, differing_ranks, names_of
+
+_PRIME = 1_000_003
+
+
+class WeightsCheck:
+    """The comparison of an optimizer's weights every `every` steps, and at the first step after it was created or
+    loaded.
+
+    `mode` is "error", "warn" or "off". `differing` is the number of ranks whose weights differed from those of most
+    ranks in the last comparison.
+    """
+
+    def __init__(self, parameters: list[Parameter], mode: str, every: int) -> None:
+        self.differing = 0
+        self._parameters, self._mode, self._every = parameters, mode, every
+
+    def is_due(self, steps: int, first: bool) -> bool:
+        """Return True if the exchange after `steps` steps compares weights. The same on all ranks."""
+        return self._mode != "off" and (first or steps % self._every == 0)
+
+    def digest(self) -> float:
+        """Return a digest of all weights, of 53 bits, which float64 represents exactly."""
+        digest = xxhash.xxh3_64()
+        for checksum in _checksums([real_view(parameter.tensor) for parameter in self._parameters]):
+            digest.update(checksum.to_bytes(8, "little"))
+        return float(digest.intdigest() >> 11)
+
+    def describe_difference(self, agreement: Agreement, digest: float, first: bool) -> str:
+        """Return a sentence that names the ranks whose weights differ, and a parameter that differs. All ranks call
+        this together if their digests differ."""
+        rows = agreement.gather([digest])[:, 0]
+        ranks = differing_ranks(rows)
+        self.differing = len(ranks)
+        checksums = _checksums([real_view(parameter.tensor) for parameter in self._parameters])
+        values = [float(checksum >> 11) for checksum in checksums]
+        low, high = agreement.maximum([-value for value in values]), agreement.maximum(values)
+        different = [p.name for p, least, most in zip(self._parameters, -low, high, strict=True) if least != most]
+        named = (
+            f"{different[0]} and {len(different) - 1} more differ" if len(different) > 1 else f"{different[0]} differs"
+        )
+        if first:
+            return f"ranks start from different weights: {names_of(ranks)} differ from the other ranks ({named})"
+        return f"the weights of {names_of(ranks)} differ from those of the other ranks ({named})"
+
+    def report(self, difference: str, first: bool, rank: int) -> None:
+        """Raise TrainingError with `difference`, or warn on rank 0."""
+        cause, next_step = (
+            (
+                "topkube.broadcast_parameters(model) was not called, or weights changed on some ranks after it",
+                "call it before the first step; after a resume, load the same checkpoint on every rank",
+            )
+            if first
+            else (
+                "only some ranks made a step, drew a random number or changed weights; or processors round differently",
+                "make every rank do the same; on mixed hardware set TOPKUBE_CHECK_WEIGHTS=warn",
+            )
+        )
+        if self._mode == "error":
+            raise TrainingError(difference, cause=cause, next_step=next_step)
+        if rank == 0:
+            print(f"topkube: warning: {difference}. Likely cause: {cause}.", file=sys.stderr, flush=True)
+
+
+@torch.no_grad()
+def _checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a 64-bit checksum of each tensor. They are computed on the device, with one wait for the results."""
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        sums = [_sum_of_bits(tensor) for tensor in tensors]
+        return [int(checksum) % 2**64 for checksum in torch.stack(sums).tolist()]
+    return [xxhash.xxh3_64_intdigest(_bytes(tensor)) for tensor in tensors]
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the tensor's bits as integers, twice: plain and with a weight per column, so that a swap of
+    two values shows."""
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().contiguous().reshape(-1).view(width)
+    if bits.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    columns = min(bits.numel(), 4096)
+    whole = bits.numel() // columns * columns
+    by_column = bits[:whole].view(-1, columns).sum(0, dtype=torch.int64)
+    weights = torch.arange(1, columns + 1, device=tensor.device, dtype=torch.int64)
+    return (by_column * weights).sum() * _PRIME + bits[whole:].sum(dtype=torch.int64)

@@ -1,0 +1,93 @@
+"""Where each parameter lies in the vectors that nodes exchange.
+
+The layout depends on the names and lengths of the parameters only, not on the order of backward. Every tensor begins
+at a multiple of 256 elements, and so does every shard: a block with its scale never contains two tensors or two
+shards. So the result does not depend on the number of ranks per node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from topkube.collectives.call import own_shard
+from topkube.kernels import SIGN_BLOCK
+from topkube.training.exchange.buckets import BUCKET_BYTES, Parameter
+from topkube.world import World
+
+_ELEMENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [begin, end) of a flattened parameter. They are at [at, at + end - begin) of this rank's shard."""
+
+    parameter: Parameter
+    begin: int
+    end: int
+    at: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return these elements of a tensor of the parameter's shape, 1-D: a view if the tensor is contiguous."""
+        return tensor.detach().reshape(-1)[self.begin : self.end]
+
+    @property
+    def place(self) -> slice:
+        """The place of these elements in the shard."""
+        return slice(self.at, self.at + self.end - self.begin)
+
+
+@dataclass
+class Chunk:
+    """Parameters that are exchanged together: `parameters[i]` begins at element starts[i]. `length` is a multiple of
+    256 times the number of shards. All tensors of a chunk are small (sent as bf16), or none (sent as signs)."""
+
+    number: int
+    small: bool
+    parameters: list[Parameter] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    length: int = 0
+    first: int = 0
+    """The first element of this rank's shard."""
+    last: int = 0
+    """The end of this rank's shard."""
+    pieces: list[Piece] = field(default_factory=list)
+    """The parts of parameters in this rank's shard."""
+
+    def close(self, world: World) -> None:
+        """Note that the chunk has all its parameters, and find this rank's shard."""
+        self.length = _rounded_up(self.length, SIGN_BLOCK * world.shards)
+        self.first, self.last = own_shard(world, self.length)
+        self.pieces = list(self._pieces())
+
+    def _pieces(self) -> Iterator[Piece]:
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            low, high = max(start, self.first), min(start + parameter.length, self.last)
+            if low < high:
+                yield Piece(parameter, low - start, high - start, low - self.first)
+
+
+def chunks_of(parameters: Sequence[Parameter], world: World, chunk_bytes: int = BUCKET_BYTES) -> list[Chunk]:
+    """Return the chunks of `parameters`, of at most `chunk_bytes` (float32) each; a larger tensor has its own chunk."""
+    chunks: list[Chunk] = []
+    for small in (False, True):
+        current: Chunk | None = None
+        for parameter in parameters:
+            if parameter.small is not small or parameter.length == 0:
+                continue
+            room = _rounded_up(parameter.length, SIGN_BLOCK)
+            if current is None or _ELEMENT_BYTES * (current.length + room) > chunk_bytes:
+                current = Chunk(len(chunks), small)
+                chunks.append(current)
+            current.parameters.append(parameter)
+            current.starts.append(current.length)
+            current.length += room
+    for chunk in chunks:
+        chunk.close(world)
+    return chunks
+
+
+def _rounded_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

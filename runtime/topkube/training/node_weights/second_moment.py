@@ -1,0 +1,166 @@
+"""The correction of Adam's second moment on a node.
+
+A node's gradient has more noise than the mean gradient of all nodes, so the second moment of the node is larger, and
+its steps are shorter. The optimizer therefore uses v / rho, with one rho per tensor: the sum of the squares of the
+node's gradient over those of the mean gradient, clamped to [1, nodes]. It is estimated from 256 fixed entries of each
+tensor. Nodes exchange these entries (bf16) every 16 steps, and follow the squares with a decay of 0.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from topkube import kernels
+from topkube.algorithms import Route
+from topkube.arrays import BFLOAT16, Array
+from topkube.collectives.all_reduce import between_nodes
+from topkube.collectives.call import Call, workspace
+from topkube.collectives.exchange import Exchanges
+from topkube.collectives.request import Request
+from topkube.telemetry import phases
+from topkube.training.exchange.buckets import Parameter
+from topkube.world import World
+
+PROBES = 256
+"""Entries of a tensor that are exchanged."""
+PROBE_EVERY = 16
+"""Steps between two exchanges of the entries."""
+_DECAY = 0.9
+_KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+"""Optimizers with v = beta v + (1 - beta) g^2 in `exp_avg_sq`. Others are not corrected."""
+
+
+class SecondMoment:
+    """The correction for `optimizer`, one of torch's Adam optimizers, on this rank's node. `ratios` holds rho for each
+    parameter, shape (parameters,), float64."""
+
+    def __init__(
+        self, world: World, parameters: Sequence[Parameter], weights: Sequence[float], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._world, self._parameters, self._weights, self._optimizer = world, parameters, weights, optimizer
+        generator = torch.Generator().manual_seed(0)
+        self._entries = [torch.randperm(p.length, generator=generator)[:PROBES] for p in parameters]
+        self._bounds = np.cumsum([0, *(len(entries) for entries in self._entries)])
+        count = int(self._bounds[-1])
+        self._length = -(-count // world.shards) * world.shards
+        self._own, self._mean = np.zeros(count, np.float32), np.zeros(count, np.float32)
+        self._is_new = True
+        self.ratios = np.ones(len(parameters))
+
+    @staticmethod
+    def supports(optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if the optimizer has a second moment that this class can correct."""
+        return type(optimizer) in _KINDS and all(group["betas"][1] > 0 for group in optimizer.param_groups)
+
+    def is_due(self, step: int) -> bool:
+        """Return True if the entries are exchanged before step number `step`, from 0. The same on all ranks."""
+        return self._is_new or step % PROBE_EVERY == 0
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Exchange the entries of the gradients and set `ratios`. A collective, in the communication thread."""
+        rows = self._gathered()
+        mean = np.zeros(rows.shape[1], np.float32)
+        for row, weight in zip(rows, self._weights, strict=True):
+            mean += row * np.float32(weight)
+        for squares, values in ((self._own, rows[self._world.node]), (self._mean, mean)):
+            squares *= np.float32(_DECAY)
+            squares += np.float32(1 - _DECAY) * values * values
+        self._is_new = False
+        self._set_ratios()
+
+    def _set_ratios(self) -> None:
+        for number, (start, stop) in enumerate(zip(self._bounds, self._bounds[1:], strict=False)):
+            own, mean = float(self._own[start:stop].sum()), float(self._mean[start:stop].sum())
+            self.ratios[number] = min(max(own / max(mean, 1e-30), 1.0), float(self._world.nodes))
+
+    def _gathered(self) -> Array:
+        """Return the entries of all nodes, (nodes, entries), float32. Each rank exchanges a shard of them."""
+        world = self._world
+        values = np.zeros(self._length, np.float32)
+        for parameter, entries, start in zip(self._parameters, self._entries, self._bounds, strict=False):
+            gradient = parameter.tensor.grad
+            if gradient is not None:
+                values[start : start + len(entries)] = gradient.reshape(-1)[entries].numpy()
+        rows = np.empty((world.nodes, self._length), np.float32)
+        call = Call(world, "second moments", Request(rows.reshape(-1), "sum"))
+        call.same_between_nodes()
+        shard = self._length // world.shards
+        if world.cross_comm is not None:
+            place = slice(world.local_rank * shard, (world.local_rank + 1) * shard)
+            sent = workspace(world, "rows of second moments", world.nodes * 2 * shard, np.uint8)
+            sent = sent.reshape(world.nodes, 2 * shard)
+            kernels.cast_(sent[world.node].view(BFLOAT16), values[place])
+            exchange, count = between_nodes(Route.ALL_GATHER, world.cross_comm, sent)
+            exchanges = Exchanges()
+            exchanges.start(0, exchange)
+            exchanges.finish(0, call)
+            phases.current.sent(inter=count)
+            rows[:, place] = [row.view(BFLOAT16).astype(np.float32) for row in sent]
+        for row in rows:
+            call.all_gather(row)
+        return rows[:, : int(self._bounds[-1])]
+
+    @contextmanager
+    @torch.no_grad()
+    def corrected(self) -> Iterator[None]:
+        """Return a context in which the optimizer's step uses v / rho. The state holds v itself before and after."""
+        changed: list[tuple[Any, float]] = []
+        groups = {id(tensor): group for group in self._optimizer.param_groups for tensor in group["params"]}
+        for parameter, ratio in zip(self._parameters, self.ratios.tolist(), strict=True):
+            tensor = parameter.tensor
+            if ratio == 1 or tensor.grad is None:
+                continue
+            group, state = groups[id(tensor)], self._optimizer.state[tensor]
+            if not state and not _create_state(self._optimizer, tensor, group):
+                continue
+            second = state["exp_avg_sq"]
+            _divide(second, _gradient(self._optimizer, tensor, group), group["betas"][1], ratio)
+            changed.append((second, ratio))
+        yield
+        for second, ratio in changed:
+            second.mul_(ratio)
+
+    # ---- state
+
+    def save(self) -> dict[str, torch.Tensor]:
+        """Return copies of the squares that are followed: the same on all ranks of a node."""
+        return {"own": torch.from_numpy(self._own.copy()), "mean": torch.from_numpy(self._mean.copy())}
+
+    def load(self, state: dict[str, torch.Tensor] | None) -> None:
+        """Load what `save` returned. With None, or for another model, the estimate begins again at the next step."""
+        self._own[:], self._mean[:], self.ratios[:], self._is_new = 0, 0, 1, True
+        if state is not None and len(state["own"]) == len(self._own):
+            self._own[:], self._mean[:], self._is_new = state["own"].numpy(), state["mean"].numpy(), False
+            self._set_ratios()
+
+
+def _divide(second: torch.Tensor, gradient: torch.Tensor, beta: float, ratio: float) -> None:
+    """Change v so that the optimizer's own update, beta v + (1 - beta) g^2, gives the updated v divided by `ratio`."""
+    second.div_(ratio).addcmul_(gradient, gradient, value=(1 - beta) / beta * (1 / ratio - 1))
+
+
+def _gradient(optimizer: torch.optim.Optimizer, tensor: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """Return the gradient that the optimizer squares: Adam adds weight decay to it, AdamW does not."""
+    assert tensor.grad is not None
+    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+    if not group["weight_decay"] or decoupled:
+        return tensor.grad
+    return tensor.grad.add(tensor, alpha=-group["weight_decay"] if group.get("maximize") else group["weight_decay"])
+
+
+def _create_state(optimizer: torch.optim.Optimizer, tensor: torch.Tensor, group: dict[str, Any]) -> bool:
+    """Create the state of Adam or AdamW as their first step would. Return False for other optimizers, whose first step
+    is not corrected."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    state = optimizer.state[tensor]
+    state["step"] = torch.zeros((), dtype=torch.get_default_dtype())
+    for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+        state[name] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+    return True

@@ -1,0 +1,1 @@
+"""Optimizers and wrappers of optimizers: LARS, LAMB, master weights, momentum correction."""

@@ -1,0 +1,68 @@
+"""LARS: layer-wise adaptive rates, as fused multi-tensor operations (You, Gitman and Ginsburg, "Large Batch Training of
+Convolutional Networks", 2017, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from topkube.training.optimizers.layerwise import (
+    LayerwiseOptimizer,
+    adapted,
+    check,
+    state_of,
+    trust_ratio,
+    with_gradients,
+)
+from topkube.training.optimizers.parallel_tensor import norms
+
+
+class LARS(LayerwiseOptimizer):
+    """SGD with momentum whose rate is scaled per layer by trust * |w| / (|g| + weight_decay * |w|).
+
+    lr: the global rate; trust: the paper's coefficient eta. Tensors of at most one dimension take plain momentum steps
+    at `lr`, without decay. `parallel`: each rank computes the norms of its share of the layers (parallel_tensor.py);
+    all ranks then call `step` together, with equal gradients. Momentum is float32.
+
+    A step is five fused operations over all layers and one wait for the norms.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 1e-4,
+        trust: float = 1e-3,
+        parallel: bool = False,
+    ) -> None:
+        check("lr", lr)
+        check("momentum", momentum, below=1.0)
+        check("weight_decay", weight_decay)
+        check("trust", trust)
+        self.parallel = parallel
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
+
+    def _update(self, group: dict[str, Any]) -> None:
+        weights, gradients = with_gradients(group)
+        if not weights:
+            return
+        layers = sum(adapted(weight) for weight in weights)
+        decay, rate = group["weight_decay"], group["lr"]
+        weight_norms, gradient_norms = norms(weights[:layers], gradients[:layers], parallel=self.parallel)
+        rates = [
+            rate * (group["trust"] * trust_ratio(w, g + decay * w) if w > 0 and g > 0 else 1.0)
+            for w, g in zip(weight_norms, gradient_norms, strict=True)
+        ]
+        rates += [rate] * (len(weights) - layers)
+        update = [gradient.float() for gradient in gradients]
+        if decay and layers:
+            update[:layers] = torch._foreach_add(
+                update[:layers], [weight.float() for weight in weights[:layers]], alpha=decay
+            )
+        velocities = state_of(self, weights, "momentum")
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, torch._foreach_mul(update, rates))
+        torch._foreach_sub_(weights, velocities)

@@ -1,0 +1,94 @@
+"""The parallel tensor operator: work that all ranks would do alike, layer by layer, is shared by the ranks.
+
+From "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters" (Shi et al., 2021): layer-wise
+optimizers need the norms of all layers, which otherwise every rank would compute.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from topkube.errors import ArgumentError
+from topkube.training.ranks.agreement import agreement
+from topkube.world import current
+
+Tensors = Sequence[torch.Tensor]
+
+
+def shares(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank of each of the layers with `sizes` elements. The layers are assigned from the largest to the
+    smallest, each to the rank with the fewest elements. The result is the same on all ranks."""
+    loads = [(0, rank) for rank in range(ranks)]
+    owner = [0] * len(sizes)
+    for layer in sorted(range(len(sizes)), key=lambda layer: -sizes[layer]):
+        load, rank = heapq.heappop(loads)
+        owner[layer] = rank
+        heapq.heappush(loads, (load + sizes[layer], rank))
+    return owner
+
+
+@torch.no_grad()
+def map(
+    function: Callable[[list[int]], Sequence[Sequence[float]]],
+    sizes: Sequence[int],
+    numbers: int = 1,
+    parallel: bool = True,
+) -> list[list[float]]:
+    """Return `numbers` numbers for each layer, computed by `function`, shape (layers, numbers).
+
+    `function` receives the indices of some layers and returns the numbers of each of them; `sizes` is the cost of each
+    layer, for example its elements. With `parallel`, each rank calls `function` for its share of the layers, and all
+    ranks gather the numbers. All ranks call this together, with equal arguments. The result has the same bits on all
+    ranks. Raises ArgumentError if `function` returns another count of numbers.
+    """
+    layers = len(sizes)
+    world = current() if parallel and layers else None
+    if world is None or world.size == 1:
+        return _checked(function(list(range(layers))) if layers else [], layers, numbers)
+    owner = shares(sizes, world.size)
+    own = [layer for layer in range(layers) if owner[layer] == world.rank]
+    values = np.zeros((layers, numbers))
+    if own:
+        values[own] = _checked(function(own), len(own), numbers)
+    gathered = agreement()(values.reshape(-1).tolist())  # one rank's number plus zeros: its own bits
+    return [[float(x) for x in row] for row in gathered.reshape(layers, numbers)]
+
+
+def norms(*kinds: Tensors, parallel: bool = False) -> list[list[float]]:
+    """Return the 2-norms, in float32, of all tensors of one or more lists of equal length, for example weights and
+    gradients.
+
+    With `parallel`, each rank computes its share of the layers, and all ranks gather the numbers (`map`). One read of
+    the tensors (or of this rank's share), one wait for the device per list.
+    """
+    layers = len(kinds[0])
+    assert all(len(kind) == layers for kind in kinds)
+
+    def of_layers(chosen: list[int]) -> list[list[float]]:
+        return [list(row) for row in zip(*(_local([kind[i] for i in chosen]) for kind in kinds), strict=True)]
+
+    rows = map(of_layers, [tensor.numel() for tensor in kinds[0]], len(kinds), parallel)
+    return [[row[number] for row in rows] for number in range(len(kinds))]
+
+
+def _checked(rows: Sequence[Sequence[float]], layers: int, numbers: int) -> list[list[float]]:
+    """Return the rows if there are `layers` rows of `numbers` numbers."""
+    if len(rows) != layers or any(len(row) != numbers for row in rows):
+        raise ArgumentError(
+            f"the function of map returned numbers of shape {[len(row) for row in rows][:4]} for {layers} layers",
+            cause=f"it must return {numbers} numbers for each layer",
+            next_step="return a list of that many numbers for each index that the function receives",
+        )
+    return [list(row) for row in rows]
+
+
+def _local(tensors: Tensors) -> list[float]:
+    """Return the norms, with a fused kernel if torch has one: on CUDA, and for tensors of one dtype."""
+    if not tensors:
+        return []
+    local_norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
+    return [float(norm) for norm in torch.stack(list(local_norms)).tolist()]

@@ -1,0 +1,1 @@
+"""Agreements of ranks during training, the communication thread, and collectives inside a model."""

@@ -1,0 +1,132 @@
+"""The communication thread of the process, which runs all exchanges of training in one order.
+
+Collectives match by order, so all communication of training goes through this queue, first in, first out. `submit`
+never waits: a gradient stays in `.grad` until it is exchanged, and the thread stages one bucket at a time, so a long
+queue needs no memory.
+
+The thread must not outlive the interpreter: a thread that returns from a kernel or from MPI while Python ends aborts
+the process. The end of the program therefore waits for the current work, up to the deadline of a collective. If the
+script exits with a status, it waits only briefly, because the other ranks are about to be ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from topkube.errors import TopKubeError, WorldError
+from topkube.mpi_exit import exit_status, is_rank
+from topkube.world import current, leave_waits
+
+T = TypeVar("T")
+_BRIEFLY_SECONDS = 0.5
+"""How long an exit with a status waits for the current work."""
+_LEAVE_SECONDS = 5.0
+"""How long the thread may take to leave its waits, which check for the end ten times per second."""
+
+
+class Schedule:
+    """A queue of work that a thread runs in order, until `close`. A script that fails does not wait for the thread,
+    which is a daemon: the end of the script ends all ranks."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._closing = False
+        self._advance: Callable[[], float | None] | None = None
+        self._thread = threading.Thread(target=self._run, name="topkube-communication", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Add `work` to the queue. The future holds its result, or the error that it raised."""
+        future: Future[T] = Future()
+        self._queue.put((work, future))
+        return future
+
+    def advance_meanwhile(self, advance: Callable[[], float | None]) -> None:
+        """Call `advance` while the queue is empty, until it returns None. Otherwise it returns the seconds until its
+        next call; new work is not delayed. Called in the thread itself."""
+        self._advance = advance
+
+    def close(self, seconds: float) -> None:
+        """End the thread. It finishes the queued work first, for up to `seconds`, and then leaves its waits."""
+        self._closing = True
+        self._queue.put(None)
+        self._thread.join(seconds)
+        if self._thread.is_alive() and self._thread.ident is not None:
+            leave_waits(self._thread.ident)
+            self._thread.join(_LEAVE_SECONDS)
+
+    def _run(self) -> None:
+        while (entry := self._next()) is not None:
+            work, future = entry
+            del entry
+            # Each reference is dropped before the next step can wait or wake a waiter: it would keep the bucket's
+            # gradients alive until the next bucket, or an optimizer that its script has just deleted.
+            try:
+                result = work()
+            except BaseException as error:
+                del work
+                future.set_exception(error)
+                if self._closing:
+                    _end_with(error)
+                    return
+            else:
+                del work
+                future.set_result(result)
+                del result
+            del future
+        if self._advance is not None:  # messages are under way: their buffers must outlive the interpreter
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._advance))
+
+    def _next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
+        """Return the next entry of the queue. Advance what is under way until it comes."""
+        while self._advance is not None:
+            pause = self._advance()
+            if pause is None:
+                self._advance = None
+                break
+            try:
+                return self._queue.get(timeout=pause)
+            except Empty:
+                continue
+        return self._queue.get()
+
+
+def _end_with(error: BaseException) -> None:
+    """Warn of an error at the end of the program, when nothing waits for the result. Keep the error for ever: its
+    frames hold the buffers of unfinished messages, which must outlive the interpreter."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
+    if not exit_status():
+        what = "the program ended while gradients were exchanged"
+        cause = error if isinstance(error, TopKubeError) else f"{type(error).__name__}: {error}"
+        print(f"topkube: warning: {what}: {cause}", file=sys.stderr, flush=True)
+
+
+_schedule: Schedule | None = None
+
+
+def schedule() -> Schedule:
+    """Return the process's schedule, which starts on first use."""
+    global _schedule
+    if _schedule is None:
+        _schedule = Schedule()
+        atexit.register(_close)  # runs before the end of MPI, which `init` has registered earlier
+    return _schedule
+
+
+def _close() -> None:
+    """Close the schedule at the end of the program."""
+    if _schedule is None or not is_rank():
+        return
+    seconds = _BRIEFLY_SECONDS
+    if not exit_status():
+        with contextlib.suppress(WorldError):  # after `shutdown`
+            seconds = current().deadline_seconds + _LEAVE_SECONDS
+    _schedule.close(seconds)

@@ -1,0 +1,1 @@
+"""The reports of a run: norms, steps, and a progress bar in a terminal."""

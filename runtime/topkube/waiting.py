@@ -1,0 +1,74 @@
+"""Waits that give the processor away, and the wait of all ranks for each other in `topkube.init`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from topkube.control import Control, names_of
+from topkube.errors import CollectiveTimeout
+
+_YIELD_SECONDS = 100e-6
+"""How long a wait for messages yields the processor and looks again before it begins to sleep."""
+_PAUSE_SECONDS = 200e-6
+"""The longest sleep between two looks if the machine has a processor for every other rank."""
+_LOOK_SECONDS = 0.1
+"""The time between two calls of `look`."""
+_MEETING_TAG = 32_000
+"""The first tag of a roll call in `meet`, on MPI.COMM_WORLD: a script's own messages have smaller tags. Every MPI has
+tags up to 32,767."""
+
+
+def wait_until(
+    ready: Callable[[], bool], look: Callable[[float], None], crowding: float = 1.0, pause_seconds: float | None = None
+) -> None:
+    """Return when `ready()` is true. `look` gets the seconds since the start about ten times a second, and may raise.
+
+    The wait yields the processor at once and sleeps soon: ranks may outnumber processors, and the thread that computes
+    gradients needs the processor more. With more ranks per processor (`crowding`), the wait sleeps longer. Without
+    that, 128 waiting ranks would use all the time of two processors. If `pause_seconds` is given, the wait sleeps for
+    that long from the start: the caller knows how long the link needs for what it waits for.
+    """
+    start = time.monotonic()
+    looked, pause, longest = start, 20e-6, _PAUSE_SECONDS * max(1.0, crowding / 2)
+    if pause_seconds is not None:
+        pause = longest = max(pause_seconds, longest if crowding > 2 else 0.0)
+    while not ready():
+        now = time.monotonic()
+        if now - start < _YIELD_SECONDS and pause_seconds is None:
+            os.sched_yield()  # time.sleep(0) would sleep for 50 us, the timers' slack
+            continue
+        if now - looked > _LOOK_SECONDS:
+            looked = now
+            look(now - start)
+        time.sleep(pause)
+        pause = min(pause * 1.25, longest)
+
+
+def meet(comm: Any, deadline_seconds: float) -> None:
+    """Return when all ranks of MPI.COMM_WORLD, `comm`, have called this function.
+
+    MPI makes communicators in calls that block: they use a whole processor while they wait, and have no deadline. If
+    all ranks have met before, these calls take milliseconds. Raises CollectiveTimeout, which names the absent ranks,
+    after `deadline_seconds`.
+    """
+    if comm.size == 1:
+        return
+    control = Control(comm, first_tag=_MEETING_TAG)
+    request = comm.Ibarrier()
+
+    def look(waited: float) -> None:
+        if waited < deadline_seconds and not control.has_begun():
+            return
+        missing = control.call((), "topkube.init()").missing(comm.size)
+        absent = f"{names_of(missing)} did not call it" if missing else "although all ranks called it"
+        raise CollectiveTimeout(
+            f"topkube.init() did not complete within {deadline_seconds:g} s: {absent}",
+            tuple(missing),
+            cause="the script does slow work before topkube.init() on some ranks, or a rank failed there",
+            next_step="call topkube.init() at the top of the script, or raise TOPKUBE_DEADLINE_SECONDS",
+        )
+
+    wait_until(request.Test, look)

@@ -1,0 +1,133 @@
+"""Ranks as forks of one process that has imported torch: 32 of them start in the time of one, and share its memory.
+
+`forking.py serve SOCKET MODULE…` imports the modules and waits. mpiexec starts `forking.py rank SOCKET SCRIPT …` for
+every rank, a process that imports next to nothing: it hands its environment and its files to the server, whose fork
+becomes the rank and runs SCRIPT. The rank dies with the process that mpiexec started, and that process ends as the rank
+ended. MPI is loaded in the forks only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+
+_MESSAGE = 1 << 20
+
+
+def serve(path: str, modules: list[str]) -> None:
+    """Forks a rank for every caller, until the socket is removed or our parent ends. Returns in the forks only."""
+    import faulthandler
+    import gc
+    import importlib
+    import select
+
+    faulthandler.enable()
+
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a rank's collections would go through all that is shared, and copy it
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path + ".making")
+    listener.listen(256)
+    os.rename(path + ".making", path)
+    wake, waker = socket.socketpair()
+    waker.setblocking(False)
+    signal.set_wakeup_fd(waker.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    callers: dict[int, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([listener, wake], [], [])
+        if wake in ready:
+            wake.recv(4096)
+            while callers:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                with callers.pop(pid) as caller, contextlib.suppress(OSError):
+                    caller.send(str(os.waitstatus_to_exitcode(status)).encode())
+        if listener in ready:
+            caller, _ = listener.accept()
+            pid = os.fork()
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for other in (listener, wake, waker, *callers.values()):
+                    other.close()
+                _become(caller)
+                return
+            callers[pid] = caller
+
+
+def _become(caller: socket.socket) -> None:
+    """This fork takes over the caller's environment, directory and files, and dies with it."""
+    import fcntl
+
+    length = int.from_bytes(caller.recv(8, socket.MSG_WAITALL), "little")
+    text, files, _, _ = socket.recv_fds(caller, min(length, _MESSAGE), 16)
+    while len(text) < length:
+        text += caller.recv(length - len(text))
+    request = json.loads(text)
+    above = max(request["files"]) + 1  # PMI_FD grows with the ranks: 127 of them are enough for 512
+    spare = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in files]
+    keep = fcntl.fcntl(caller.fileno(), fcntl.F_DUPFD_CLOEXEC, above)
+    for file in (*files, caller.detach()):
+        os.close(file)
+    for file, number in zip(spare, request["files"], strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    fcntl.fcntl(keep, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(keep, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]
+    fcntl.fcntl(keep, fcntl.F_SETFL, fcntl.fcntl(keep, fcntl.F_GETFL) | os.O_ASYNC)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    sys.argv = request["arguments"]
+
+
+def run() -> None:
+    """Runs the script and ends this fork. The interpreter is not taken down: that would copy all that ranks share."""
+    import atexit
+    import ctypes
+    import runpy
+
+    import memory
+
+    memory.at_start = memory.own()
+    code = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    ctypes.CDLL(None).exit(code)  # libc's: it ends MPI
+
+
+def rank(path: str, arguments: list[str]) -> int:
+    """Becomes the front of a forked rank; returns its exit code."""
+    call = socket.socket(socket.AF_UNIX)
+    call.connect(path)
+    files = [0, 1, 2] + ([int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else [])
+    request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd(), "files": files}
+    text = json.dumps(request).encode()
+    call.sendall(len(text).to_bytes(8, "little"))
+    socket.send_fds(call, [text[:_MESSAGE]], files)
+    for file in files:
+        os.close(file)  # the rank's alone: who listens must see its end
+    status = int(call.recv(16) or b"1")
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    return status % 256
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        os._exit(rank(sys.argv[2], sys.argv[3:]))
+    serve(sys.argv[2], sys.argv[3:])
+    run()

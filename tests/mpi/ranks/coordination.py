@@ -1,0 +1,231 @@
+"""Cases of what a script calls besides training, in the world of all ranks and in sub-worlds. Every rank knows what all
+others pass, so results are compared with those of one process."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import topkube
+from ranks.allreduce import inputs, near
+from topkube import collectives
+from topkube.algorithms import OWN, Family
+from topkube.collectives import coordination, ordered
+from topkube.errors import ArgumentError
+from topkube.training.ranks.agreement import Agreement, agreement
+from topkube.training.ranks.communication_thread import schedule
+from topkube.world import World
+
+LARGEST = np.iinfo(np.int64).max
+
+
+def case_a_barrier_waits_for_all_ranks(world: World) -> None:
+    topkube.barrier()
+    reached = world.comm.allgather(True)
+    topkube.barrier()
+    assert all(reached)
+
+
+def case_reduced_integers_are_exact(world: World) -> None:
+    total = sum(10**15 + rank for rank in range(world.size))
+    assert topkube.reduce(10**15 + world.rank) == total
+    assert topkube.reduce(10**15 + world.rank, "mean") == total / world.size
+    assert topkube.reduce(world.rank, "max") == world.size - 1
+    assert topkube.reduce(-world.rank, "min") == 1 - world.size
+    assert topkube.reduce(world.rank == 0) == 1
+    assert topkube.reduce(world.rank == 0, "min") is (world.size == 1)
+    big = np.array([LARGEST if world.rank == 0 else -LARGEST, -3, 2**40 + world.rank])
+    wanted = [LARGEST - (world.size - 1) * LARGEST, -3 * world.size, sum(2**40 + r for r in range(world.size))]
+    if world.size <= 2:
+        result = topkube.reduce(big)
+        assert result.dtype == np.int64
+        assert result.tolist() == wanted
+    if world.size > 1:
+        with pytest.raises(ArgumentError, match="the sum exceeds int64"):
+            topkube.reduce(np.array([1, LARGEST]))
+    with pytest.raises(ArgumentError, match=str(2**63)):
+        topkube.reduce(2**63)
+
+
+def case_reduced_numbers_have_the_same_bits_on_all_ranks(world: World) -> None:
+    """Also those that travel along the ranks, in pieces."""
+    for length in (0, 1, 5, 70_001):
+        arrays = [array.astype(np.float64) for array in inputs(world, length)]
+        total = np.zeros(length)
+        for array in arrays:
+            total += array
+        for limit, piece in ((1 << 18, 1 << 20), (0, 999)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ordered, "GATHERED", limit)
+                patch.setattr(ordered, "_PIECE", piece)
+                assert np.array_equal(topkube.reduce(arrays[world.rank]), total)
+                assert np.array_equal(topkube.reduce(arrays[world.rank], "mean"), total / world.size)
+                assert np.array_equal(topkube.reduce(arrays[world.rank], "max"), np.max(arrays, axis=0))
+                assert np.array_equal(topkube.reduce(arrays[world.rank], "min"), np.min(arrays, axis=0))
+    assert topkube.reduce(0.1, "mean") == pytest.approx(0.1)
+    assert np.isnan(topkube.reduce(np.nan if world.rank == 0 else 1.0, "max"))
+
+
+def case_reduced_values_keep_their_kind(world: World) -> None:
+    tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3) + world.rank
+    mean = topkube.reduce(tensor, "mean")
+    assert (mean.dtype, mean.shape) == (torch.float32, (2, 3))
+    torch.testing.assert_close(mean, torch.arange(6.0).reshape(2, 3) + (world.size - 1) / 2)
+    assert tensor[0, 0] == world.rank  # not changed
+    for value, op, kind in [
+        (torch.tensor(True), "sum", torch.int64),
+        (torch.tensor(3, dtype=torch.int32), "mean", torch.float64),
+        (torch.tensor([1.5], dtype=torch.bfloat16, requires_grad=True), "sum", torch.bfloat16),
+        (torch.tensor([1], dtype=torch.uint8), "max", torch.uint8),
+    ]:
+        assert topkube.reduce(value, op).dtype == kind
+    assert topkube.reduce(np.float32(2), "sum").dtype == np.float32
+    assert topkube.reduce(np.arange(4, dtype=np.int16).reshape(2, 2)[:, ::-1], "sum").dtype == np.int64
+    assert isinstance(topkube.reduce(1), int)
+    assert isinstance(topkube.reduce(1, "mean"), float)
+    for value in ("text", [1, 2], np.array(["x"]), np.array([1j]), torch.tensor([1j]), None):
+        with pytest.raises(ArgumentError, match="reduce takes numbers"):
+            topkube.reduce(value)
+    with pytest.raises(ArgumentError, match="choose one of sum, mean, min, max"):
+        topkube.reduce(1, "product")
+
+
+def case_arrays_of_different_lengths_are_joined(world: World) -> None:
+    def part(rank: int) -> np.ndarray:
+        return np.full(((rank * 7) % 5, 3), rank, np.int32)
+
+    wanted = np.concatenate([part(rank) for rank in range(world.size)])
+    for chunk in (1 << 26, 16 * world.size):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(coordination, "CHUNK", chunk)
+            joined = topkube.allgather(part(world.rank))
+            assert joined.dtype == np.int32
+            assert np.array_equal(joined, wanted)
+            tensor = topkube.allgather(torch.from_numpy(part(world.rank)).bfloat16())
+            assert torch.equal(tensor, torch.from_numpy(wanted).bfloat16())
+    assert topkube.allgather(world.rank).tolist() == list(range(world.size))
+    assert topkube.allgather(torch.tensor(2.5)).tolist() == [2.5] * world.size
+    assert topkube.allgather(np.zeros((0, 2))).shape == (0, 2)
+    with pytest.raises(ArgumentError, match="gather_object"):
+        topkube.allgather(["a", None])
+
+
+def case_objects_travel_in_pieces(world: World) -> None:
+    def payload(rank: int) -> dict[str, object]:
+        return {"rank": rank, "text": "x" * 3000 * rank, "array": np.arange(rank)}
+
+    for chunk in (1 << 26, 1000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(coordination, "CHUNK", chunk)
+            for root in range(world.size):
+                received = topkube.broadcast_object(payload(root) if world.rank == root else None, root)
+                assert (received["rank"], len(received["text"])) == (root, 3000 * root)
+                gathered = topkube.gather_object(payload(world.rank), root)
+                assert (gathered is None) == (world.rank != root)
+                if gathered is not None:
+                    assert [(item["rank"], len(item["text"])) for item in gathered] == [
+                        (rank, 3000 * rank) for rank in range(world.size)
+                    ]
+
+
+def case_objects_that_cannot_be_pickled_are_refused_on_all_ranks(world: World) -> None:
+    last = world.size - 1
+    with pytest.raises(ArgumentError, match=f"the object of rank {last} cannot be pickled"):
+        topkube.broadcast_object(lambda: None, root=last)
+    with pytest.raises(ArgumentError, match=f"the object of rank {last} cannot be pickled"):
+        topkube.gather_object(threading.Lock() if world.rank == last else 1)
+    with pytest.raises(ArgumentError, match=f"pass a rank from 0 to {last}"):
+        topkube.broadcast_object(1, root=world.size)
+    topkube.barrier()  # and the world goes on
+
+
+def case_calls_may_be_made_while_gradients_are_exchanged(world: World) -> None:
+    work = np.ones(300_000, np.float32)
+    futures = [
+        schedule().submit(lambda: topkube.allreduce_(work.copy(), op="sum", algorithm="hierarchical")) for _ in range(5)
+    ]
+    for number in range(20):
+        assert topkube.reduce(number) == number * world.size
+        assert topkube.broadcast_object(number if world.rank == 0 else None) == number
+    for future in futures:
+        assert (future.result() == world.size).all()
+
+
+def everything(world: World | None) -> None:
+    """What works in a world works in a sub-world."""
+    if world is None:
+        return
+    for name in [
+        algorithm.name for algorithm in OWN if algorithm.family is not Family.SIGN
+    ]:  # no density makes it exact
+        for length in (3, 1000, 65537):
+            arrays = [inputs_of(world.members[rank], length) for rank in range(world.size)]
+            x = arrays[world.rank].copy()
+            topkube.allreduce_(x, algorithm=name, density=1.0, world=world)
+            near(x, np.mean(arrays, axis=0, dtype=np.float64), x.dtype, world.size, f"{name} {length}")
+    residual = collectives.new_residual("hitopk", 1000, world=world)
+    topkube.allreduce_(inputs_of(0, 1000).copy(), residual=residual, density=0.1, world=world)
+    assert topkube.reduce(world.members[world.rank], world=world) == sum(world.members)
+    assert topkube.allgather(world.rank, world=world).tolist() == list(range(world.size))
+    assert topkube.broadcast_object(world.members[world.rank], world=world) == world.members[0]
+    assert agreement(world) is agreement(world)
+    assert agreement(world)([1.0, world.rank]).tolist() == [world.size, sum(range(world.size))]
+
+
+def inputs_of(rank: int, length: int) -> np.ndarray:
+    return np.random.default_rng([9, rank, length]).standard_normal(length).astype(np.float32)
+
+
+def case_sub_worlds_work_like_worlds(world: World) -> None:
+    """Inside nodes, between nodes, of uneven nodes, in another order, of one rank; disjoint ones at the same time."""
+    nodes = [topkube.new_world(ranks) for ranks in world.node_ranks]
+    for number, sub in enumerate(nodes):
+        assert (sub is not None) == (number == world.node)
+    own = nodes[world.node]
+    assert own is not None
+    assert (own.size, own.rank, own.nodes, own.node_ranks) == (
+        world.local_size,
+        world.local_rank,
+        1,
+        (tuple(range(world.local_size)),),
+    )
+    everything(own)
+    across = [topkube.new_world([ranks[i] for ranks in world.node_ranks]) for i in range(world.shards)]
+    own_world = next((sub for sub in across if sub is not None), None)
+    if world.local_rank < world.shards:
+        assert own_world is not None
+        assert (own_world.size, own_world.nodes, own_world.local_size, own_world.shards) == (
+            world.nodes,
+            world.nodes,
+            1,
+            1,
+        )
+    everything(own_world)
+    backwards = topkube.new_world(range(world.size)[::-1])
+    assert backwards is not None
+    assert (backwards.rank, backwards.members[0]) == (world.size - 1 - world.rank, world.size - 1)
+    everything(backwards)
+    everything(topkube.new_world([0]))
+    everything(topkube.new_world(range(max(1, world.size - 1))))  # uneven where nodes are even
+    everything(world)
+    topkube.barrier()
+
+
+def case_a_sub_world_of_ranks_that_are_not_there_is_refused(world: World) -> None:
+    for ranks in ([], [0, 0], [world.size], [-1]):
+        with pytest.raises(ArgumentError, match="pass each rank once"):
+            topkube.new_world(ranks)
+
+
+def case_an_agreement_of_many_numbers_adds_them_in_rank_order(world: World) -> None:
+    """Every rank passes one number per rank: at 4,096 ranks all rows would be 400 MB."""
+    own = inputs(world, 40_000, np.float64)
+    total = np.zeros(40_000)
+    for row in own:
+        total += row
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ordered, "GATHERED", 100)
+        assert np.array_equal(Agreement(world)(own[world.rank].tolist()), total)

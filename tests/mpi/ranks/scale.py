@@ -1,0 +1,219 @@
+"""The whole path of a training on many ranks: as 2, 8 and 16 nodes, even and uneven, one after another in the same
+processes, because starting ranks is what costs time. `benchmarks/ranks.py` measures the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import memory
+import pytest
+import torch
+import xxhash
+from torch import nn
+
+import topkube
+from ranks.training.scene import assert_close, distributed, loss_of, network, own_part, samples, sgd
+from topkube.errors import CollectiveTimeout
+from topkube.settings import Settings
+from topkube.world import World
+
+STEPS = 3
+DEADLINE_SECONDS = 120.0
+
+
+class Times:
+    """Seconds of each phase on this rank, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Adds the time inside to `phase`."""
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def layouts(ranks: int) -> dict[str, tuple[int, ...]]:
+    """Ranks of each node, by a name that says what is special."""
+
+    def spread(nodes: int, uneven: bool) -> tuple[int, ...]:
+        counts = [ranks // nodes] * nodes
+        if uneven:  # the first node has more, the last one fewer
+            counts[0], counts[-1] = counts[0] + counts[-1] // 2, counts[-1] - counts[-1] // 2
+        return tuple(counts)
+
+    return {
+        "2 nodes": spread(2, uneven=False),
+        "2 uneven nodes": spread(2, uneven=True),
+        "8 uneven nodes": spread(8, uneven=True),
+        "16 nodes": spread(16, uneven=ranks > 16),
+    }
+
+
+def joined(nodes: tuple[int, ...], deadline_seconds: float = DEADLINE_SECONDS) -> World:
+    """The world of the same ranks as other nodes."""
+    topkube.shutdown()
+    settings = Settings(ranks_per_node=",".join(map(str, nodes)), deadline_seconds=deadline_seconds)
+    world = topkube.init(settings)
+    assert tuple(map(len, world.node_ranks)) == nodes
+    return world
+
+
+def same_everywhere(model: nn.Module) -> bool:
+    """Return True if the hashes show that all ranks have the same bits."""
+    own = xxhash.xxh3_64_intdigest(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()))
+    return bool(topkube.reduce(own % 2**62, "min") == topkube.reduce(own % 2**62, "max"))
+
+
+def broadcast(times: Times) -> None:
+    """Rank 0's weights, of a model as large as its hash is odd in float64."""
+    torch.manual_seed(topkube.rank())
+    model = nn.Sequential(nn.Linear(24, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+    with times.of("broadcast_parameters"):
+        topkube.broadcast_parameters(model)
+    assert same_everywhere(model)
+
+
+def train(times: Times, aggregation: str) -> None:
+    """A few steps, whose weights are the same on all ranks, and with dense aggregation those of one process."""
+    x, y = samples(4 * topkube.size())
+    model, reference = network(), network()
+    optimizer = distributed(model, aggregation=aggregation, density=0.05)
+    alone = sgd(reference.parameters())
+    with times.of(f"step, {aggregation}"):
+        for _ in range(STEPS):
+            loss_of(model, own_part(x), own_part(y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for _ in range(STEPS):
+        loss_of(reference, x, y).backward()
+        alone.step()
+        alone.zero_grad()
+    if aggregation == "dense":
+        assert_close(model, reference)
+    assert same_everywhere(model)
+    with torch.no_grad():
+        assert loss_of(model, x, y) < loss_of(network(), x, y)
+
+
+def skip(times: Times) -> None:
+    """A NaN on the last rank only: no rank takes the step."""
+    model = network()
+    optimizer = distributed(model, aggregation="hitopk", density=0.05)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    x, y = samples(8)
+    if topkube.rank() == topkube.size() - 1:
+        x = x * float("nan")
+    with times.of("step with a NaN on one rank"):
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    assert (optimizer.steps, optimizer.skipped_steps) == (0, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def run_to(times: Times, directory: str, step: int, phase: str) -> None:
+    """A run with checkpoints in `directory`, which starts where the last one there ended."""
+    model = network()
+    optimizer = distributed(model, aggregation="hitopk", density=0.05)
+    settings = Settings(checkpoint_directory=directory, checkpoint_every=1000)
+    with times.of(phase), topkube.checkpointing(model, optimizer, settings=settings) as run:
+        assert run.step == step - 1, (run.step, step)
+        for x, y in run.progress([samples(4, seed=step)], total=step):
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same_everywhere(model)
+
+
+def miss(times: Times, nodes: tuple[int, ...], least_seconds: float = 2.0) -> None:
+    """One rank skips a collective: all others name it. The last thing that a world does."""
+    world = joined(nodes, deadline_seconds=max(least_seconds, sum(nodes) / 8))
+    absent = world.size // 2 + 1
+    topkube.barrier()
+    with times.of("until a missing rank is named"):
+        if world.rank != absent:
+            with pytest.raises(CollectiveTimeout) as caught:
+                topkube.allreduce_(torch.ones(1000))
+            assert caught.value.missing == (absent,), caught.value
+
+
+def whole_path(nodes: tuple[int, ...], directory: str, step: int = 1) -> dict[str, float]:
+    """Everything but the missing rank, as these nodes; checkpoints go on from `step` - 1. Seconds by phase."""
+    times = Times()
+    with times.of("init"):
+        joined(nodes)
+    broadcast(times)
+    for aggregation in ("dense", "hitopk", "naive"):
+        train(times, aggregation)
+    skip(times)
+    run_to(times, directory, step, "checkpoint" if step == 1 else "resume and checkpoint")
+    return times.seconds
+
+
+def leave(world: World, directory: str) -> None:
+    """A checkpoint of one step in `directory`, for other numbers of ranks to go on from."""
+    joined((1,) * world.size)
+    run_to(Times(), directory, 1, "checkpoint")
+
+
+def all_layouts(world: World, directory: str, resumed: str) -> None:
+    """The path as all layouts, then a run that goes on from the checkpoint in `resumed`, of another number of ranks."""
+    for name, nodes in layouts(world.size).items():
+        whole_path(nodes, f"{directory}/{name}")
+    run_to(Times(), resumed, 2, "resume")
+    miss(Times(), layouts(world.size)["8 uneven nodes"], least_seconds=8.0)
+
+
+def measure(world: World, results: str, name: str, directory: str) -> None:
+    """The path as one layout, measured: rank 0 writes seconds by phase (of the slowest rank), and what a rank uses
+    beyond what it had when it started."""
+    nodes = layouts(world.size)[name]
+    seconds = whole_path(nodes, directory, step=2)
+    used, windows = (
+        topkube.gather_object(memory.own() - memory.at_start),
+        topkube.reduce(topkube.world.current().window.nbytes, "max"),
+    )
+    slowest = {phase: topkube.reduce(value, "max") for phase, value in seconds.items()}
+    files_used = topkube.reduce(len(list(Path("/proc/self/fd").iterdir())), "max")
+    row = {
+        "layout": name,
+        "nodes": nodes,
+        "seconds": slowest,
+        "memory_mib": {"median": statistics.median(used), "most": max(used)} if used else {},
+        "window_mib_per_node": windows / 2**20,
+        "files_per_rank": files_used,
+        "cpu_seconds_per_rank": time.process_time(),
+    }
+    # The world is out of step afterwards, so MPI cannot end it in order: all leave once all have written how it went.
+    times, problem = Times(), ""
+    try:
+        miss(times, nodes)
+    except BaseException:  # pytest's own failures are no Exceptions
+        problem = f"rank {world.rank}: {traceback.format_exc()}"
+        print(problem, file=sys.stderr, flush=True)
+    own = Path(f"{results}.{world.rank}")
+    writing = own.with_suffix(f".{world.rank}.writing")
+    writing.write_text(problem or str(times.seconds["until a missing rank is named"]))
+    writing.rename(own)
+    files = [Path(f"{results}.{rank}") for rank in range(world.size)]
+    while not all(file.exists() for file in files):
+        time.sleep(0.05 * world.crowding)
+    if world.rank == 0:
+        texts = [file.read_text() for file in files]
+        if not any(text.startswith("rank") for text in texts):
+            row["seconds"]["until a missing rank is named"] = max(map(float, texts))
+            Path(results).write_text(json.dumps(row))
+        Path(f"{results}.end").touch()
+    while not Path(f"{results}.end").exists():
+        time.sleep(0.05 * world.crowding)
+    os._exit(0)

@@ -1,0 +1,99 @@
+"""Checkpoints on several ranks: what fails on one rank is known to all, at the same step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import topkube
+from ranks.training.scene import distributed, loss_of, network, samples, weights
+from topkube.errors import CheckpointError
+from topkube.settings import Settings
+from topkube.training.checkpoint import save as save_module
+from topkube.training.checkpoint.state_file import write_state
+from topkube.world import World
+
+
+class Thing:
+    """A thing of the script with a state of its own."""
+
+    def __init__(self, state: Any = 0, loads: bool = True) -> None:
+        self.state, self.loads = state, loads
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.loads:
+            raise KeyError("state")
+        self.state = state["state"]
+
+
+@contextmanager
+def shared_directory(world: World) -> Iterator[str]:
+    """A directory of all ranks. A rank that fails leaves it at once: the others may still wait for that rank."""
+    directory = world.comm.bcast(tempfile.mkdtemp() if world.rank == 0 else None)
+    yield directory
+    world.comm.Barrier()
+    if world.rank == 0:
+        shutil.rmtree(directory)
+
+
+def train(directory: str, steps: int, thing: Thing, model: torch.nn.Module | None = None) -> topkube.training.Run:
+    model = model or network()
+    optimizer = distributed(model, aggregation="hitopk", density=0.1)
+    settings = Settings(checkpoint_directory=directory, checkpoint_every=2, checkpoint_keep=2)
+    x, y = samples(8)
+    with topkube.checkpointing(model, optimizer, settings=settings, thing=thing) as run:
+        for x_, y_ in run.progress([(x, y)] * steps, total=steps):
+            loss_of(model, x_, y_).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return run
+
+
+def published(directory: str) -> list[str]:
+    return sorted(path.name for path in Path(directory).glob("*step-*"))
+
+
+def case_a_disk_that_is_full_on_one_rank_costs_a_checkpoint_on_all(world: World) -> None:
+    def write_or_refuse(path: Path, *arguments: Any) -> Any:
+        if world.rank == world.size - 1 and "step-00000004" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_state(path, *arguments)
+
+    with shared_directory(world) as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save_module, "write_state", write_or_refuse)
+        assert train(directory, 7, Thing()).failed_checkpoints == 1
+        world.comm.Barrier()
+        assert published(directory) == ["step-00000006.run-00001", "step-00000007.run-00001"]
+
+
+def case_a_state_that_cannot_be_saved_on_rank_0_ends_the_run_on_all(world: World) -> None:
+    with shared_directory(world) as directory:
+        wanted = "thing.*cannot be saved: it is a builtins" if world.rank == 0 else "step 2 .*: rank 0 failed"
+        with pytest.raises(CheckpointError, match=wanted):
+            train(directory, 7, Thing(print))
+        world.comm.Barrier()
+        assert published(directory) == []
+
+
+def case_a_resume_that_fails_on_one_rank_leaves_all_as_they_were(world: World) -> None:
+    with shared_directory(world) as directory:
+        train(directory, 2, Thing())
+        model, last = network(), world.size - 1
+        before = weights(model)
+        wanted = "belongs to another model" if world.rank == last else f"cannot be resumed from: rank {last} failed"
+        with pytest.raises(CheckpointError, match=wanted):
+            train(directory, 4, Thing(loads=world.rank != last), model)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+        assert train(directory, 4, Thing()).step == 4

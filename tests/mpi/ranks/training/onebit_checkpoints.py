@@ -1,0 +1,146 @@
+"""Checkpoints of onebit: the agreed weights, and what every node has beside them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import topkube
+from ranks.training.checkpoints import shared_directory
+from ranks.training.onebit import adamw, agreed, batch, onebit, owed, train
+from ranks.training.scene import loss_of, network, same_on_all_ranks, weights
+from topkube.errors import CheckpointError, TrainingError
+from topkube.settings import Settings
+from topkube.world import World
+
+
+def run_to(world: World, directory: str, steps: int, **options: Any) -> tuple[nn.Module, topkube.DistributedOptimizer]:
+    """Train up to `steps` with checkpoints; return the model, with the node's own weights, and the optimizer."""
+    model = network()
+    optimizer = onebit(model, adamw, **options)
+    settings = Settings(checkpoint_directory=directory, checkpoint_every=4, checkpoint_keep=9)
+    with topkube.checkpointing(model, optimizer, settings=settings) as run:
+        for _ in run.progress([0] * steps, total=steps, samples=1):
+            loss_of(model, *batch(world, world.rank, run.step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_of(model: nn.Module, optimizer: topkube.DistributedOptimizer) -> list[bytes]:
+    tensors = [*weights(model), *agreed(optimizer, model)]
+    for parameter in model.parameters():
+        tensors += [value for _, value in sorted(optimizer.state[parameter].items())]
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+def case_a_resumed_run_goes_on_bit_for_bit(world: World) -> None:
+    """The checkpoints of steps 4 and 7 lie on an exchange and, for a period of 2, between two exchanges."""
+    for period in (1, 2):
+        with shared_directory(world) as directory:
+            whole = state_of(*run_to(world, f"{directory}/whole", 23, period=period))
+            run_to(world, f"{directory}/parts", 7, period=period)
+            run_to(world, f"{directory}/parts", 18, period=period)
+            parts = state_of(*run_to(world, f"{directory}/parts", 23, period=period))
+            assert whole == parts
+
+
+def case_a_checkpoint_holds_the_agreed_weights(world: World) -> None:
+    with shared_directory(world) as directory:
+        model, optimizer = run_to(world, directory, 5)
+        x = agreed(optimizer, model)
+        [path] = Path(directory).glob("step-00000005*")
+        saved = torch.load(path / "shared.pt", weights_only=True)["model"]
+        plain = network()
+        plain.load_state_dict({name: value for name, value in saved.items()} if isinstance(saved, dict) else saved)
+        assert all(torch.equal(a, b) for a, b in zip(weights(plain), x, strict=True))
+
+
+def case_a_state_loaded_by_hand_must_be_restored(world: World) -> None:
+    model = network()
+    optimizer = onebit(model, adamw)
+    train(world, model, optimizer, range(3))
+    with optimizer.consensus():
+        x = {name: value.clone() for name, value in model.state_dict().items()}
+    state = copy.deepcopy(optimizer.state_dict())  # torch's own state is not copied
+    train(world, model, optimizer, range(3, 6))
+    wanted = state_of(model, optimizer)
+    optimizer.unwrap()
+
+    other = network()
+    again = onebit(other, adamw)
+    again.load_state_dict(state)
+    other.load_state_dict(x)
+    if world.nodes > 1:
+        loss_of(other, *batch(world, world.rank, 3)).backward()
+        with pytest.raises(TrainingError, match="loaded but not restored"):
+            again.step()
+        again.zero_grad()
+    again.restore_node_weights()
+    train(world, other, again, range(3, 6))
+    assert state_of(other, again) == wanted
+    again.unwrap()
+
+
+def case_another_algorithm_does_not_take_the_state(world: World) -> None:
+    if world.nodes == 1:
+        return
+    model = network()
+    optimizer = onebit(model)
+    train(world, model, optimizer, range(2))
+    state = optimizer.state_dict()
+    optimizer.unwrap()
+    other = onebit(model, aggregation="hitopk", density=0.1)
+    with pytest.raises(TrainingError, match="saved with another algorithm"):
+        other.load_state_dict(state)
+    other.unwrap()
+    with shared_directory(world) as directory:
+        run_to(world, directory, 2)
+        with pytest.raises(CheckpointError):
+            run_to(world, directory, 4, aggregation="hitopk", density=0.1)
+
+
+# ---- another world: started by name, with the directory
+
+
+def leave(world: World, directory: str) -> None:
+    """Write a checkpoint, and beside it the agreed weights and what the nodes have not sent."""
+    model, optimizer = run_to(world, directory, 6)
+    x, left = agreed(optimizer, model), owed(world, optimizer, model)
+    second = [
+        torch.from_numpy(world.comm.allreduce(optimizer.state[p]["exp_avg_sq"].double().numpy()) / world.size)
+        for p in model.parameters()
+    ]
+    if world.rank == 0:
+        torch.save(
+            {"x": x, "owed": [torch.from_numpy(rest) for rest in left], "second": second}, f"{directory}/left.pt"
+        )
+
+
+def take_up(world: World, directory: str) -> None:
+    """Resume in another world: the agreed weights and the sum of what was not sent stay, and training continues."""
+    left = torch.load(f"{directory}/left.pt", weights_only=True)
+    model = network()
+    optimizer = onebit(model, adamw)
+    with topkube.checkpointing(model, optimizer, settings=Settings(checkpoint_directory=directory)) as run:
+        assert run.step == 6
+        own = [world.comm.allreduce(p.detach().double().numpy()) / world.size for p in model.parameters()]
+        for mean, x, rest in zip(own, left["x"], left["owed"], strict=True):
+            np.testing.assert_allclose(mean, x.double().numpy() + rest.numpy(), rtol=0, atol=1e-6)
+        for parameter, second in zip(model.parameters(), left["second"], strict=True):
+            mean = world.comm.allreduce(optimizer.state[parameter]["exp_avg_sq"].double().numpy()) / world.size
+            assert (mean > 0).all() == bool((second > 0).all())
+            assert 0.3 < mean.sum() / float(second.sum()) < 3
+        for a, x in zip(agreed(optimizer, model), left["x"], strict=True):
+            assert world.nodes == 1 or torch.equal(a, x)
+        for _ in run.progress([0] * 9, total=9, samples=1):
+            loss_of(model, *batch(world, world.rank, run.step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same_on_all_ranks(agreed(optimizer, model))

@@ -1,0 +1,245 @@
+"""What sparse exchanges owe when gradients are thrown away, scaled, frozen or removed: what was delivered and what is
+still owed add up to the true gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import topkube
+from ranks.training.scene import (
+    SPARSE,
+    conserved,
+    distributed,
+    loss_of,
+    network,
+    own_part,
+    plain_sgd,
+    residual_sum,
+    samples,
+    small,
+)
+from topkube.errors import TrainingError
+from topkube.world import World
+
+
+def case_a_probe_that_is_thrown_away_owes_nothing(world: World) -> None:
+    """zero_grad() of the optimizer, of the model, in place, and by hand."""
+
+    def by_hand(model: nn.Module, _: object) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    ways: list[Callable[[nn.Module, topkube.DistributedOptimizer], None]] = [
+        lambda model, optimizer: optimizer.zero_grad(),
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda model, optimizer: model.zero_grad(),
+        lambda model, optimizer: model.zero_grad(set_to_none=False),
+        by_hand,
+    ]
+    for throw_away in ways:
+        model = network()
+        optimizer = distributed(model, plain_sgd, **SPARSE)
+        with conserved(model, optimizer) as count:
+            for step in range(4):
+                x, y = samples(8 * topkube.size(), step)
+                (100 * loss_of(model, own_part(x), own_part(y))).backward()
+                throw_away(model, optimizer)
+                count(small(loss_of(model, x, y)))
+                small(loss_of(model, own_part(x), own_part(y))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def case_a_part_that_is_thrown_away_owes_nothing(world: World) -> None:
+    """The gradients of one layer are set to None after backward: the others' stay."""
+    model = network()
+    optimizer = distributed(model, plain_sgd, bucket_bytes=1 << 20, **SPARSE)
+    with conserved(model, optimizer) as count:
+        for step in range(4):
+            x, y = samples(8 * topkube.size(), step)
+            small(loss_of(model, own_part(x), own_part(y))).backward()
+            model[3].zero_grad()
+            with torch.no_grad():
+                frozen = copy.deepcopy(model[3])
+            layer, model[3] = model[3], frozen.requires_grad_(False)
+            loss = small(loss_of(model, x, y))
+            model[3] = layer
+            x2, y2 = samples(8 * topkube.size(), 50 + step)
+            count(loss + small(loss_of(model, x2, y2)))
+            small(loss_of(model, own_part(x2), own_part(y2))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def case_a_spike_that_the_script_skips_owes_nothing(world: World) -> None:
+    model = network()
+    optimizer = distributed(model, plain_sgd, **SPARSE)
+    with conserved(model, optimizer) as count:
+        for step in range(6):
+            x, y = samples(8 * topkube.size(), step)
+            factor = 1000.0 if step % 2 else 0.01
+            (factor * loss_of(model, own_part(x), own_part(y))).backward()
+            if nn.utils.clip_grad_norm_(model.parameters(), 1e9) < 50:
+                count(factor * loss_of(model, x, y))
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+def case_sharpness_aware_steps_use_the_second_gradient_alone(world: World) -> None:
+    model = network()
+    optimizer = distributed(model, plain_sgd, **SPARSE)
+    with conserved(model, optimizer, tolerance=1e-4) as count:
+        for step in range(4):
+            x, y = samples(8 * topkube.size(), step)
+            small(loss_of(model, own_part(x), own_part(y))).backward()
+            moves = [0.1 * p.grad for p in model.parameters()]
+            with torch.no_grad():
+                torch._foreach_add_(list(model.parameters()), moves)
+            optimizer.zero_grad()
+            small(loss_of(model, own_part(x), own_part(y))).backward()
+            count(small(loss_of(model, x, y)))
+            with torch.no_grad():
+                torch._foreach_sub_(list(model.parameters()), moves)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def case_a_bad_micro_batch_throws_all_of_its_step_away(world: World) -> None:
+    model = network()
+    optimizer = distributed(model, plain_sgd, **SPARSE)
+    with conserved(model, optimizer) as count:
+        for step in range(4):
+            for micro in range(3):
+                x, y = samples(4 * topkube.size(), 10 * step + micro)
+                loss = small(loss_of(model, own_part(x), own_part(y)))
+                if step == 2 and micro == 1 and topkube.rank() == 0:
+                    loss = loss * torch.nan
+                loss.backward()
+                if step != 2:
+                    count(small(loss_of(model, x, y)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == 1
+
+
+class Adversaries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator, self.critic = nn.Linear(24, 48), nn.Linear(48, 32)
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return small(self.critic(torch.tanh(self.generator(x))).square().mean())
+
+
+def case_adversaries_with_the_critic_unfrozen(world: World) -> None:
+    """The generator's loss leaves gradients in the critic, which the critic's zero_grad throws away."""
+    model = Adversaries()
+    options: dict[str, object] = {"warmup_steps": 0, "wire": "fp32", **SPARSE}
+
+    def wrap(part: nn.Module) -> topkube.DistributedOptimizer:
+        return topkube.DistributedOptimizer(plain_sgd(part.parameters()), part.named_parameters(), **options)
+
+    generator, critic = wrap(model.generator), wrap(model.critic)
+    for optimizer, part, sign in ((generator, model.generator, 1.0), (critic, model.critic, -1.0)):
+        with conserved(part, optimizer) as count:
+            for step in range(4):
+                x, _ = samples(8 * topkube.size(), step)
+                (100 * model.score(own_part(x))).backward()  # somebody else's step, thrown away here
+                optimizer.zero_grad()
+                count(sign * model.score(x))
+                (sign * model.score(own_part(x))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    generator.zero_grad()
+    critic.zero_grad()
+
+
+def case_residuals_are_in_units_of_true_gradients(world: World) -> None:
+    """A scaler halves and doubles its factor: nothing that waits in a residual changes its size."""
+    model = network()
+    optimizer = distributed(model, plain_sgd, **SPARSE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+    with conserved(model, optimizer) as count:
+        for step in range(8):
+            x, y = samples(8 * topkube.size(), step)
+            loss = small(loss_of(model, own_part(x), own_part(y)))
+            overflows = step == 3
+            scaler.scale(loss * torch.inf if overflows and topkube.rank() == 0 else loss).backward()
+            if not overflows:
+                count(small(loss_of(model, x, y)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() != 2.0**12
+    assert any(value.abs().sum() > 0 for value in residual_sum(optimizer, model).values())
+
+
+def case_gradients_that_are_removed_before_a_step_owe_nothing(world: World) -> None:
+    model = network()
+    optimizer = distributed(model, plain_sgd, bucket_bytes=1 << 20, **SPARSE)
+    small(loss_of(model, *samples(8))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = residual_sum(optimizer, model)
+    for removed in (["3.weight", "3.bias"], [name for name, _ in model.named_parameters()]):
+        (100 * loss_of(model, *samples(8, 2))).backward()
+        for name, parameter in model.named_parameters():
+            if name in removed:
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(residual_sum(optimizer, model)["3.weight"], before["3.weight"])
+
+
+def case_a_scaler_and_gradients_that_are_exchanged_on_demand(world: World) -> None:
+    model = network()
+    optimizer = distributed(model, plain_sgd, **SPARSE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=1)
+    with conserved(model, optimizer) as count:
+        for step in range(3):
+            x, y = samples(8 * topkube.size(), step)
+            with optimizer.no_sync():
+                scaler.scale(small(loss_of(model, own_part(x), own_part(y)))).backward()
+            count(small(loss_of(model, x, y)))
+            optimizer.synchronize()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def case_two_scalers_in_one_backward_are_refused(world: World) -> None:
+    model = network()
+    distributed_ = distributed(model)
+    first, second = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (4.0, 8.0))
+    loss = loss_of(model, *samples(4))
+    with pytest.raises(TrainingError, match=r"scaled by [48] and by [48]"):
+        (first.scale(loss) + second.scale(loss_of(model, *samples(4)))).backward()
+    distributed_.unwrap()
+
+
+def case_what_a_frozen_layer_is_owed_waits(world: World) -> None:
+    model = network()
+    optimizer = distributed(model, plain_sgd, bucket_bytes=1 << 20, **SPARSE)
+    with conserved(model, optimizer) as count:
+        for step in range(8):
+            model[3].requires_grad_(step % 2 == 0)
+            x, y = samples(8 * topkube.size(), step)
+            loss = small(loss_of(model, own_part(x), own_part(y)))
+            model[3].requires_grad_(True)  # only for the reference
+            whole = small(loss_of(model, x, y))
+            gradients = torch.autograd.grad(whole, list(model.parameters()))
+            model[3].requires_grad_(step % 2 == 0)
+            held = [g for p, g in zip(model.parameters(), gradients, strict=True) if p.requires_grad]
+            trained = [p for p in model.parameters() if p.requires_grad]
+            model[3].requires_grad_(True)
+            count(sum(((p * g).sum() for p, g in zip(trained, held, strict=True)), torch.zeros(())))
+            model[3].requires_grad_(step % 2 == 0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()

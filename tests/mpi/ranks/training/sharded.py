@@ -1,0 +1,103 @@
+"""Models that another library shards inside each node, while TopKube exchanges between nodes (HSDP)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import topkube
+from ranks.training.scene import loss_of, network, own_part, samples, sgd
+from topkube.errors import ArgumentError, TrainingError
+from topkube.world import World
+
+
+@contextmanager
+def node_group(world: World) -> Iterator[object]:
+    """torch.distributed over gloo among the ranks of this node. Yields its mesh."""
+    name = tempfile.mkdtemp() if world.local_rank == 0 else ""
+    name = world.node_comm.bcast(name)
+    store = distributed.FileStore(str(Path(name) / "store"), world.local_size)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group("gloo", store=store, rank=world.local_rank, world_size=world.local_size)
+    try:
+        yield init_device_mesh("cpu", (world.local_size,))
+    finally:
+        distributed.destroy_process_group()
+
+
+def between_nodes(world: World) -> World:
+    """The ranks that have this local rank on all nodes."""
+    worlds = [topkube.new_world([ranks[i] for ranks in world.node_ranks]) for i in range(world.local_size)]
+    own = worlds[world.local_rank]
+    assert own is not None
+    return own
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def train_and_compare(model: nn.Module, optimizer: topkube.DistributedOptimizer) -> None:
+    reference = network()
+    plain = sgd(reference.parameters())
+    for step in range(4):
+        x, y = samples(4 * topkube.size(), step)
+        loss_of(model, own_part(x), own_part(y)).backward()
+        with pytest.raises(TrainingError, match="synchronize"):
+            optimizer.step()
+        optimizer.synchronize()
+        loss_of(reference, x, y).backward()
+        for network_, chosen in ((model, optimizer), (reference, plain)):
+            nn.utils.clip_grad_norm_(network_.parameters(), 0.5)
+            chosen.step()
+            chosen.zero_grad()
+    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(a), b, rtol=2e-5, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def case_fsdp_inside_and_topkube_between_nodes(world: World) -> None:
+    for options in ({"aggregation": "dense"}, {"aggregation": "hitopk", "density": 1.0}):
+        with node_group(world) as mesh:
+            model = network()
+            for layer in model:
+                if isinstance(layer, nn.Linear):
+                    fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            with pytest.raises(ArgumentError, match="DTensor"):
+                topkube.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+            optimizer = topkube.DistributedOptimizer(
+                sgd(model.parameters()), model.named_parameters(), world=between_nodes(world), wire="fp32", **options
+            )
+            train_and_compare(model, optimizer)
+
+
+def case_tensor_parallel_inside_and_topkube_between_nodes(world: World) -> None:
+    with node_group(world) as mesh:
+        torch.manual_seed(0)
+        block, reference = (nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 1)) for _ in range(2))
+        reference.load_state_dict(block.state_dict())
+        parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer = topkube.DistributedOptimizer(
+            sgd(block.parameters()), block.named_parameters(), aggregation="dense", world=between_nodes(world)
+        )
+        plain = sgd(reference.parameters())
+        for step in range(4):
+            x, y = samples(4 * world.nodes, step)
+            loss_of(block, x[world.node :: world.nodes], y[world.node :: world.nodes]).backward()
+            loss_of(reference, x, y).backward()
+            for chosen in (optimizer, plain):
+                chosen.step()
+                chosen.zero_grad()
+        for a, b in zip(block.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(a), b, rtol=2e-5, atol=2e-5)

@@ -1,0 +1,114 @@
+"""The simulator of benchmarks/simulated_nodes.py against real ranks: the same weights, to rounding."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import topkube
+from topkube.world import World
+
+sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+
+from simulated_rules import RULES, Nodes, RuleOptions
+
+STEPS = 12
+
+
+def batch(node: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + node)
+    return torch.randn(8, 40, generator=generator), torch.randn(8, 32, generator=generator)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32))
+
+
+def compare(world: World, rule: str, warmup_steps: int) -> None:
+    """Train on this world, one rank per node, and on simulated nodes; the weights must be equal to rounding."""
+    assert world.size == world.nodes
+    model = network()
+    nodes = Nodes(copy.deepcopy(model), world.nodes, lambda model: torch.optim.SGD(model.parameters(), 0.2, 0.9))
+    simulated = RULES[rule](nodes, RuleOptions(world.nodes, density=0.05, warmup_steps=warmup_steps))
+    optimizer = topkube.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
+        model.named_parameters(),
+        aggregation=rule,
+        density=0.05,
+        warmup_steps=warmup_steps,
+        wire="bf16",
+    )
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    for step in range(STEPS):
+        loss_of(model, *batch(world.node, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        simulated.step(step, lambda node, model, step=step: loss_of(model, *batch(node, step)))
+    simulated.finish()
+    for before, real, played in zip(start, model.parameters(), nodes.global_model().parameters(), strict=True):
+        assert not torch.allclose(before, real, atol=1e-3)
+        torch.testing.assert_close(real, played, rtol=0, atol=1e-4)  # a bf16 value may round the other way
+
+
+def case_dense_is_simulated(world: World) -> None:
+    compare(world, "dense", 0)
+
+
+def case_hitopk_is_simulated(world: World) -> None:
+    compare(world, "hitopk", 0)
+
+
+def case_the_warm_up_is_simulated(world: World) -> None:
+    compare(world, "hitopk", 6)
+
+
+def compare_weights(world: World, kind: str, period: int, tolerance: float) -> None:
+    """Train with onebit and with the rule sign-weights: the agreed weights must be equal to rounding."""
+    makes = {
+        "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.05, 0.9),
+        "adamw": lambda model: torch.optim.AdamW(model.parameters(), 1e-3),
+    }
+    model = network()
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    nodes = Nodes(network(), world.nodes, makes[kind])
+    simulated = RULES["sign-weights"](nodes, RuleOptions(world.nodes, period=period))
+    optimizer = topkube.DistributedOptimizer(
+        makes[kind](model), model.named_parameters(), aggregation="onebit", period=period
+    )
+    for step in range(STEPS):
+        loss_of(model, *batch(world.node, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        simulated.step(step, lambda node, model, step=step: loss_of(model, *batch(node, step)))
+    simulated.finish()
+    errors = []
+    with optimizer.consensus():
+        for before, real, played in zip(start, model.parameters(), nodes.global_model().parameters(), strict=True):
+            assert not torch.allclose(before, real, atol=1e-3)
+            errors.append((real.detach() - played.detach()).abs().reshape(-1))
+    # The sign of a change that is zero to rounding is open, and probes are sent as bf16.
+    error = torch.cat(errors)
+    assert float(error.mean()) < tolerance, float(error.mean())
+    assert float((error > 10 * tolerance).float().mean()) < 0.01, float(error.max())
+    optimizer.unwrap()
+
+
+def case_onebit_is_simulated(world: World) -> None:
+    compare_weights(world, "sgd", 1, 1e-6)
+
+
+def case_onebit_every_four_steps_is_simulated(world: World) -> None:
+    compare_weights(world, "sgd", 4, 1e-6)
+
+
+def case_onebit_with_adamw_is_simulated(world: World) -> None:
+    compare_weights(world, "adamw", 1, 1e-5)

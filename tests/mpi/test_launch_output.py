@@ -1,0 +1,115 @@
+"""What ranks print on its way through real workers: complete, however much it is and however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from pods import PYTHONS, PlayedJob, wait_until
+
+MARCHING = str(Path(__file__).parent / "marching.py")
+PYTHON = str(PYTHONS["MPICH"])
+
+PRINTS = """
+import os, subprocess, sys
+line = "x" * 99 + chr(10)
+if os.environ["PMI_RANK"] == "0":
+    sys.stdout.write(line * 200_000)
+    sys.stdout.flush()
+    subprocess.run("echo again > /dev/stdout; echo twice | tee /dev/stderr", shell=True)
+    print("the last line of", len(sys.argv), "words")
+else:
+    sys.stdout.buffer.write(bytes([255, 254]) + b" no text, and no end")
+"""
+
+
+def test_all_that_ranks_print_is_in_the_pods_log(tmp_path: Path) -> None:
+    """20 MB before the end, output that is opened again, bytes that are no text, and a command of 1.3 MB."""
+    command = [PYTHON, "-c", PRINTS, *["y" * 120_000] * 11]
+    with PlayedJob(tmp_path, command, workers=1) as job:
+        launcher = job.start()
+        assert launcher.wait() == 0, job.everything()
+        worker = job.workers[0]
+        assert worker.wait() == 0
+        printed = worker.output_file.read_bytes().splitlines()
+        assert printed.count(b"[rank 0] " + b"x" * 99) == 200_000
+        assert printed.count(b"[rank 0] again") == 1
+        assert printed.count(b"[rank 0] twice") == 2
+        assert printed.count(b"[rank 0] the last line of 12 words") == 1
+        assert printed.count(b"[rank 1] \xff\xfe no text, and no end") == 1
+        assert worker.ending.lost_output_bytes == launcher.ending.lost_output_bytes == 0
+
+
+def test_a_worker_whose_output_nobody_reads_is_not_lost(tmp_path: Path) -> None:
+    """Its heartbeats go on, and so does the training; the output waits for the reader."""
+    flood = "import runpy, sys; print(('z' * 99 + '\\n') * 20_000, end='', flush=True)\n"
+    flood += f"sys.argv = ['marching.py', '400', '0.02']; runpy.run_path({MARCHING!r}, run_name='__main__')"
+    near, far = os.pipe()
+    received = bytearray()
+    with PlayedJob(tmp_path, [PYTHON, "-c", flood], workers=2, slots=1, lost_seconds=6.0) as job:
+        launcher = job.start_launcher()
+        job.start_worker(0)
+        job.start_worker(1, descriptor=far)
+        os.close(far)
+        wait_until(
+            lambda: (answer := job.status()) and answer.progress and answer.progress.step == 400, what="all steps"
+        )
+        assert job.workers[1].process.poll() is None, "it waits for its reader"
+        reading = threading.Thread(target=lambda: drain(near, received), daemon=True)
+        reading.start()
+        assert launcher.wait() == 0, job.everything()
+        assert launcher.ending.lost_output_bytes == 0
+        assert job.workers[1].wait() == 0
+        reading.join(10)
+    os.close(near)
+    assert received.count(b"z" * 99) == 20_000
+    assert b"done at step 400" in received
+
+
+def drain(near: int, into: bytearray) -> None:
+    while data := os.read(near, 1 << 16):
+        into += data
+
+
+def test_a_rank_that_is_ended_with_the_attempt_keeps_its_last_words(tmp_path: Path) -> None:
+    """Its shim outlives it for a moment: what is still in the pipe is printed."""
+    script = (
+        "import itertools, os, signal, time; from mpi4py import MPI; world = MPI.COMM_WORLD\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "side = os.open('written', os.O_RDWR | os.O_CREAT)\n"
+        "world.Barrier()\n"
+        "while world.rank == 1:\n"
+        "    if os.path.getsize('written'): time.sleep(0.5); os._exit(9)\n"
+        "for number in itertools.count():\n"
+        "    os.write(1, b'%09d\\n' % number); os.pwrite(side, b'%09d' % number, 0)"
+    )
+    with PlayedJob(tmp_path, [PYTHON, "-c", script], workers=2, slots=1) as job:
+        launcher = job.start()
+        assert launcher.wait() == 9, job.everything()
+        failure = launcher.ending.first_failure
+        assert failure is not None
+        assert (failure.rank, failure.exit_code) == (1, 9)
+        written = int((tmp_path / "written").read_text())
+        wait_until(lambda: f"[rank 0] {written:09d}\n" in job.workers[0].output, what="the last line that was written")
+
+
+def test_a_preempted_worker_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    """Its ranks save for as long as the grace period lasts; when the pod is killed, nothing more will come."""
+    script = (
+        "import signal, time; from mpi4py import MPI\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('saving', flush=True))\n"
+        "print('up', flush=True); [time.sleep(0.1) for _ in range(10**6)]"
+    )
+    with PlayedJob(tmp_path, [PYTHON, "-c", script], workers=2, slots=1, grace_seconds=600.0) as job:
+        launcher = job.start()
+        lost_worker = job.workers[1]
+        wait_until(lambda: "[rank 1] up" in lost_worker.output)
+        lost_worker.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "[rank 1] saving" in lost_worker.output)
+        lost_worker.kill()
+        assert launcher.wait(60) == 143, job.everything()
+        failure = launcher.ending.first_failure
+        assert failure is not None
+        assert (failure.reason, failure.pod) == ("Terminated", "j-worker-1-1")

@@ -1,0 +1,21 @@
+"""The whole path of a training on 32 and 16 real ranks, as 2, 8 and 16 nodes: ranks/scale.py. Larger worlds are
+measured by benchmarks/ranks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import worlds
+
+
+@pytest.mark.parametrize(("mpi", "ranks"), [("mpich", 32), ("openmpi", 16)])
+def test_many_ranks_train_as_2_8_and_16_nodes_and_resume_from_2_ranks(
+    mpi: str, ranks: int, forks: Callable[[str], Path], tmp_path: Path
+) -> None:
+    own, left, socket = str(tmp_path / "own"), str(tmp_path / "left"), forks(mpi)
+    outcomes = worlds.run_cases(mpi, (1, 1), "scale", tmp_path, "leave", left, forks=socket)
+    layout = (1,) * ranks
+    outcomes |= worlds.run_cases(mpi, layout, "scale", tmp_path, "all_layouts", own, left, forks=socket, seconds=250)
+    assert outcomes == {"leave": "", "all_layouts": ""}, "\n".join(outcomes.values())

@@ -1,0 +1,118 @@
+"""The script that measures on a GPU: rows that survive, programs that can be killed, a machine without network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_plan import checks, machine, timing, tools
+from gpu_plan.device import Device
+from gpu_plan.rows import Rows, read
+
+SCRIPT = machine.ROOT / "benchmarks" / "gpu.py"
+
+
+def test_rows_are_written_at_once_and_measured_once(tmp_path: Path) -> None:
+    path, calls = tmp_path / "rows.jsonl", []
+
+    def work(name: str) -> dict[str, object]:
+        calls.append(name)
+        if calls.count("b") == 1 and name == "b":
+            raise RuntimeError("the device is full")
+        return {"ms": 1.0}
+
+    first = Rows(path)
+    first.measure("a", lambda: work("a"))
+    assert [row["key"] for row in read(path)] == ["a"]
+    assert "device is full" in str(first.measure("b", lambda: work("b")))
+    with path.open("a") as file:
+        file.write('{"key": "c", "ms"')  # the machine was taken away
+    again = Rows(path)
+    for name in "abc":
+        again.measure(name, lambda name=name: work(name))
+    assert calls == ["a", "b", "b", "c"]
+    assert sorted(row["key"] for row in read(path) if "error" not in row) == ["a", "b", "c"]
+
+
+def test_no_row_starts_after_the_deadline(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "rows.jsonl", deadline=time.monotonic() - 1)
+    assert rows.measure("late", lambda: pytest.fail("it was started")) is None
+    assert rows.left_out == ["late"]
+
+
+def test_a_program_that_runs_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    script = f"sleep 600 & echo $! > {child}.new; mv {child}.new {child}; wait"
+    status, _ = tools.run_group(["bash", "-c", script], 3)
+    assert status is None
+    number = int(child.read_text())
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        stat = Path(f"/proc/{number}/stat")
+        try:
+            if stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                break
+        except OSError:
+            break
+        os.sched_yield()
+    else:
+        pytest.fail("the child of the killed program still runs")
+
+
+def test_wheels_are_installed_without_a_network_and_only_if_they_are_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("topkube_absent", "numpy"):
+        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            info = f"{name}-1.0.dist-info"
+            wheel.writestr(f"{name}/__init__.py", "here = True\n")
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    monkeypatch.setattr(machine, "PACKAGES", {"topkube_absent": "topkube-absent", "numpy": "numpy"})
+    site = tmp_path / "site"
+    assert machine.unpack_wheels(tmp_path, site) == ["topkube_absent-1.0-py3-none-any.whl"]
+    assert (site / "topkube_absent" / "__init__.py").exists()
+    assert not (site / "numpy").exists()
+
+
+def test_versions_are_those_of_the_constraints(tmp_path: Path) -> None:
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text("# comment\npydantic-core==2.1  # why\nTyping_Extensions==4.0\nloose>=1\n")
+    assert machine.pinned_versions(constraints) == {"pydantic-core": "2.1", "typing-extensions": "4.0"}
+
+
+def test_the_dry_mode_checks_and_times_on_the_cpu(tmp_path: Path) -> None:
+    device, rows = Device(dry=True, repeats=3), Rows(tmp_path / "rows.jsonl")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        checks.run(device, rows, quick=True)
+        timing.run(device, rows, quick=True)
+    finally:
+        torch.set_num_threads(before)
+    found = read(rows.path)
+    assert len(found) >= 9
+    assert all("error" not in row and not row.get("wrong") for row in found), found
+
+
+def test_what_measures_kernels_needs_neither_pydantic_nor_mpi() -> None:
+    hidden = "import sys; sys.modules.update(dict.fromkeys(['pydantic', 'mpi4py', 'typer', 'rich', 'aiohttp']))"
+    code = f"{hidden}; import gpu_plan.checks, gpu_plan.timing, gpu_plan.tools"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_script_says_what_is_missing(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--work", str(tmp_path / "work"), "--out", str(tmp_path / "rows.jsonl")]
+    ended = subprocess.run([*command, "--wheels", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "Next: run this on a machine with an NVIDIA GPU" in ended.stdout

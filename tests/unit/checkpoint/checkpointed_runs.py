@@ -1,0 +1,74 @@
+"""Runs and stores on one rank, for the tests of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import topkube
+from topkube.settings import Settings
+from topkube.training.checkpoint import CheckpointStore
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def training(width: int = 64, make: Make = sgd) -> tuple[nn.Module, topkube.DistributedOptimizer]:
+    topkube.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, width), nn.Tanh(), nn.Linear(width, 1))
+    plain = make(list(model.parameters()))
+    return model, topkube.DistributedOptimizer(plain, model.named_parameters(), aggregation="dense")
+
+
+def train(
+    directory: Path,
+    steps: int,
+    width: int = 64,
+    make: Make = sgd,
+    pair: tuple[nn.Module, topkube.DistributedOptimizer] | None = None,
+    more: dict[str, object] | None = None,
+    **settings: object,
+) -> topkube.training.Run:
+    """A run in `directory`; saves every 2 steps and keeps 2 checkpoints unless told otherwise."""
+    model, optimizer = pair or training(width, make)
+    data = list(torch.randn(6, 4, 20, generator=torch.Generator().manual_seed(0)))
+    values = {"checkpoint_directory": str(directory), "checkpoint_every": 2, "checkpoint_keep": 2, **settings}
+    settled = Settings(**values)  # type: ignore[arg-type]
+    with topkube.checkpointing(model, optimizer, settings=settled, **(more or {})) as run:
+        for x in run.progress(data, total=steps):
+            run.loss(model(x).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return run
+
+
+def names(directory: Path, pattern: str = "*step-*") -> list[str]:
+    return sorted(path.name for path in directory.glob(pattern))
+
+
+def store(directory: Path, attempt: int = 1, job: str = "", keep: int = 2) -> CheckpointStore:
+    return CheckpointStore(directory, keep, topkube.world.current(), job, attempt)
+
+
+def claimed(directory: Path, **options: int) -> CheckpointStore:
+    """A store that has claimed `directory`."""
+    store_of_run = store(directory, **options)  # type: ignore[arg-type]
+    store_of_run.claim()
+    return store_of_run
+
+
+def save(to: CheckpointStore, step: int, value: float = 0.0) -> None:
+    to.save(step, lambda: {"value": torch.tensor(value)}, {"residuals": {}})
+
+
+def value_of(directory: Path) -> float:
+    loaded = store(directory).load(0, 1)
+    assert loaded is not None
+    return float(loaded.shared["value"])

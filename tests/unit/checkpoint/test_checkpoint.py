@@ -1,0 +1,335 @@
+"""Checkpoints on one rank: what survives a kill, a full disk, damage, and a run that should be dead."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointed_runs import names, save, store, train, value_of
+from torch import nn
+
+import topkube
+from topkube.errors import CheckpointError, StorageError
+from topkube.settings import Settings
+from topkube.telemetry.progress import read_records
+from topkube.training.checkpoint import save as save_module
+from topkube.training.checkpoint import state_file
+from topkube.training.run import Run
+
+KILLED = Path(__file__).with_name("saving_script.py")
+
+
+@pytest.fixture(autouse=True)
+def world() -> None:
+    topkube.init()
+
+
+def test_a_finished_run_does_nothing_again_and_old_checkpoints_go(tmp_path: Path) -> None:
+    train(tmp_path, 7)
+    assert names(tmp_path) == ["step-00000006.run-00001", "step-00000007.run-00001"]
+    assert train(tmp_path, 7).step == 7
+    assert names(tmp_path) == ["step-00000006.run-00001", "step-00000007.run-00001"]
+    assert train(tmp_path, 9).step == 9
+    assert names(tmp_path) == ["step-00000008.run-00003", "step-00000009.run-00003"]
+
+
+def test_what_a_broken_off_save_left_is_passed_over_and_removed(tmp_path: Path) -> None:
+    train(tmp_path, 4)
+    (tmp_path / ".step-00000006.run-00001.tmp").mkdir()
+    (tmp_path / "step-notes").mkdir()
+    assert train(tmp_path, 5).step == 5
+    assert names(tmp_path) == ["step-00000004.run-00001", "step-00000005.run-00002", "step-notes"]
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut short": lambda place: os.truncate(place / "shared.pt", 100),
+    "a flipped bit": lambda place: flip_a_bit(place / "shared.pt"),
+    "a flipped bit in a rank's file": lambda place: flip_a_bit(place / "rank-00000.pt"),
+    "a rank's file missing": lambda place: (place / "rank-00000.pt").unlink(),
+    "no manifest": lambda place: (place / "checkpoint.json").unlink(),
+    "half a manifest": lambda place: os.truncate(place / "checkpoint.json", 60),
+    "a manifest of something else": lambda place: (place / "checkpoint.json").write_text('{"format": 1, "files": []}'),
+    "an empty directory": lambda place: (shutil.rmtree(place), place.mkdir()),
+}
+
+
+@pytest.fixture
+def no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that shows at once what there is."""
+    monkeypatch.setattr(state_file, "SEEN_WITHIN_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("no_lag")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    damage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = store(tmp_path)
+    checkpoints.claim()
+    for step in (10, 20, 30):
+        save(checkpoints, step, step / 10)
+    DAMAGES[damage](tmp_path / "step-00000030.run-00001")
+    two = store(tmp_path)
+    two.claim()
+    loaded = two.load(0, 1)
+    assert loaded is not None
+    assert (loaded.place.step, float(loaded.shared["value"])) == (20, 2.0)
+    warning = capfd.readouterr().err
+    assert "step-00000030.run-00001" in warning
+    assert "going back" in warning
+    save(two, 25)  # the damaged one does not count among those that are kept, and stays for a person to look at
+    assert names(tmp_path) == [
+        "damaged-step-00000030.run-00001",
+        "step-00000020.run-00001",
+        "step-00000025.run-00002",
+    ]
+
+
+@pytest.mark.usefixtures("no_lag")
+def test_where_all_are_damaged_nothing_starts_from_the_beginning_by_itself(tmp_path: Path) -> None:
+    train(tmp_path, 4)
+    for path in tmp_path.glob("step-*/shared.pt"):
+        os.truncate(path, 10)
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* can be read.*empty the directory"):
+        train(tmp_path, 6)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_same_step_can_be_saved_again(keep: int, tmp_path: Path) -> None:
+    checkpoints = store(tmp_path, keep=keep)
+    checkpoints.claim()
+    for value in (1.0, 2.0, 3.0, 4.0):
+        save(checkpoints, 5, value)
+        assert value_of(tmp_path) == value
+    assert len(names(tmp_path)) == keep
+
+
+# A run that should be dead
+
+
+def test_an_attempt_that_was_given_up_changes_nothing_any_more(tmp_path: Path) -> None:
+    lost = store(tmp_path, attempt=1)
+    lost.claim()
+    save(lost, 10, 1.0)
+    newer = store(tmp_path, attempt=2)
+    newer.claim()
+    with pytest.raises(CheckpointError, match=r"attempt 2 of a run has taken over"):
+        save(lost, 20, 9.0)
+    save(newer, 15, 2.0)
+    save(newer, 16, 3.0)
+    before = names(tmp_path)
+    with pytest.raises(CheckpointError, match="has taken over"):
+        save(lost, 30, 9.0)
+    assert names(tmp_path) == before == ["step-00000015.run-00002", "step-00000016.run-00002"]
+    assert value_of(tmp_path) == 3.0
+
+
+def test_what_a_lost_attempt_publishes_in_the_last_moment_does_not_count(tmp_path: Path) -> None:
+    """It looked, was suspended, and published after the newer attempt had begun: under a name of its own."""
+    lost = store(tmp_path, attempt=1)
+    lost.claim()
+    save(lost, 10, 1.0)
+    newer = store(tmp_path, attempt=2)
+    newer.claim()
+    save(newer, 11, 2.0)
+    (tmp_path / ".run-00002").rename(tmp_path / "hidden")
+    save(lost, 40, 9.0)
+    (tmp_path / "hidden").rename(tmp_path / ".run-00002")
+    assert value_of(tmp_path) == 2.0
+
+
+def test_an_attempt_that_comes_late_is_refused(tmp_path: Path) -> None:
+    store(tmp_path, attempt=3, job="a").claim()
+    with pytest.raises(CheckpointError, match=r"attempt 3 of this job uses .* this is attempt 2"):
+        store(tmp_path, attempt=2, job="a").claim()
+    store(tmp_path, attempt=3, job="a").claim()  # the same attempt by hand again
+    store(tmp_path, attempt=1, job="another of the same name").claim()
+
+
+def test_claims_do_not_pile_up(tmp_path: Path) -> None:
+    for attempt in range(1, 41):
+        store(tmp_path, attempt=attempt).claim()
+    assert len(list(tmp_path.glob(".run-*"))) <= 16
+    with pytest.raises(CheckpointError, match="attempt 40"):
+        store(tmp_path, attempt=39).claim()
+
+
+# A disk that refuses
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """The kernel refuses to let a file grow further, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_training_goes_on_where_the_disk_refuses_a_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_state = state_file.write_state
+
+    def write_or_refuse(path: Path, *arguments: Any) -> state_file.FileDigest:
+        if 4 <= int(path.parent.name[6:14]) <= 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_state(path, *arguments)
+
+    monkeypatch.setattr(save_module, "write_state", write_or_refuse)
+    kept: list[list[str]] = []
+    monkeypatch.setattr(
+        topkube.training.Run,
+        "_end_step",
+        wraps(topkube.training.Run._end_step, lambda: kept.append(names(tmp_path, "step-*"))),
+    )
+    run = train(tmp_path, 11, run_directory=str(tmp_path / "run"))
+    assert run.failed_checkpoints == 3
+    assert kept[3] == kept[8] == ["step-00000002.run-00001"], "the older one stays, and no half one is published"
+    assert names(tmp_path) == ["step-00000010.run-00001", "step-00000011.run-00001"]
+    output = capfd.readouterr().err
+    assert (
+        output.count("training continues without this checkpoint: the checkpoint of step 4 could not be written") == 1
+    )
+    assert "No space left on device" in output
+    assert output.count("warning") == 1
+    assert "the checkpoint of step 10 is written: checkpoints work again" in output
+    records = [record for record, _ in read_records(tmp_path / "run" / "progress.jsonl")]
+    counts = [record.failed_checkpoints for record in records]
+    assert counts == sorted(counts), "the count only grows"
+    assert {record.checkpoint_step for record in records[3:9]} == {2}
+
+
+def wraps(function: Callable[..., object], after: Callable[[], object]) -> Callable[..., object]:
+    def wrapped(*arguments: object) -> object:
+        result = function(*arguments)
+        after()
+        return result
+
+    return wrapped
+
+
+def runs_alive() -> list[Run]:
+    gc.collect()
+    return [item for item in gc.get_objects() if type(item) is Run]
+
+
+def test_a_run_whose_last_checkpoint_is_refused_does_not_end_well(tmp_path: Path) -> None:
+    handler, before = signal.getsignal(signal.SIGTERM), runs_alive()
+    with files_end_at(3000), pytest.raises(StorageError, match=r"checkpoint of step 3 could not be written.*no space"):
+        train(tmp_path, 3, checkpoint_every=100)
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert len(runs_alive()) == len(before), "the runs of earlier tests are held by `before`"
+
+
+def test_a_directory_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    claim = tmp_path / "claim"
+    claim.mkdir(mode=0o500)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # root may write anywhere
+    try:
+        with pytest.raises(StorageError, match=r"cannot be used: .*Permission denied.*mounted read-only"):
+            train(claim, 3)
+    finally:
+        os.seteuid(user)
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)step-00000002.run-00001 .* belongs to another model .*size mismatch"
+    ):
+        train(tmp_path, 4, width=32)
+    assert train(tmp_path, 4).step == 4
+
+
+def test_a_later_format_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    manifest = tmp_path / "step-00000002.run-00001" / "checkpoint.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 3}))
+    with pytest.raises(CheckpointError, match="has format 3, this version reads up to 2"):
+        train(tmp_path, 4)
+
+
+# SIGKILL and SIGTERM
+
+
+def test_a_run_that_is_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """SIGKILL before each change of the directory: at most the save under way is lost, and the end is the same. Every
+    step is saved; the save of the step before the last one that was told may be under way when the kill comes."""
+    ended = subprocess.run(
+        [sys.executable, str(KILLED), str(tmp_path)], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    runs = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert len(runs) > 25, "each save has several moments in which it can be killed"
+    for run in runs:
+        assert run["equal"], run
+        assert run["resumed"] >= run["done"] - 2, run
+    assert not runs[-1]["killed"]
+    assert runs[-1]["left"] == ["step-00000003.run-00001"]
+
+
+@pytest.mark.parametrize("moment", ["before the first step", "while data is loaded", "while a checkpoint is written"])
+def test_sigterm_saves_and_ends_with_143(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(20, 4)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = topkube.DistributedOptimizer(plain, model.named_parameters(), aggregation="dense")
+
+    def end() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    def batches() -> Iterator[torch.Tensor]:
+        for number in range(100):
+            if moment == "while data is loaded" and number == 3:
+                end()
+            yield torch.randn(4, 20)
+
+    class Ending:
+        def state_dict(self) -> dict[str, int]:
+            if moment == "while a checkpoint is written":
+                end()
+            return {}
+
+    settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=5)
+    run = topkube.checkpointing(model, optimizer, settings=settings, ending=Ending())
+
+    def train_on() -> None:
+        with run:
+            if moment == "before the first step":
+                end()
+            for x in run.progress(batches()):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(SystemExit) as ended:
+        train_on()
+    assert ended.value.code == 143
+    first = {"before the first step": 1, "while data is loaded": 4, "while a checkpoint is written": 6}[moment]
+    [*_, newest] = names(tmp_path)
+    assert newest in (f"step-{first:08d}.run-00001", f"step-{first + 1:08d}.run-00001")
+    assert run.step == int(newest[5:13])

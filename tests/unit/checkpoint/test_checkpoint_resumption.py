@@ -1,0 +1,239 @@
+"""A resume loads everything or nothing, and says why it cannot."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpointed_runs import claimed, save, train, training
+from torch import nn
+
+import topkube
+from topkube.errors import CheckpointError
+from topkube.training.batches import generators as generators_module
+from topkube.training.batches.generators import check_generators, generators, set_generators
+
+Parameters = list[nn.Parameter]
+
+
+def adam(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def adamw(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def plain_sgd(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def masters(parameters: Parameters) -> torch.optim.Optimizer:
+    return topkube.training.MasterWeights(torch.optim.SGD(parameters, lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "was", "now"),
+    [
+        (adam, plain_sgd, "Adam", "SGD"),
+        (adam, adamw, "Adam", "AdamW"),
+        (plain_sgd, adam, "SGD", "Adam"),
+        (masters, plain_sgd, "MasterWeights(SGD)", "SGD"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused_by_name(
+    first: Any, then: Any, was: str, now: str, tmp_path: Path
+) -> None:
+    train(tmp_path, 2, make=first)
+    pair = training(make=then)
+    before = copy.deepcopy((pair[0].state_dict(), pair[1].inner.state_dict()))
+    with pytest.raises(CheckpointError) as refused:
+        train(tmp_path, 4, pair=pair)
+    assert f"holds the state of {was}, this script trains with {now}." in str(refused.value)
+    assert "['model']" in str(refused.value)
+    assert_unchanged(pair, before)
+    assert train(tmp_path, 4, make=first).step == 4
+
+
+def assert_unchanged(pair: Any, before: Any) -> None:
+    model, state = before
+    assert all(torch.equal(value, model[name]) for name, value in pair[0].state_dict().items())
+    after = pair[1].inner.state_dict()
+    assert after["param_groups"] == state["param_groups"]
+    assert str(after["state"]) == str(state["state"])
+
+
+class Fussy:
+    """A thing of the script that does not load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "refuse" in self.__dict__:
+            raise KeyError("b")
+
+
+@pytest.mark.parametrize("problem", ["another width", "a thing that does not load"])
+def test_a_resume_that_fails_leaves_model_and_optimizer_as_they_were(problem: str, tmp_path: Path) -> None:
+    train(tmp_path, 4, more={"fussy": Fussy()})
+    pair, fussy = training(width=32 if problem == "another width" else 64), Fussy()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(pair[1], 0.5)
+    pair[0](torch.ones(1, 20)).sum().backward()
+    pair[1].step()
+    pair[1].zero_grad()
+    if problem != "another width":
+        fussy.__dict__["refuse"] = True
+    before = copy.deepcopy((pair[0].state_dict(), pair[1].inner.state_dict()))
+    with pytest.raises(CheckpointError, match=r"belongs to another model or optimizer: (Fussy|Sequential)"):
+        train(tmp_path, 8, pair=pair, more={"fussy": fussy, "scheduler": scheduler})
+    assert_unchanged(pair, before)
+
+
+def test_a_thing_that_the_checkpoint_does_not_hold_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, 2)
+    train(tmp_path, 4, more={"fussy": Fussy()})
+    assert "contains no state of fussy, which starts from the beginning" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("foreign", "reason"),
+    [
+        ({}, "holds no 'step'"),
+        ({"step": "two"}, "holds a str as 'step'"),
+        ({"optimizer": {"state": {}}}, "holds no state of a DistributedOptimizer"),
+        ({"own": {"residuals": {"pieces": 1}}}, "holds residuals without copy"),
+        ({"own": {"generators": {"torch": 1}}}, "not those of generators"),
+    ],
+)
+def test_a_foreign_file_with_a_valid_checksum_is_passed_over_for_the_one_before(
+    foreign: dict[str, Any], reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, 2)
+    whole = {"step": 9, "epoch": 0, "model": {}, "optimizer": {"topkube": {}}, "sampler": None, "more": {}}
+    own = {"residuals": {"copy": 0, "copies": 1, "pieces": {}}, "generators": generators(), **foreign.get("own", {})}
+    foreign = {name: value for name, value in foreign.items() if name != "own"}
+    shared = {**whole, **foreign} if foreign or "residuals" in reason or "generators" in reason else {}
+    claimed(tmp_path, keep=9).save(9, lambda: shared, own)
+    assert train(tmp_path, 4).step == 4
+    output = capfd.readouterr()
+    assert "resumed at step 2" in output.out
+    assert reason in output.err
+    assert "going back to the previous checkpoint" in output.err
+
+
+def test_a_checkpoint_of_format_1_is_resumed(tmp_path: Path) -> None:
+    """It has plain values, no copies in the manifest and no name of the optimizer."""
+    import json
+
+    import xxhash
+
+    train(tmp_path, 2)
+    folder = tmp_path / "step-00000002.run-00001"
+    shared = torch.load(folder / "shared.pt", weights_only=True)
+    del shared["optimizer_names"]
+    torch.save(shared, folder / "shared.pt")
+    about = json.loads((folder / "checkpoint.json").read_text())
+    data = (folder / "shared.pt").read_bytes()
+    about["files"]["shared.pt"] = {"bytes": len(data), "xxh3": f"{xxhash.xxh3_64_intdigest(data):016x}"}
+    del about["residual_copies"]
+    (folder / "checkpoint.json").write_text(json.dumps({**about, "format": 1}))
+    assert train(tmp_path, 2).step == 2
+
+
+# Random generators
+
+
+class Gpus:
+    """A torch.cuda of `count` GPUs, each with a generator of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, current: int = 0, started: bool = True) -> None:
+        self.generators = [torch.Generator().manual_seed(10 * gpu) for gpu in range(count)]
+        fakes = {
+            "is_available": lambda: True,
+            "is_initialized": lambda: started,
+            "device_count": lambda: count,
+            "current_device": lambda: current,
+            "get_rng_state": lambda gpu: self.generators[gpu].get_state(),
+            "set_rng_state": lambda state, gpu: self.generators[gpu].set_state(state),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(generators_module.torch.cuda, name, fake)
+
+    def draw(self) -> list[float]:
+        return [float(torch.rand((), generator=generator)) for generator in self.generators]
+
+
+def test_generators_of_gpus_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch, 2)
+    gpus.draw()
+    states = generators()
+    check_generators(states)
+    wanted = gpus.draw()
+    assert gpus.draw() != wanted
+    set_generators(states)
+    assert gpus.draw() == wanted
+
+
+def test_where_other_gpus_are_seen_the_current_ones_generator_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Gpus(monkeypatch, 2, current=1)
+    states = generators()
+    wanted = before.draw()[1]
+    after = Gpus(monkeypatch, 1)
+    after.draw()
+    set_generators(states)
+    assert after.draw() == [wanted]
+
+
+def test_a_script_without_gpus_starts_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 1, started=False)
+    assert "cuda" not in generators()
+
+
+def test_a_run_on_gpus_goes_on_with_the_same_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch, 2)
+    drawn: list[float] = []
+
+    class Drawing:
+        """Draws after every batch, as dropout on a GPU does."""
+
+        def __iter__(self) -> Any:
+            for x in torch.ones(6, 4, 20):
+                drawn.append(gpus.draw()[0])
+                yield x
+
+    def run(steps: int) -> None:
+        model, optimizer = training()
+        settings = topkube.settings.Settings(checkpoint_directory=str(tmp_path), checkpoint_every=100)
+        with topkube.checkpointing(model, optimizer, settings=settings) as its_run:
+            for x in its_run.progress(Drawing(), total=steps):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    run(3)
+    gpus.draw()
+    run(5)
+    first = torch.Generator().manual_seed(0)
+    assert drawn == [float(torch.rand((), generator=first)) for _ in range(5)]
+
+
+def test_checking_generators_changes_none() -> None:
+    states = generators()
+    before = torch.rand(1), np.random.rand()  # noqa: NPY002
+    set_generators(states)
+    check_generators(generators())
+    assert (torch.rand(1), np.random.rand()) == before  # noqa: NPY002
+    with pytest.raises(Exception, match="state"):
+        check_generators({**states, "torch": torch.zeros(3, dtype=torch.uint8)})
+
+
+def test_a_later_checkpoint_of_another_script_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    claim = claimed(tmp_path)
+    save(claim, 3)
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* can be read"):
+        train(tmp_path, 2)

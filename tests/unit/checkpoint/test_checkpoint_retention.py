@@ -1,0 +1,223 @@
+"""What is kept, removed and found again in a directory of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpointed_runs import claimed, names, save, store, train, value_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import topkube
+from topkube.errors import CheckpointError, StorageError
+from topkube.training.checkpoint import save as save_module
+from topkube.training.checkpoint import state_file
+from topkube.training.checkpoint.residual_shares import recut, shares
+from topkube.training.checkpoint.save import await_files
+from topkube.training.checkpoint.state_file import FileDigest
+
+
+@pytest.fixture(autouse=True)
+def world() -> None:
+    topkube.init()
+
+
+def copy_visible(old: Path, new: Path) -> None:
+    """Copy as `cp -r old/* new/` does, without hidden names."""
+    new.mkdir()
+    for path in old.iterdir():
+        if not path.name.startswith("."):
+            shutil.copytree(path, new / path.name)
+
+
+def test_a_run_in_a_copied_folder_goes_on_and_the_next_one_too(tmp_path: Path) -> None:
+    """Claims are hidden, so that the copy has none: the run must still come after those that it was copied from."""
+    for steps in (4, 6, 8):
+        train(tmp_path / "old", steps)
+    copy_visible(tmp_path / "old", tmp_path / "new")
+    assert train(tmp_path / "new", 14).step == 14
+    assert names(tmp_path / "new") == ["step-00000012.run-00004", "step-00000014.run-00004"]
+    resumed = store(tmp_path / "new").load(0, 1)
+    assert resumed is not None
+    assert resumed.place.step == 14
+
+
+def test_an_older_checkpoint_goes_only_when_enough_newer_ones_are_known_to_be_whole(tmp_path: Path) -> None:
+    first = claimed(tmp_path, keep=3)
+    for step in (10, 20, 30):
+        save(first, step)
+    second = claimed(tmp_path, keep=3)
+    assert second.load(0, 1) is not None
+    save(second, 40)
+    assert names(tmp_path, "step-*") == [
+        "step-00000010.run-00001",
+        "step-00000020.run-00001",
+        "step-00000030.run-00001",
+        "step-00000040.run-00002",
+    ], "20 was not read by this run: it may be damaged, and 10 the last resort"
+    save(second, 50)
+    assert names(tmp_path, "step-*") == [
+        "step-00000030.run-00001",
+        "step-00000040.run-00002",
+        "step-00000050.run-00002",
+    ]
+
+
+@settings(
+    max_examples=40,
+    suppress_health_check=[*settings.default.suppress_health_check, HealthCheck.function_scoped_fixture],
+)
+@given(
+    actions=st.lists(st.sampled_from(["save", "save", "save", "damage", "restart"]), max_size=10),
+    keep=st.integers(1, 3),
+)
+def test_the_newest_whole_checkpoint_is_found_and_none_that_was_found_damaged_is_removed(
+    actions: list[str], keep: int, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_file, "SEEN_WITHIN_SECONDS", 0.0)
+        current, step = claimed(tmp_path, keep=keep), 0
+        damaged: set[str] = set()
+        damaged_folders: set[str] = set()
+        for action in actions:
+            newest_first = sorted(names(tmp_path, "step-*"), key=lambda name: (name[18:], name), reverse=True)
+            if action == "save":
+                step += 1
+                save(current, step, step)
+            elif action == "damage" and newest_first:
+                (tmp_path / newest_first[0] / "shared.pt").write_bytes(b"")
+                damaged.add(newest_first[0])
+            elif action == "restart":
+                current = claimed(tmp_path, keep=keep)
+                whole = next((name for name in newest_first if name not in damaged), None)
+                if newest_first and whole is None:
+                    with pytest.raises(CheckpointError, match="can be read"):
+                        current.load(0, 1)
+                    return
+                loaded = current.load(0, 1)
+                assert (loaded.place.name if loaded else None) == whole
+                passed = newest_first[: newest_first.index(whole)] if whole else []
+                damaged_folders.update(passed)
+            present = {name.removeprefix("damaged-") for name in names(tmp_path)}
+            assert damaged_folders <= present
+
+
+@pytest.mark.parametrize("name", ["shared.pt", "rank-00000.pt", "checkpoint.json"])
+def test_a_file_that_is_not_seen_for_a_moment_is_waited_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(claimed(tmp_path), 10, 1.0)
+    save(claimed(tmp_path), 20, 2.0)
+    folder = tmp_path / "step-00000020.run-00002"
+    (folder / name).rename(tmp_path / "unseen")
+    listed, looks = os.listdir, 0
+
+    def listdir(path: Path) -> list[str]:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            (tmp_path / "unseen").rename(folder / name)
+        return listed(path)
+
+    monkeypatch.setattr(state_file.os, "listdir", listdir)
+    assert value_of(tmp_path) == 2.0
+    assert looks >= 3
+
+
+def test_a_newer_format_with_other_fields_is_refused_and_left_alone(tmp_path: Path) -> None:
+    save(claimed(tmp_path), 10)
+    save(claimed(tmp_path), 20)
+    newer = tmp_path / "step-00000020.run-00002" / "checkpoint.json"
+    newer.write_text(json.dumps({"format": 3, "contents": "elsewhere"}))
+    with pytest.raises(CheckpointError, match=r"has format 3, this version reads up to 2.*a newer TopKube wrote it"):
+        store(tmp_path).load(0, 1)
+    assert names(tmp_path) == ["step-00000010.run-00001", "step-00000020.run-00002"]
+
+
+def test_retention_leaves_what_this_version_cannot_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    first = claimed(tmp_path, keep=1)
+    save(first, 10)
+    (tmp_path / "step-00000010.run-00001" / "checkpoint.json").write_text(json.dumps({"format": 3}))
+    second = claimed(tmp_path, keep=1)
+    for step in (20, 30):
+        save(second, step)
+    assert names(tmp_path) == ["step-00000010.run-00001", "step-00000030.run-00002"]
+    assert capfd.readouterr().err.count("stays: this version cannot read its manifest") == 1
+
+
+def test_folders_that_are_not_ours_are_not_swept(tmp_path: Path) -> None:
+    (tmp_path / ".step-notes.tmp").mkdir()
+    (tmp_path / ".step-00000001.run-00099.tmp").mkdir()  # of a later run
+    checkpoints = claimed(tmp_path)
+    (tmp_path / ".step-00000001.run-00001.tmp").mkdir()
+    save(checkpoints, 2)
+    assert names(tmp_path, ".step-*") == [".step-00000001.run-00099.tmp", ".step-notes.tmp"]
+
+
+# Thousands of ranks
+
+
+def test_the_files_of_4096_ranks_are_looked_at_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {f"rank-{rank:05d}.pt": FileDigest(3, 0) for rank in range(4096)}
+    for name in files:
+        (tmp_path / name).write_bytes(b"abc")
+    (tmp_path / "rank-04000.pt").rename(tmp_path / "unseen")
+    (tmp_path / "rank-00007.pt").write_bytes(b"a")  # another node's file that grows
+    scans, scandir = 0, os.scandir
+
+    def counted(path: Path) -> object:
+        nonlocal scans
+        scans += path == tmp_path  # threads of other tests may read other folders
+        return scandir(path)
+
+    def appear(seconds: float) -> None:
+        (tmp_path / "rank-00007.pt").write_bytes(b"abc")
+        if scans == 2:
+            (tmp_path / "unseen").rename(tmp_path / "rank-04000.pt")
+
+    monkeypatch.setattr(save_module.os, "scandir", counted)
+    monkeypatch.setattr(save_module.time, "sleep", appear)
+    await_files(tmp_path, files)
+    assert scans == 3
+
+
+def test_files_that_do_not_appear_are_named_and_a_swept_folder_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_file, "SEEN_WITHIN_SECONDS", 0.0)
+    files = {f"rank-{rank:05d}.pt": FileDigest(3, 0) for rank in range(3)}
+    (tmp_path / "rank-00000.pt").write_bytes(b"abc")
+    with pytest.raises(CheckpointError, match=r"rank-00001.pt as it was written \(2 of 3 files\).*all nodes share"):
+        await_files(tmp_path, files)
+    with pytest.raises(StorageError, match=r"gone was removed while .* a clean-up job"):
+        await_files(tmp_path / "gone", files)
+
+
+@settings(max_examples=100, deadline=None)
+@given(old=st.integers(1, 64), new=st.integers(1, 64))
+def test_shares_of_residuals_keep_their_sum(old: int, new: int) -> None:
+    taken = [shares(old, copy, new) for copy in range(new)]
+    for copy in range(old):
+        assert sum(share.get(copy, 0.0) for share in taken) == pytest.approx(1.0)
+    assert max(map(len, taken)) == -(-old // new), "no rank reads more than its part"
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 2), (4, 2), (2, 3), (3, 1)])
+def test_recut_residuals_keep_their_sum(old: int, new: int) -> None:
+    saved = [
+        {"copy": copy, "copies": old, "pieces": {"w": [(2 * copy, torch.full((2,), copy + 1.0))]}}
+        for copy in range(old)
+    ]
+    total = torch.zeros(2 * old)
+    for copy in range(new):
+        cut = recut(saved, copy, new)
+        assert (cut["copy"], cut["copies"]) == (copy, new)
+        for first, values in cut["pieces"].get("w", []):
+            total[first : first + len(values)] += values
+    assert torch.allclose(total, torch.arange(1.0, old + 1).repeat_interleave(2))

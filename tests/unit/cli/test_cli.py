@@ -1,0 +1,211 @@
+"""The command line's shell: help, version, errors, settings, doctor, and pages that must not go stale."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from topkube import __version__
+from topkube.cli import doctor
+from topkube.cli.app import run_app
+from topkube.cli.settings import settings_markdown
+from topkube.job.reference import markdown
+from topkube.launch.mpi.mpi_library import Mpi
+from topkube.settings import Settings
+
+DOCS = Path(__file__).parents[3] / "docs"
+THREE_MISTAKES = """
+apiVersion: topkube.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: three}
+spec:
+  workers: two
+  template: {spec: {containers: [{name: worker, image: i, command: [python, train.py]}]}}
+  aggregation: {densty: 0.01, wire: bf8}
+"""
+
+
+def topkube(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "topkube.cli", *arguments], capture_output=True, text=True, timeout=280
+    )
+
+
+def test_a_file_with_three_mistakes_names_all_three(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(THREE_MISTAKES)
+    ended = topkube("run", str(path))
+    assert ended.returncode == 2
+    assert "has 3 mistakes" in ended.stderr
+    assert "spec.workers (line 6): 'two' is not a whole number of at least 1" in ended.stderr
+    assert "spec.aggregation.densty (line 8): unknown field; did you mean density?" in ended.stderr
+    assert "spec.aggregation.wire (line 8): 'bf8' is not one of fp32, bf16, fp16; did you mean bf16?" in ended.stderr
+    assert "\nnext: correct the file; docs/trainingjob.md explains every field" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_version() -> None:
+    assert topkube("--version").stdout == f"topkube {__version__}\n"
+
+
+def test_help_is_light() -> None:
+    """Nothing heavy is loaded for --help, which is what keeps it fast."""
+    code = """
+import sys
+from topkube.cli.app import run_app
+run_app(["--help"])
+heavy = {"torch", "numpy", "mpi4py", "pydantic", "yaml", "matplotlib", "rich.progress"}
+print("loaded:", sorted(heavy & set(sys.modules)))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    assert ended.stdout.splitlines()[-1] == "loaded: []"
+    for command in ("run", "doctor", "bench", "rank", "settings"):
+        assert command in ended.stdout
+    start = time.process_time(), os.times().children_user + os.times().children_system
+    topkube("--help")
+    spent = os.times().children_user + os.times().children_system - start[1]
+    assert spent < 1.0, f"{spent:.2f} s of processor time"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["no-such-command"], ["run"], ["run", "a.yaml", "--wrokers", "2"], ["run", "none.yaml"]]
+)
+def test_mistakes_on_the_command_line_end_with_2(arguments: list[str]) -> None:
+    assert run_app(arguments) == 2
+
+
+def test_bench_lists_its_measurements_without_loading_them() -> None:
+    ended = topkube("bench", "no-such-measurement")
+    assert ended.returncode == 2
+    assert "No such command" in ended.stderr
+
+
+def test_every_option_is_in_the_docs() -> None:
+    import typer
+
+    from topkube.cli.app import app
+
+    page = (DOCS / "cli.md").read_text()
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    for name, command in group.commands.items():
+        assert f"## topkube {name}" in page, name
+        for parameter in command.params:
+            for option in parameter.opts:
+                if option.startswith("--") and option != "--help":
+                    assert option in page, f"{name} {option}"
+
+
+@pytest.mark.parametrize(
+    ("page", "fresh", "command"),
+    [
+        ("trainingjob.md", markdown, "python -m topkube.job.reference > docs/trainingjob.md"),
+        ("settings.md", settings_markdown, "topkube settings --markdown > docs/settings.md"),
+    ],
+)
+def test_generated_pages_are_fresh(page: str, fresh: object, command: str) -> None:
+    assert callable(fresh)
+    assert (DOCS / page).read_text() == fresh(), f"stale: {command}"
+
+
+def test_settings_shows_what_is_set() -> None:
+    environment = {**os.environ, "TOPKUBE_DENSITY": "0.125", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "topkube.cli", "settings"]
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+    assert re.search(r"TOPKUBE_DENSITY +0\.01 +0\.125 ", shown)
+    for entry in dataclasses.fields(Settings):
+        assert entry.metadata["variable"] in shown
+
+
+def test_doctor_here() -> None:
+    ended = topkube("doctor", "-o", "json")
+    report = json.loads(ended.stdout)
+    assert ended.returncode == 0, report
+    assert report["ok"] is True
+    checks = {check["name"]: check for check in report["checks"]}
+    essential = (
+        "python",
+        "topkube",
+        "kernels",
+        "algorithms",
+        "processor",
+        "mpiexec",
+        "mpi library",
+        "two ranks",
+        "memory",
+        "/dev/shm",
+        "disk",
+    )
+    assert set(essential) <= set(checks)
+    assert checks["two ranks"]["message"] == "started, and added 1 + 1"
+    assert all(check["next_step"] for check in checks.values() if check["state"] != "ok")
+
+
+def test_doctor_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.run_doctor(json_output=False) == 1
+    shown = capsys.readouterr().out
+    assert re.search(r"fail +mpiexec +there is no mpiexec, neither in the folder of this Python nor on PATH", shown)
+    assert re.search(r"next: .*pip install 'topkube\[mpich\]'", shown)
+
+
+def test_doctor_notices_ranks_that_do_not_meet() -> None:
+    class Alone(Mpi):
+        def command(self, ranks: int, program: list[str]) -> list[str]:
+            return ["sh", "-c", "echo hello 1 1; echo hello 1 1"]
+
+    check = doctor._hello(Alone("MPICH", "1", Path("mpiexec")))
+    assert check.state == "fail"
+    assert "did not form one world" in check.message
+    assert "one MPI" in check.next_step
+
+
+def test_errors_name_extras_that_exist() -> None:
+    root = Path(__file__).parents[3]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    source = "".join(path.read_text() for path in (root / "runtime").rglob("*.py"))
+    named = {name for listed in re.findall(r"topkube\[([a-z0-9,]+)\]", source) for name in listed.split(",")}
+    schemes = {"s3", "gs", "gcs", "az", "abfs", "hf"}  # data/remote/object_store.py names the extra after the scheme
+    assert named | schemes <= set(extras)
+    assert len(named) >= 4
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("topkube su", {"submit", "suspend"}), ("topkube bench s", {"select"})]
+)
+def test_the_shell_completes_commands(words: str, expected: set[str]) -> None:
+    script = Path(sys.executable).parent / "topkube"
+    environment = {
+        **os.environ,
+        "_TOPKUBE_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    ended = subprocess.run([script], env=environment, capture_output=True, text=True, timeout=60)
+    assert set(ended.stdout.split()) == expected
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+@pytest.mark.parametrize("system", ["Darwin", "Windows"])
+def test_other_systems_are_refused_when_the_package_is_built(system: str, tmp_path: Path) -> None:
+    command = ["cmake", "-S", str(DOCS.parent / "csrc"), "-B", str(tmp_path), f"-DCMAKE_SYSTEM_NAME={system}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    sentence = f"TopKube runs on Linux only; on {system}, install it in a Linux container or in a virtual machine."
+    assert sentence in " ".join(ended.stderr.split())

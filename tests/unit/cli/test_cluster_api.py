@@ -1,0 +1,403 @@
+"""What the cluster commands make of an API server's refusals, of no server, and of a kubeconfig that is of no use.
+
+The server is a local one that answers as told; tests/cluster has the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from topkube.cli.app import run_app
+from topkube.cli.cluster.api import Where, connect
+from topkube.errors import ClusterError
+
+Answer = tuple[int, bytes, dict[str, str]]
+Answers = Callable[[str, str], Answer]
+
+
+def status(code: int, message: str, **details: Any) -> Answer:
+    body = {"kind": "Status", "code": code, "message": message, "details": details}
+    return code, json.dumps(body).encode(), {}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Callable[[Answers], Path]]:
+    """Start a server that answers by (method, path). Return a kubeconfig for it."""
+    started: list[ThreadingHTTPServer] = []
+
+    def start(answers: Answers) -> Path:
+        class Handler(BaseHTTPRequestHandler):
+            def _answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                code, body, headers = answers(self.command, self.path)
+                self.send_response(code)
+                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_PATCH = do_DELETE = do_POST = _answer
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        http.daemon_threads = True
+        started.append(http)
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        return kubeconfig(tmp_path / "config", f"http://127.0.0.1:{http.server_address[1]}")
+
+    yield start
+    for http in started:
+        http.shutdown()
+        http.server_close()
+
+
+def kubeconfig(path: Path, address: str, **context: str) -> Path:
+    data = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": {"server": address}}],
+        "users": [{"name": "u", "user": {"token": "secret"}}],
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u", **context}}],
+        "current-context": "here",
+    }
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+REFUSALS: list[tuple[Answer, list[str]]] = [
+    (
+        (404, b"404 page not found\n", {}),
+        ["this cluster does not know TrainingJobs", "TopKube is not installed in it", "kubectl apply -f manifests/"],
+    ),
+    (
+        status(403, "trainingjobs is forbidden: no", group="topkube.dev", kind="trainingjobs"),
+        ["trainingjobs is forbidden: no", "ClusterRole topkube-edit", "auth can-i get trainingjobs.topkube.dev -n n"],
+    ),
+    (status(401, "Unauthorized"), ["the cluster does not know who you are", "kubectl config get-contexts"]),
+    (status(500, "etcdserver: request timed out"), ["etcdserver: request timed out"]),
+    ((200, b"<html>", {}), ["sends a response that is not JSON", "kubectl config view --minify"]),
+]
+
+
+@pytest.mark.parametrize(("answer", "words"), REFUSALS)
+def test_refusals_say_what_to_do(
+    server: Callable[[Answers], Path], answer: Answer, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = server(lambda method, path: answer)
+    assert run_app(["status", "-n", "n", "--kubeconfig", str(config)]) == 1
+    output = capsys.readouterr().err
+    assert output.startswith("error: ")
+    for word in words:
+        assert word in output
+
+
+def test_a_cluster_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = kubeconfig(tmp_path / "config", "http://127.0.0.1:1")
+    assert run_app(["status", "--kubeconfig", str(config)]) == 1
+    output = capsys.readouterr().err
+    assert "the cluster at http://127.0.0.1:1 does not answer" in output
+    assert "Connection refused" in output
+    assert "kubectl cluster-info" in output
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no cluster is configured"),
+        ("", "cannot be used"),
+        ("clusters: 5", "kubeconfig"),
+        ("\t- [", "kubeconfig"),
+        ("apiVersion: v1\nkind: Config\ncurrent-context: gone\ncontexts: []\nclusters: []\nusers: []\n", "kubeconfig"),
+    ],
+)
+def test_a_kubeconfig_of_no_use(
+    content: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config"
+    if content is None:
+        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+        assert run_app(["status"]) == 1
+    else:
+        path.write_text(content)
+        assert run_app(["status", "--kubeconfig", str(path)]) == 1
+    output = capsys.readouterr().err
+    assert words in output
+    assert "next: " in output
+    assert "Traceback" not in output
+
+
+def test_the_namespace_is_the_contexts_unless_given(tmp_path: Path) -> None:
+    config = kubeconfig(tmp_path / "config", "http://127.0.0.1:1", namespace="team")
+    assert connect(Where(kubeconfig=config)).namespace == "team"
+    assert connect(Where(kubeconfig=config, namespace="other")).namespace == "other"
+    with pytest.raises(ClusterError, match="known: here"):
+        connect(Where(kubeconfig=config, context="there"))
+
+
+def test_warnings_of_the_server_are_shown(server: Callable[[Answers], Path], tmp_path: Path, capsys: Any) -> None:
+    file = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
+    stored = {"metadata": {"name": "char-gpt", "resourceVersion": "1"}, "spec": {}}
+
+    def answers(method: str, path: str) -> Answer:
+        if method == "GET":
+            return status(404, "not found", name="char-gpt", kind="trainingjobs")
+        return 201, json.dumps(stored).encode(), {"Warning": '299 - "a \\"tag\\" is missing"'}
+
+    assert run_app(["submit", str(file), "--kubeconfig", str(server(answers))]) == 0
+    output = capsys.readouterr()
+    assert output.out == "trainingjob.topkube.dev/char-gpt created\n"
+    assert output.err == 'warning: a "tag" is missing\n'
+
+
+def test_a_launcher_beside_worker_0_is_heard_under_its_own_name(
+    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = {"topkube.dev/job-name": "j", "topkube.dev/worker-index": "0", "topkube.dev/attempt": "1"}
+    names = ("main", "side", "launcher")
+    states = [{"name": name, "state": {"terminated": {"exitCode": 0}}} for name in names]
+    pod = {
+        "metadata": {"name": "p", "uid": "1", "labels": labels},
+        "spec": {"containers": [{"name": name} for name in names]},
+        "status": {"containerStatuses": states},
+    }
+
+    def answers(method: str, path: str) -> Answer:
+        if "/log?" in path:
+            name = path.partition("container=")[2].partition("&")[0]
+            return 200, f"2025-01-01T00:00:01Z by {name}\n".encode(), {}
+        if "/pods?" in path:
+            return 200, json.dumps({"items": [pod]}).encode(), {}
+        return 200, json.dumps({"metadata": {"name": "j"}, "status": {"phase": "Succeeded"}}).encode(), {}
+
+    config = str(server(answers))
+    assert run_app(["logs", "j", "--kubeconfig", config]) == 0
+    assert capsys.readouterr().out == "[worker0] by main\n[launcher] by launcher\n"
+    assert run_app(["logs", "j", "--worker", "0", "--kubeconfig", config]) == 0
+    assert capsys.readouterr().out == "[worker0] by main\n"
+
+
+def test_a_log_stream_that_breaks_goes_on_where_it_was(
+    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second stream begins with the second of the last line: what was shown is not shown again, nothing is lost."""
+    first = b"2025-01-01T00:00:01.1Z [rank 0] a\n2025-01-01T00:00:02.2Z [rank 0] b\n2025-01-01T00:00:02.2Z [rank 0] c\n"
+    rest = first.split(b"\n", 1)[1] + b"2025-01-01T00:00:02.2Z [rank 0] d\n2025-01-01T00:00:02.25Z [rank 0] e\n"
+    requests: list[str] = []
+    labels = {"topkube.dev/job-name": "j", "topkube.dev/worker-index": "0", "topkube.dev/attempt": "1"}
+    pod: dict[str, Any] = {
+        "metadata": {"name": "p", "uid": "1", "labels": labels},
+        "spec": {"containers": [{"name": "main"}]},
+    }
+
+    def answers(method: str, path: str) -> Answer:
+        is_last = len(requests) > 1
+        state = {"terminated": {"exitCode": 0}} if is_last else {"running": {}}
+        seen = {**pod, "status": {"containerStatuses": [{"name": "main", "state": state}]}}
+        job = {"metadata": {"name": "j", "uid": "u"}, "status": {"phase": "Succeeded" if is_last else "Running"}}
+        if "/log?" in path:
+            requests.append(path)
+            return 200, rest if len(requests) > 1 else first, {}
+        if "/pods/p" in path:
+            return 200, json.dumps(seen).encode(), {}
+        if "/pods?" in path:
+            return 200, json.dumps({"items": [seen]}).encode(), {}
+        if "watch=true" in path:
+            return 200, json.dumps({"type": "MODIFIED", "object": job}).encode() + b"\n", {}
+        return 200, json.dumps(job).encode(), {}
+
+    assert run_app(["logs", "j", "--kubeconfig", str(server(answers))]) == 0
+    assert capsys.readouterr().out.split() == [word for letter in "abcde" for word in ("[worker0.rank0]", letter)]
+    assert "sinceTime=2025-01-01T00%3A00%3A02.2Z" in requests[1]
+
+
+PASSING: dict[str, Answer] = {
+    "it starts, and has no paths yet": status(
+        503, "the request has been made before all known HTTP paths have been installed"
+    ),
+    "it starts, and does not know TrainingJobs yet": (404, b"404 page not found\n", {}),
+    "it has lost its leader": status(500, "etcdserver: leader changed"),
+    "it has too much to do": status(429, "Too many requests, please try again later."),
+    "it is killed while it answers": (200, b"{", {"Content-Length": "100", "Connection": "close"}),
+}
+
+
+@pytest.mark.parametrize("answer", PASSING.values(), ids=PASSING)
+@pytest.mark.parametrize("command", ["submit --wait", "logs", "status --watch"])
+def test_who_waits_for_a_job_outlives_a_restart_of_the_api_server(
+    server: Callable[[Answers], Path], command: str, answer: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
+    requests = {"watch": 0, "bad": 0}
+
+    def answers(method: str, path: str) -> Answer:
+        is_last = requests["bad"] > 1
+        job = {"metadata": {"name": "char-gpt", "uid": "u"}, "status": {"phase": "Succeeded" if is_last else "Running"}}
+        if "watch=true" in path:
+            requests["watch"] += 1
+            return 200, b"", {}
+        if "/pods" in path or "/events" in path:
+            return 200, json.dumps({"items": []}).encode(), {}
+        if method == "GET" and requests["watch"] and not is_last:
+            requests["bad"] += 1
+            return answer
+        return 200, json.dumps(job).encode(), {}
+
+    words = [*command.split(), str(file) if command.startswith("submit") else "char-gpt"]
+    code = run_app([*words, "--kubeconfig", str(server(answers))])
+    output = capsys.readouterr()
+    assert (code, requests["bad"]) == (0, 2), output.err
+    assert "deleted" not in output.err
+    assert "Traceback" not in output.err
+
+
+def test_a_job_that_is_deleted_meanwhile_is_said_to_be(
+    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def answers(method: str, path: str) -> Answer:
+        if "watch=true" in path:
+            return 200, b"", {}
+        if "/pods" in path:
+            return 200, json.dumps({"items": []}).encode(), {}
+        seen.append(path)
+        if len(seen) > 2:
+            return status(404, 'trainingjobs.topkube.dev "j" not found', name="j", kind="trainingjobs")
+        return 200, json.dumps({"metadata": {"name": "j", "uid": "u"}, "status": {"phase": "Running"}}).encode(), {}
+
+    assert run_app(["logs", "j", "--kubeconfig", str(server(answers))]) == 1
+    assert "the job j was deleted" in capsys.readouterr().err
+
+
+def test_submit_follows_no_longer_than_it_is_told(
+    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
+
+    def answers(method: str, path: str) -> Answer:
+        if "watch=true" in path:
+            return 200, b"", {}
+        if "/pods" in path:
+            return 200, json.dumps({"items": []}).encode(), {}
+        job = {"metadata": {"name": "char-gpt", "uid": "u"}, "status": {"phase": "Running"}}
+        return 200, json.dumps(job).encode(), {}
+
+    words = ["submit", "--follow", "--timeout", "1", str(file), "--kubeconfig", str(server(answers))]
+    assert run_app(words) == 124
+    assert "char-gpt is still Running after 1 s and continues" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "delete"])
+def test_an_empty_name_is_refused(
+    server: Callable[[Answers], Path], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell variable that is not set gives an empty name; the path would name all jobs."""
+    requests: list[str] = []
+
+    def answers(method: str, path: str) -> Answer:
+        requests.append(method)
+        return 200, json.dumps({"items": []}).encode(), {}
+
+    assert run_app([command, "", "--kubeconfig", str(server(answers))]) == 1
+    assert "the job's name is empty" in capsys.readouterr().err
+    assert requests == []
+
+
+def test_a_job_of_more_workers_than_streams_is_followed_in_part(
+    server: Callable[[Answers], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("topkube.cli.cluster.logs.MOST_STREAMS", 2)
+    requests: set[str] = set()
+    waiting = threading.Event()
+
+    def answers(method: str, path: str) -> Answer:
+        is_last = len(requests) >= 2
+        pods = [
+            {
+                "metadata": {
+                    "name": f"p{index}",
+                    "uid": str(index),
+                    "labels": {"topkube.dev/job-name": "j", "topkube.dev/worker-index": str(index)},
+                },
+                "spec": {"containers": [{"name": "main"}]},
+                "status": {"containerStatuses": [{"name": "main", "state": {"running": {}}}]},
+            }
+            for index in range(4)
+        ]
+        if "/log?" in path:
+            requests.add(path.partition("?")[0])
+            waiting.wait(3)
+            return 200, b"2025-01-01T00:00:01Z said\n", {}
+        if "/pods/" in path:
+            return status(404, "gone", name="p", kind="pods")
+        if "/pods?" in path:
+            return 200, json.dumps({"items": pods}).encode(), {}
+        job = {"metadata": {"name": "j", "uid": "u"}, "status": {"phase": "Succeeded" if is_last else "Running"}}
+        if "watch=true" in path:
+            return 200, json.dumps({"type": "MODIFIED", "object": job}).encode() + b"\n", {}
+        return 200, json.dumps(job).encode(), {}
+
+    assert run_app(["logs", "j", "--kubeconfig", str(server(answers))]) == 0
+    output = capsys.readouterr()
+    assert "the first 2 containers are followed; choose others: --worker INDEX" in output.err
+    assert output.out.count("said") >= 2
+
+
+def a_job(phase: str, **spec: Any) -> dict[str, Any]:
+    progress = {"step": 700, "checkpointStep": 500, "checkpointAt": "2026-01-01T00:00:00Z"}
+    stored = {"workers": 2, "checkpoint": {"claimName": "c"}, **spec}
+    return {"metadata": {"name": "j", "uid": "u"}, "spec": stored, "status": {"phase": phase, "progress": progress}}
+
+
+def test_suspend_waits_for_the_pods_and_names_the_last_checkpoint(
+    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def answers(method: str, path: str) -> Answer:
+        calls.append(method)
+        if "/pods" in path:
+            left = [{"metadata": {"name": "p"}}] if calls.count("GET") < 6 else []
+            return 200, json.dumps({"items": left}).encode(), {}
+        return 200, json.dumps(a_job("Suspended" if "PATCH" in calls else "Running")).encode(), {}
+
+    config = server(answers)
+    assert run_app(["suspend", "j", "--kubeconfig", str(config)]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("trainingjob.topkube.dev/j suspended; its newest checkpoint is of step 500, ")
+    assert calls.count("PATCH") == 1
+    assert calls.count("GET") >= 6, "the pods still saved their state"
+
+
+def test_resume_names_the_step_and_changes_nothing_twice(
+    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, calls = a_job("Suspended", runPolicy={"suspend": True}), list[str]()
+
+    def answers(method: str, path: str) -> Answer:
+        calls.append(method)
+        return 200, json.dumps(job).encode(), {}
+
+    config = str(server(answers))
+    assert run_app(["resume", "j", "--kubeconfig", config]) == 0
+    assert "resumed; it continues from the checkpoint of step 500" in capsys.readouterr().out
+    job["spec"] = {"workers": 2, "runPolicy": {"suspend": False}}
+    assert run_app(["resume", "j", "--kubeconfig", config]) == 0
+    assert "is not suspended; it saves no checkpoints" in capsys.readouterr().out
+    assert calls.count("PATCH") == 1
+
+
+def test_a_finished_job_is_not_suspended(server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    config = server(lambda method, path: (200, json.dumps(a_job("Succeeded")).encode(), {}))
+    assert run_app(["suspend", "j", "--kubeconfig", str(config)]) == 1
+    assert "the job j is Succeeded: a finished job cannot be suspended" in capsys.readouterr().err

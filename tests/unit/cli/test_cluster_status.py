@@ -1,0 +1,89 @@
+"""What `topkube status` makes of a job as the cluster holds it, without a cluster."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from topkube.cli.cluster.jobs import waiting_reason
+from topkube.cli.cluster.status import View, report
+
+NOW = datetime(2026, 1, 1, 0, 1, tzinfo=UTC)
+SPEC: dict[str, Any] = {"workers": 2, "slotsPerWorker": 2, "runPolicy": {"backoffLimit": 1}}
+WORDS = "this cannot be changed in a job that exists:\n  - spec.workers: cannot be changed from 2 to 9: delete the job."
+
+
+def condition(kind: str, status: str, reason: str, message: str) -> dict[str, str]:
+    return {
+        "type": kind, "status": status, "reason": reason, "message": message,
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }  # fmt: skip
+
+
+def job(phase: str, *conditions: dict[str, str], spec: Any = None, **status: Any) -> dict[str, Any]:
+    metadata = {"name": "j", "namespace": "team", "generation": 2, "creationTimestamp": "2026-01-01T00:00:00Z"}
+    known = {"phase": phase, "observedGeneration": 2, "conditions": list(conditions), **status}
+    return {"metadata": metadata, "spec": spec or SPEC, "status": known}
+
+
+def lines(stored: dict[str, Any]) -> list[str]:
+    return list(report(View(stored, [], []), NOW))
+
+
+def test_a_refused_change_stands_out_and_what_is_shown_is_what_the_job_follows() -> None:
+    stored = job(
+        "Running",
+        condition("Failed", "False", "ChangeRefused", WORDS),
+        spec={**SPEC, "workers": 9, "slotsPerWorker": 5},
+        acceptedSpec=SPEC,
+    )
+    shown = lines(stored)
+    at = next(number for number, line in enumerate(shown) if "the job follows status.acceptedSpec" in line)
+    assert "spec.workers: cannot be changed from 2 to 9" in shown[at + 1]
+    assert any("0/2 ready, 2 ranks each" in line for line in shown)
+    assert not any("ChangeRefused" in line for line in shown[at + 1 :]), "said once"
+
+
+def test_messages_of_several_lines_do_not_break_the_table() -> None:
+    shown = lines(job("Failed", condition("Failed", "True", "InvalidSpec", "two mistakes:\n  - a\n  - b")))
+    assert [line for line in shown if "InvalidSpec" in line] == [
+        "  Failed  True  60s  InvalidSpec  two mistakes: - a - b"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"), [("Pending", "no room"), ("Starting", "no room"), ("Running", ""), ("Suspended", "")]
+)
+def test_what_a_job_waits_for_is_said_while_it_waits(phase: str, words: str) -> None:
+    assert waiting_reason(job(phase, condition("Running", "False", "Unschedulable", "no\n  room"))) == words
+    assert waiting_reason({"metadata": {}, "status": None}) == ""
+
+
+def test_the_newest_checkpoint_is_shown_with_its_age() -> None:
+    spec = {**SPEC, "checkpoint": {"claimName": "c", "everySteps": 50}}
+    progress = {"step": 70, "checkpointStep": 50, "checkpointAt": "2026-01-01T00:00:20Z", "etaSeconds": 90}
+    shown = "\n".join(lines(job("Running", spec=spec, progress=progress)))
+    assert "newest of step 50, 40s ago; claim c, every 50 steps" in shown
+    assert "1 min 30 s left" in shown
+    assert "none yet; claim c" in "\n".join(lines(job("Running", spec=spec)))
+
+
+def test_workers_of_a_job_that_has_succeeded_are_not_called_ready() -> None:
+    assert any("2/2 succeeded, 2 ranks each" in line for line in lines(job("Succeeded", workersReady="2/2")))
+
+
+def test_the_node_of_the_first_failure_and_the_nodes_that_the_job_avoids_are_shown() -> None:
+    shown = lines(
+        job(
+            "Restarting",
+            firstFailure={"pod": "j-worker-0-1", "node": "node-a", "rank": 1, "reason": "HardwareFault"},
+            avoidedNodes=[
+                {"name": "node-a", "reason": "HardwareFault"},
+                {"name": "node-b", "reason": "KernelDeadlock"},
+            ],
+        )
+    )
+    assert any("pod j-worker-0-1, node node-a, rank 1: HardwareFault" in line for line in shown)
+    assert any("avoids" in line and "node-a (HardwareFault), node-b (KernelDeadlock)" in line for line in shown)

@@ -1,0 +1,189 @@
+"""`topkube run` when something goes wrong: every process ends, and the report names the first failing rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from local_runs import SCRIPT, finish, processes_of, run, start, write_job
+
+
+def output_of(directory: Path) -> str:
+    return "".join(path.read_text() for path in sorted(directory.glob("rank-*.log")))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 200) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition never came true"
+        time.sleep(0.02)
+
+
+def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
+    ended = run(write_job(tmp_path, ["python", str(SCRIPT), "20", "raise", "3"]), tmp_path)
+    assert ended.returncode == 1
+    assert re.match(r"error: rank 3 \(node 1\) failed first, .* exit code 1, ValueError: boom", ended.stderr)
+    assert "    Traceback (most recent call last)" in ended.stderr
+    assert "next: read rank-3.log in " in ended.stderr
+    assert "failed" in ended.stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["firstFailure"]["rank"] == 3
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "expected"),
+    [
+        ("exit", 7, ["exit code 7", "next: read rank-1.log in "]),
+        ("sys-exit", 7, ["exit code 7", "next: read rank-1.log in "]),
+        ("raise-exit", 7, ["exit code 7", "next: read rank-1.log in "]),
+        ("kill", 137, ["killed by SIGKILL", "counted no out-of-memory kill"]),
+        ("crash", 139, ["killed by SIGSEGV", "in string_at", "crash inside native code"]),
+    ],
+)
+def test_ways_to_end_are_told_apart(tmp_path: Path, mode: str, code: int, expected: list[str]) -> None:
+    ended = run(write_job(tmp_path, ["python", str(SCRIPT), "20", mode, "1"], workers=1), tmp_path)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stderr.startswith("error: rank 1 (node 0) failed first")
+    for text in expected:
+        assert text in ended.stderr
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "expected"),
+    [
+        (["no-such-program"], 127, "the program 'no-such-program' does not exist"),
+        (["./job.yaml"], 126, "cannot be run: Permission denied"),
+        (["python", "-m", "no_such_module"], 1, "No module named no_such_module"),
+        (["python", "-c", "import not_there"], 1, "ModuleNotFoundError: No module named 'not_there'"),
+    ],
+)
+def test_a_command_that_cannot_start(tmp_path: Path, command: list[str], code: int, expected: str) -> None:
+    ended = run(write_job(tmp_path, command, workers=1), tmp_path)
+    assert ended.returncode == code
+    assert expected in ended.stderr
+    assert "next: " in ended.stderr
+
+
+def test_a_rank_that_hangs_is_named_by_the_others(tmp_path: Path) -> None:
+    job = write_job(tmp_path, ["python", str(SCRIPT), "20", "hang", "1"], workers=1)
+    ended = run(job, tmp_path, "--collective-deadline", "30")
+    assert ended.returncode == 1
+    assert "CollectiveTimeout" in ended.stderr
+    assert "rank 1 never arrived" in ended.stderr
+    failure = json.loads((tmp_path / "run" / "summary.json").read_text())["firstFailure"]
+    assert (failure["rank"], failure["missing"]) == (0, [1])
+    assert not [key for key in failure if "_" in key], "one case style, in every part of the summary"
+    assert "next: read that rank's output" in ended.stderr
+    assert processes_of(tmp_path) == []
+
+
+def test_the_runs_deadline(tmp_path: Path) -> None:
+    ended = run(write_job(tmp_path, ["sleep", "1000"]), tmp_path, "--deadline", "0.5")
+    assert ended.returncode == 124
+    assert "did not finish within its deadline of 0.5 s" in ended.stderr
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    running = start(write_job(tmp_path, ["python", str(SCRIPT), "100000", "none", "0"]), tmp_path)
+    wait_for(lambda: output_of(tmp_path / "run").count("up") == 4)
+    assert len(processes_of(tmp_path)) >= 9  # topkube run, and a front and a script per rank
+    running.send_signal(number)
+    ended = finish(running)
+    assert ended.returncode == code
+    assert "interrupted" in ended.stdout
+    assert "steps" in ended.stdout  # the summary of what was done so far
+    assert "error" not in ended.stderr
+    assert processes_of(tmp_path) == []
+
+
+def test_ranks_can_save_their_state_on_a_signal(tmp_path: Path) -> None:
+    handler = "signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0)))"
+    script = f"import signal, sys, time; {handler}; print('up'); time.sleep(999)"
+    running = start(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
+    wait_for(lambda: output_of(tmp_path / "run").count("up") == 2)
+    running.send_signal(signal.SIGTERM)
+    assert finish(running).returncode == 143
+    assert output_of(tmp_path / "run").count("saved") == 2
+
+
+def test_a_deaf_rank_is_killed_by_the_second_signal(tmp_path: Path) -> None:
+    script = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print('up'); time.sleep(999)"
+    running = start(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
+    wait_for(lambda: output_of(tmp_path / "run").count("up") == 2)
+    running.send_signal(signal.SIGINT)
+    assert running.stdout is not None
+    assert any("press Ctrl-C again to kill them" in line for line in running.stdout)
+    assert len(processes_of(tmp_path)) >= 3  # topkube run and two deaf ranks
+    running.send_signal(signal.SIGINT)
+    assert finish(running, 8).returncode == 130  # well before the grace of 10 s is over
+    assert processes_of(tmp_path) == []
+
+
+def test_nothing_is_left_when_topkube_run_itself_is_killed(tmp_path: Path) -> None:
+    running = start(write_job(tmp_path, ["python", str(SCRIPT), "100000", "none", "0"]), tmp_path)
+    wait_for(lambda: output_of(tmp_path / "run").count("up") == 4)
+    running.kill()
+    running.communicate()
+    wait_for(lambda: processes_of(tmp_path) == [])
+
+
+def test_children_of_ranks_end_too(tmp_path: Path) -> None:
+    """Data loaders and whatever else a rank starts, even in a session of its own."""
+    children = "[subprocess.Popen(['sleep', '1000'], start_new_session=own) for own in (True, False)]"
+    script = f"import subprocess, os; {children}; os._exit(9)"
+    ended = run(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
+    assert ended.returncode == 9
+    assert processes_of(tmp_path) == []
+
+
+def test_no_plot_without_matplotlib(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    job = write_job(tmp_path, ["python", str(SCRIPT), "5", "none", "0"], workers=1)
+    ended = run(job, tmp_path, environment=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert "matplotlib is not installed" in ended.stdout
+
+
+def test_an_unusable_variable_is_named_before_anything_starts(tmp_path: Path) -> None:
+    environment = {**os.environ, "TOPKUBE_DEADLINE_SECONDS": "soon"}
+    ended = run(write_job(tmp_path, ["true"]), tmp_path, environment=environment)
+    assert ended.returncode == 2
+    assert "TOPKUBE_DEADLINE_SECONDS='soon' is not a number" in ended.stderr
+
+
+def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    ended = run(write_job(tmp_path, ["true"]), tmp_path)
+    assert ended.returncode == 2
+    assert "cannot be written" in ended.stderr
+
+
+def test_a_directory_with_a_persons_own_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job.yaml").write_text("mine")
+    ended = run(write_job(tmp_path, ["true"]), tmp_path)
+    assert ended.returncode == 2
+    assert "is not empty, and it is not the directory of an earlier run" in ended.stderr
+    assert (tmp_path / "run" / "job.yaml").read_text() == "mine"
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "topkube.cli", "run", str(tmp_path / "none.yaml")]
+    plain = subprocess.run(command, capture_output=True, text=True)
+    debug = subprocess.run([*command, "--debug"], capture_output=True, text=True)
+    assert plain.returncode == 2
+    assert plain.stderr.startswith("error: ")
+    assert "Traceback" not in plain.stderr
+    assert "Traceback" in debug.stderr

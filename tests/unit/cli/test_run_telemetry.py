@@ -1,0 +1,193 @@
+"""What is read of a run while it goes on, and what is told of it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from topkube.telemetry.bar import ProgressDisplay, duration, facts, rate, reduction, size
+from topkube.telemetry.history import History, LogFollower, ProgressReader, split
+from topkube.telemetry.plot import PlotError, average_groups, draw, smooth_values
+from topkube.telemetry.progress import ProgressWriter, StepRecord
+from topkube.telemetry.summary import rows, summarize
+
+
+def record(step: int, **fields: object) -> StepRecord:
+    values: dict[str, object] = {
+        "total_steps": 100,
+        "loss": 10.0 / step,
+        "samples": 8,
+        "time": 100 + 0.5 * step,
+        **fields,
+    }
+    return StepRecord(step=step, **values)  # type: ignore[arg-type]
+
+
+def history(*records: StepRecord) -> History:
+    result = History()
+    for record in records:
+        result.add(record)
+    return result
+
+
+def test_after_a_restart_the_later_step_counts() -> None:
+    steps = history(*(record(n) for n in (1, 2, 3)), record(2, loss=7.0, time=110.0))
+    assert list(steps.steps) == [1, 2]
+    assert list(steps.losses) == [10.0, 7.0]
+    assert all(len(column) == 2 for column in steps.seconds.values())
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    seconds = {"data": 1.0, "forward": 2.0, "backward": 5.0, "update": 1.0, "select": 0.5, "intra": 1.0, "inter": 2.0}
+    assert split(seconds) == {"compute": 5.5, "select": 0.5, "inside node": 1.0, "between nodes": 2.0}
+    longer = split({"backward": 3.0, "select": 1.0, "inter": 5.0})
+    assert longer == pytest.approx({"compute": 0.0, "select": 0.5, "inside node": 0.0, "between nodes": 2.5})
+    assert sum(split({"select": 1.0}).values()) == 0
+
+
+def test_pace_and_rest() -> None:
+    steps = history(*(record(n) for n in range(1, 21)))
+    assert steps.samples_per_second == pytest.approx(16)
+    assert steps.eta_seconds() == pytest.approx(40)
+    assert history(record(1, total_steps=None), record(2, total_steps=None)).eta_seconds() is None
+
+
+def test_bytes_are_compared_where_they_cross_between_nodes() -> None:
+    steps = history(record(1, intra_bytes=900, inter_bytes=100, dense_bytes=10_000))
+    assert reduction(steps, nodes=2, ranks=4) == "100 B, 50x less than dense"
+    assert reduction(steps, nodes=4, ranks=4) == "100 B, 100x less than dense"
+    assert reduction(steps, nodes=1, ranks=2) == "1.0 kB, 10x less than dense"
+    assert reduction(history(record(1, inter_bytes=5_000, dense_bytes=10_000)), 2, 4) == "5.0 kB, as dense"
+    assert reduction(history(record(1, inter_bytes=10_000, dense_bytes=10_000)), 2, 4) == "10 kB, 2.0x more than dense"
+    assert reduction(history(record(1)), 1, 1) == ""
+
+
+def test_a_line_of_facts() -> None:
+    steps = history(*(record(n, samples_per_second=5120.4, skipped_steps=2) for n in (1, 2)))
+    assert facts(steps, 1, 1) == "step 2/100  loss 5  5,120 samples/s  2 skipped  49 s left"
+    assert facts(History(), 1, 1) == "starting"
+    assert facts(history(record(3, total_steps=None, loss=None)), 1, 1) == "step 3"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_the_bar_fits_the_terminal_and_always_says_how_long(width: int) -> None:
+    steps = history(
+        *(record(n, samples_per_second=5120.4, inter_bytes=10**6, dense_bytes=10**8, skipped_steps=1) for n in (1, 2))
+    )
+    console = Console(width=width, height=25, force_terminal=True, file=io.StringIO(), color_system="standard")
+    display = ProgressDisplay(console, steps, "a-name-that-is-rather-long-for-a-job", 2, 4)
+    display.update()
+    [line] = "".join(part.text for part in console.render(display._bar.get_renderable())).splitlines()
+    assert len(line.rstrip()) <= width
+    assert "step 2/100" in line
+    assert "49 s left" in line
+    assert ("samples/s" in line) == (width >= 80)
+    assert ("less than dense" in line) == (width >= 120)
+    assert sum(character in "━╸╺" for character in line) >= (8 if width >= 60 else 1)
+
+
+def test_numbers_for_people() -> None:
+    sizes = [0, 999, 1000, 12_345_678, 999_999, 1.5e9, 2e12, 5e15]
+    assert [size(n) for n in sizes] == ["0 B", "999 B", "1.0 kB", "12 MB", "1.0 MB", "1.5 GB", "2.0 TB", "5000 TB"]
+    assert [duration(s) for s in (0.31, 41, 200, 7500)] == ["0.3 s", "41 s", "3 min 20 s", "2 h 5 min"]
+    assert [rate(r) for r in (5120.2, 3.14)] == ["5,120", "3.1"]
+
+
+def test_the_summary_of_no_steps_and_of_some() -> None:
+    empty = summarize(History(), 1, 1)
+    assert (empty.steps, empty.first_loss, empty.samples_per_second, empty.seconds_per_step) == (0, None, None, {})
+    some = summarize(history(*(record(n, loss=None if n % 2 else float(n)) for n in range(1, 41))), 1, 1)
+    assert some.first_loss == np.mean(np.arange(2, 21, 2))
+    assert some.final_loss == np.mean(np.arange(22, 41, 2))
+
+
+def test_the_plot_ends_with_the_loss_of_the_summary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from matplotlib.axes import Axes
+
+    written: list[str] = []
+    monkeypatch.setattr(Axes, "annotate", lambda self, text, *rest, **options: written.append(text))
+    steps = history(*(record(n) for n in range(1, 31)))
+    draw(steps, tmp_path / "plot.png", "a run")
+    final = summarize(steps, 1, 1).final_loss
+    assert written == [f"{final:.4g} (mean of the last 10 steps)"]
+    assert ("loss", f"2.929 → {final:.4g} (means of the first and the last 10 steps)") in rows(
+        summarize(steps, 1, 1), steps, 1, 1, 1.0
+    )
+
+
+def test_progress_is_read_as_it_grows(tmp_path: Path) -> None:
+    reader = ProgressReader(tmp_path)
+    assert reader.read() == []
+    writer = ProgressWriter(tmp_path)
+    writer.write(record(1))
+    assert [step_record.step for step_record in reader.read()] == [1]
+    with (tmp_path / "progress.jsonl").open("a") as file:
+        file.write(record(2).to_json() + "\n" + record(3).to_json()[:10])
+        file.flush()
+        assert [step_record.step for step_record in reader.read()] == [2]
+        file.write(record(3).to_json()[10:] + "\n")
+    assert [step_record.step for step_record in reader.read()] == [3]
+    writer.close()
+
+
+def test_logs_are_followed_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    log = LogFollower(path)
+    assert log.read() == []
+    with path.open("wb") as file:
+        for data, expected in [
+            (b"a\nb", ["a"]),
+            (b"c\n", ["bc"]),
+            (b"10%\r20%\n", ["20%"]),
+            (b"\xff\n", ["�"]),
+            (b"end", []),
+        ]:
+            file.write(data)
+            file.flush()
+            assert log.read() == expected
+    assert [line for lines in log.finish() for line in lines] == ["end"]
+    assert [line for lines in log.finish() for line in lines] == []
+
+
+def test_a_log_that_ends_in_a_long_line_is_shown_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_text("x" * (3 << 20) + "\nthe end\n")
+    lines = [line for lines in LogFollower(path).finish() for line in lines]
+    assert "".join(lines) == "x" * (3 << 20) + "the end"
+
+
+def test_smoothing_keeps_constants_and_ends_near_the_last_values() -> None:
+    assert smooth_values(np.full(50, 3.0)) == pytest.approx(3.0)
+    falling = smooth_values(np.linspace(10, 0, 1000))
+    assert falling[0] == 10
+    assert 0 < falling[-1] < 0.5
+
+
+def test_averages_over_neighbours() -> None:
+    assert average_groups(np.arange(7.0), 3) == pytest.approx([1, 4, 6])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5000])
+def test_runs_of_any_length_are_drawn(tmp_path: Path, steps: int) -> None:
+    seconds = {"forward": 0.1, "inter": 0.02}
+    losses: list[float | None] = [None if n % 7 == 3 else 1 / (1 + n) for n in range(steps)]
+    run = history(*(record(n + 1, loss=loss, seconds=seconds) for n, loss in enumerate(losses)))
+    draw(run, tmp_path / "new" / "plot.png", "title")
+    assert (tmp_path / "new" / "plot.png").stat().st_size > 10_000
+
+
+def test_a_run_without_losses_or_times_is_drawn(tmp_path: Path) -> None:
+    draw(history(record(1, loss=None), record(2, loss=float("nan"))), tmp_path / "plot.svg", "title")
+    assert "reported no loss" in (tmp_path / "plot.svg").read_text()
+
+
+def test_a_plot_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlotError, match="cannot be written"):
+        draw(history(record(1)), tmp_path / "file" / "plot.png", "title")
+    with pytest.raises(PlotError, match="cannot be written"):
+        draw(history(record(1)), tmp_path / "plot.unknown", "title")

@@ -1,0 +1,199 @@
+"""Other users of the machine cannot plant samples, redirect writes, or read the cache."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openers import Opener, right
+from remotes import write_files
+
+from topkube.data import ArrayOf
+from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.remote.addresses import check_address, redact
+from topkube.errors import CacheError, DatasetError
+
+RECORD = ArrayOf("uint8", (3072,))
+
+
+@pytest.fixture
+def folder(open_dataset: Opener) -> Path:
+    """Return the folder of the memory tier."""
+    open_dataset.memory.mkdir(parents=True)
+    return open_dataset.memory / f"topkube-{os.geteuid()}"
+
+
+def as_other(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Let `path` appear to belong to another user."""
+    real: dict[str, Any] = {"lstat": os.lstat, "stat": os.stat}
+
+    def owned_by_another(name: str) -> Any:
+        def look(which: Any, *rest: Any, **more: Any) -> os.stat_result:
+            state = real[name](which, *rest, **more)
+            if str(which) != str(path):
+                return state
+            return os.stat_result([*state[:4], 12345, *state[5:]])
+
+        return look
+
+    for name in real:
+        monkeypatch.setattr(os, name, owned_by_another(name))
+
+
+@pytest.mark.parametrize("planted", ["link", "open", "file", "owner"])
+def test_a_memory_folder_that_another_user_prepared_is_not_used(
+    tmp_path: Path, open_dataset: Opener, folder: Path, planted: str,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    data = write_files(tmp_path / "source", 20)
+    foreign_folder = tmp_path / "theirs"
+    foreign_folder.mkdir()
+    if planted == "link":
+        folder.symlink_to(foreign_folder)
+    elif planted == "file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if planted == "open" else 0o700)
+    if planted == "owner":
+        as_other(monkeypatch, folder)
+    dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
+    for _ in range(2):
+        right(dataset, data)
+    assert dataset._memory is None
+    assert not list(foreign_folder.iterdir())
+    assert not folder.is_dir() or not list(folder.iterdir())
+    output = capfd.readouterr().err
+    assert "share no state" in output
+    assert "memory cache takes no more samples" in output
+    assert str(folder) in output
+
+
+def test_a_link_in_place_of_a_session_is_not_followed(tmp_path: Path, open_dataset: Opener, folder: Path) -> None:
+    data = write_files(tmp_path / "source", 20)
+    private = tmp_path / "private"
+    private.write_text("precious")
+    first = open_dataset(tmp_path / "source", decode=RECORD)
+    name = first.node_state._path.name
+    open_dataset.close()
+    (folder / name).symlink_to(private)
+    held = os.open(folder / f"{name}.users", os.O_RDWR | os.O_CREAT)
+    import fcntl
+
+    fcntl.flock(held, fcntl.LOCK_SH)  # a process uses it, so it is not a leftover
+    try:
+        right(open_dataset(tmp_path / "source", decode=RECORD), data)
+    finally:
+        os.close(held)
+    assert private.read_text() == "precious"
+
+
+def everything(folder: Path) -> list[Path]:
+    return [folder, *folder.rglob("*")]
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+@pytest.fixture
+def common_umask() -> Any:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def knows_access_lists(folder: Path) -> bool:
+    folder.mkdir()
+    DiskTier(folder)
+    return "system.posix_acl_default" in os.listxattr(folder)
+
+
+@pytest.mark.usefixtures("common_umask")
+def test_only_its_user_can_read_a_cache(tmp_path: Path, open_dataset: Opener) -> None:
+    data = write_files(tmp_path / "source", 20)
+    right(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
+    assert mode(open_dataset.cache) == 0o700
+    folder = open_dataset.memory / f"topkube-{os.geteuid()}"
+    assert mode(folder) == 0o700
+    open_dataset.close()  # the threads that fill the cache have ended
+    if knows_access_lists(tmp_path / "rehearsal"):
+        assert not [path for path in everything(open_dataset.cache) if mode(path) & 0o077]
+
+
+@pytest.mark.usefixtures("common_umask")
+def test_a_cache_of_an_older_version_is_closed_to_others(tmp_path: Path, open_dataset: Opener) -> None:
+    data = write_files(tmp_path / "source", 20)
+    right(open_dataset(tmp_path / "source", decode=RECORD), data)
+    open_dataset.close()
+    for path in everything(open_dataset.cache):
+        if path.is_dir():
+            for name in os.listxattr(path):
+                os.removexattr(path, name)
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    dataset = open_dataset(tmp_path / "source", decode=RECORD)
+    right(dataset, data)
+    assert dataset.statistics()["remote_bytes"] == 0
+    assert mode(open_dataset.cache) == 0o700
+
+
+@pytest.mark.usefixtures("common_umask")
+def test_a_folder_that_is_set_up_for_others_stays_so(tmp_path: Path) -> None:
+    """A volume of a pod is such a folder: all users of the pod may write to it."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    DiskTier(tmp_path / "cache")
+    assert mode(tmp_path / "cache") == 0o777
+    assert mode(tmp_path / "cache" / "datasets") == 0o755
+
+
+@pytest.mark.usefixtures("common_umask")
+def test_a_cache_of_a_group_can_be_written_by_all_of_it(tmp_path: Path) -> None:
+    if not knows_access_lists(tmp_path / "rehearsal"):
+        pytest.skip("this volume knows no access lists")
+    folder = DiskTier(tmp_path / "cache", sharing="group").dataset("file:///x")
+    os.close(folder.publish("0" * 32, 10, lambda file: os.posix_fallocate(file, 0, 10)))
+    for path in everything(tmp_path / "cache"):
+        assert mode(path) & 0o007 == 0, path
+        assert mode(path) & 0o060 == (0o040 if path.name == "0" * 32 and path.parent.name == "00" else 0o060), path
+
+
+def test_a_cache_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").mkdir()
+    as_other(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(CacheError, match=r"belongs to user 12345.*TOPKUBE_CACHE_SHARING=group"):
+        DiskTier(tmp_path / "cache")
+    DiskTier(tmp_path / "cache", sharing="group")
+
+
+SECRETS = [
+    ("https://user:pass@host/x", "https://***@host/x"),
+    ("https://token@host/x", "https://***@host/x"),
+    ("s3://KEY:SECRET@bucket/x", "s3://***@bucket/x"),
+    ("sftp://user:pass@host/x", "sftp://***@host/x"),
+    ("https://host/x?X-Amz-Signature=pass", "https://host/x?***"),
+    ("az://container/x?sv=1&sig=pass", "az://container/x?***"),
+    ("simplecache::https://user:pass@host/x", "simplecache::https://***@host/x"),
+]
+
+
+@pytest.mark.parametrize(("uri", "shown"), SECRETS)
+def test_credentials_in_an_address_are_refused_and_not_shown(open_dataset: Opener, uri: str, shown: str) -> None:
+    with pytest.raises(DatasetError, match="contains credentials") as caught:
+        open_dataset(uri)
+    assert shown in str(caught.value)
+    assert redact(uri) == shown
+    for secret in ("pass", "SECRET", "token@"):
+        assert secret not in str(caught.value).replace("user and password", "")
+    assert not [path for path in open_dataset.cache.rglob("*") if path.is_file() and path.name == "dataset.json"]
+
+
+@pytest.mark.parametrize(
+    "uri", ["https://host/x", "sftp://user@host/x", "file:///a@b/c?token=1", "s3://bucket/a@b", "memory://x?y"]
+)
+def test_addresses_without_secrets_are_taken(uri: str) -> None:
+    check_address(uri)

@@ -1,0 +1,176 @@
+"""The exchange of shards over a communicator that is late, wrong or broken (for real ranks see tests/mpi)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from openers import until
+
+from topkube.data.fill import shard_exchange
+from topkube.data.fill.shard_exchange import ShardExchange
+from topkube.data.formats.shards import DataShard
+
+SHARD = DataShard(5, "0" * 32, 5, 6, 40)
+BYTES = bytes(range(40))
+
+
+class Request:
+    """A receive that completes when the communicator lets it."""
+
+    def __init__(self, comm: Comm, buffer: Any, data: bytes) -> None:
+        self.comm, self.buffer, self.data = comm, buffer, data
+        self.done = self.cancelled = False
+
+    def Test(self) -> bool:
+        if not self.done and self.comm.allow():
+            self.buffer.view(np.uint8)[:] = np.frombuffer(self.data, np.uint8)
+            self.done = True
+        return self.done
+
+    def Cancel(self) -> None:
+        """A matched receive cannot be cancelled: it completes later."""
+        self.cancelled = True
+
+    Free = Cancel
+
+    def Wait(self) -> None:
+        pass
+
+
+class Comm:
+    """Rank 1 has BYTES as every shard, and answers with `header`."""
+
+    def __init__(self) -> None:
+        digest = xxhash.xxh3_128_hexdigest(BYTES)
+        self.header: list[int] = [SHARD.number, SHARD.size, int(digest[:16], 16), int(digest[16:], 16)]
+        self.slots = threading.Semaphore(0)
+        self.open = True
+        self.sent = 0
+        self.failure: Exception | None = None
+
+    def Dup(self) -> Comm:
+        return self
+
+    def allow(self) -> bool:
+        return self.open or self.slots.acquire(blocking=False)
+
+    def Iprobe(self, *_: object) -> bool:
+        if self.failure is not None:
+            raise self.failure
+        return False
+
+    def Isend(self, *_: object) -> Request:
+        return Request(self, None, b"")
+
+    def Irecv(self, buffer: Any, rank: int, tag: int) -> Request:
+        if buffer.dtype != np.uint8:
+            header = np.array(self.header[: buffer.size], np.uint64)
+            return Request(self, buffer, header.astype(buffer.dtype).tobytes())
+        data = BYTES[self.sent : self.sent + buffer.size]
+        self.sent += buffer.size
+        return Request(self, buffer, data)
+
+
+class Bench:
+    """An exchange over `Comm`, and the remote behind it."""
+
+    def __init__(self) -> None:
+        self.comm = Comm()
+        self.from_remote = 0
+        self.cache: Any = SimpleNamespace(
+            stall_seconds=5.0,
+            node_state=SimpleNamespace(advance=lambda count: None),
+            counters=SimpleNamespace(add=lambda name, amount: None),
+            shards=range(10),
+            from_store=self._from_store,
+        )
+        place: Any = SimpleNamespace(rank=0, size=2, world=SimpleNamespace(comm=self.comm))
+        self.exchange = ShardExchange(self.cache, place)
+
+    def _from_store(self, shard: DataShard, file: int) -> str:
+        self.from_remote += 1
+        os.pwrite(file, b"remote".ljust(shard.size), 0)
+        return "the manifest's"
+
+    def receive_shard(self, file: int) -> str:
+        return self.exchange.source(1)(SHARD, file)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.comm.open = True
+    bench.exchange.close()
+
+
+def test_a_shard_arrives_with_the_digest_of_its_sender(bench: Bench) -> None:
+    with tempfile.TemporaryFile() as file:
+        assert bench.receive_shard(file.fileno()) == xxhash.xxh3_128_hexdigest(BYTES)
+        assert file.read() == BYTES
+    assert not bench.from_remote
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_a_shard_that_differs_from_its_senders_copy_comes_from_the_remote(bench: Bench, at: int) -> None:
+    bench.comm.header[at] ^= 1
+    with tempfile.TemporaryFile() as file:
+        assert bench.receive_shard(file.fileno()) == "the manifest's"
+        assert file.read() == b"remote".ljust(40)
+
+
+def test_nothing_is_written_to_a_descriptor_after_a_timeout(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may belong to another shard by then. The chunks come one by one, so that the pull is alive."""
+    monkeypatch.setattr(shard_exchange, "CHUNK_BYTES", 2)
+    bench.comm.open = False
+    bench.cache.stall_seconds = 0.1
+    with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
+        number = first.fileno()
+        ended = threading.Event()
+
+        def drip() -> None:
+            while not ended.wait(0.04):
+                bench.comm.slots.release()
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            bench.receive_shard(number)
+        finally:
+            ended.set()
+            dripping.join()
+        assert bench.from_remote == 1
+        os.dup2(second.fileno(), number)
+        bench.comm.open = True  # the rest arrives
+        until(lambda: not bench.exchange._pulls and not bench.exchange._abandoned)
+        assert second.read() == b""
+
+
+def test_a_broken_exchange_is_reported_once_and_the_remote_is_read(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bench.comm.failure = RuntimeError("MPI is gone")
+    with tempfile.TemporaryFile() as file:
+        for _ in range(2):
+            assert bench.receive_shard(file.fileno()) == "the manifest's"
+    assert capfd.readouterr().err.count("nodes no longer exchange shards (RuntimeError: MPI is gone)") == 1
+
+
+def test_a_tag_that_was_given_up_is_not_used_again(bench: Bench) -> None:
+    bench.comm.open = False
+    bench.cache.stall_seconds = 0.1
+    with tempfile.TemporaryFile() as file:
+        bench.receive_shard(file.fileno())
+        (retired,) = bench.exchange._retired
+        bench.exchange._replies += shard_exchange._REPLIES - 1
+        bench.comm.open = True
+        bench.receive_shard(file.fileno())
+    assert (bench.exchange._replies - 1) % shard_exchange._REPLIES == (retired[1] - shard_exchange._FIRST_REPLY) + 1

@@ -1,0 +1,144 @@
+"""The index of the cache: a log that survives torn writes, keys that differ between versions, a million entries."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topkube.data.cache.record_log import PUBLISHED, RECORD, RecordLog, hash_of, key_of
+from topkube.data.formats.shards import Shards
+from topkube.data.remote.listing import Listing, RemoteObject, manifest_lines, read_manifest
+
+KEYS = [f"{number:032x}" for number in (1, 2, 3, 2**127)]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.sampled_from(KEYS), st.integers(-1, 10**6)), max_size=25),
+    st.integers(0, 63),
+)
+def test_the_log_is_right_after_any_history_and_a_torn_write(
+    tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, int]], torn: int
+) -> None:
+    log = RecordLog(tmp_path_factory.mktemp("log") / "records")
+    expected: dict[str, int] = {}
+    for key, size in history:
+        if size < 0:
+            assert log.remove(key) == expected.pop(key, 0)
+        else:
+            log.append(key, f"{size:032x}", size)
+            expected[key] = size
+    if log.path.exists():
+        with log.path.open("ab") as file:
+            file.write(b"\xff" * torn)
+    log = RecordLog(log.path)
+    assert {key_of(record): int(record["size"]) for record in log.live()} == expected
+    assert log.total() == sum(expected.values())
+    for key in KEYS:
+        record = log.find(key)
+        assert (
+            (int(record["size"]), hash_of(record)) == (expected[key], f"{expected[key]:032x}")
+            if key in expected
+            else record is None
+        )
+    log.append(KEYS[0], "f" * 32, 7)
+    assert log.total() == sum({**expected, KEYS[0]: 7}.values())
+
+
+def objects(count: int, version: str = "v") -> list[RemoteObject]:
+    return [RemoteObject(f"folder/{number:07}.bin", 100 + number % 7, f"{version}{number}") for number in range(count)]
+
+
+def test_a_key_changes_with_address_version_size_path_and_transform() -> None:
+    base = objects(3)
+
+    def key(objects: list[RemoteObject], uri: str = "file:///a", fingerprint: str = "") -> str:
+        return Shards(uri, Listing.of(objects, uri), "files").key(0, fingerprint)
+
+    keys = {
+        key(base),
+        key(base, "file:///b"),
+        key(base, fingerprint="t"),
+        key([base[0]._replace(version="w"), *base[1:]]),
+        key([base[0]._replace(size=99), *base[1:]]),
+        key([base[0]._replace(path="folder/else"), *base[1:]]),
+        key(base[:2]),
+    }
+    assert len(keys) == 7
+    assert key(base) == key(base[::-1])
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=60), st.integers(1, 6000))
+def test_small_files_are_grouped_in_order_each_exactly_once(sizes: list[int], group: int) -> None:
+    listing = Listing.of([RemoteObject(f"{at:04}", size, "v") for at, size in enumerate(sizes)], "u")
+    shards = Shards("u", listing, "files", group)
+    covered = [at for number in range(len(shards)) for at in range(shards[number].start, shards[number].stop)]
+    assert covered == list(range(len(sizes)))
+    assert [shards[number].size for number in range(len(shards))] == shards.sizes.tolist()
+    assert int(shards.sizes.sum()) == sum(sizes)
+    assert max(shards.sizes) <= group + max(sizes)
+
+
+def test_a_listing_comes_back_from_disk_and_from_a_manifest(tmp_path: Path) -> None:
+    listing = Listing.of([RemoteObject("a/ä.bin", 3, '"e"', 5), RemoteObject("b", 0, "")], "u")
+    listing.save(tmp_path / "listing")
+    assert list(Listing.load(tmp_path / "listing")) == list(listing)
+    assert list(read_manifest(manifest_lines(listing), "m", "v")) == [
+        listing[0],
+        listing[1]._replace(version="manifest v"),
+    ]
+
+
+MILLION = """
+import sys, time
+from pathlib import Path
+from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.opening import list_dataset
+from topkube.data.formats.shards import Shards
+from topkube.data.remote.object_store import ObjectStore
+
+start = time.process_time()  # of this process: other processes may use the processor
+tier = DiskTier(Path(sys.argv[2]))
+store = ObjectStore(sys.argv[1])
+shards = Shards(store.uri, list_dataset(store, tier))
+assert len(shards.listing) == 1_000_000 and len(shards.keys()) == len(shards)
+folder = tier.dataset("file:///million")
+live = folder.entries()
+assert live.size == 1_000_000 and tier.used() == int(live["size"].sum())
+assert folder.log.find(f"{999_999:032x}")["size"] == 999_999
+seconds = time.process_time() - start
+peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+print(seconds, int(peak.split()[1]) * 1024)  # getrusage would count the process that started this one
+"""
+
+
+def test_a_million_entries_are_opened_and_listed_in_5_seconds_and_300_megabytes(tmp_path: Path) -> None:
+    from topkube.data.cache.disk_tier import DiskTier
+    from topkube.data.opening import list_dataset
+    from topkube.data.remote.object_store import ObjectStore
+
+    with (tmp_path / "manifest.jsonl").open("w") as file:
+        file.writelines(f'{{"path": "train/{at:07}.jpg", "size": 3072, "etag": "{at:x}"}}\n' for at in range(10**6))
+    tier = DiskTier(tmp_path / "cache")
+    store = ObjectStore((tmp_path / "manifest.jsonl").as_uri())
+    assert len(list_dataset(store, tier)) == 10**6
+    records = np.zeros(10**6, RECORD)
+    records["key"][:, 1] = records["size"] = np.arange(10**6)
+    records["kind"] = PUBLISHED
+    import xxhash
+
+    last = records[-1:]
+    last["sum"] = xxhash.xxh3_64_intdigest(last[0].tobytes()[:56])
+    tier.dataset("file:///million").log.path.write_bytes(records.tobytes())
+    command = [sys.executable, "-c", MILLION, store.uri, str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seconds, peak = map(float, done.stdout.split())
+    assert seconds < 5
+    assert peak < 300e6

@@ -1,0 +1,161 @@
+"""Archives that would silently return wrong bytes are refused with a typed error."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openers import Opener
+from remotes import add
+
+from topkube.data.cache.stored_index import pack_index, read_index
+from topkube.data.formats.sample_index import SampleIndex
+from topkube.data.formats.tar import tar_index
+from topkube.errors import DatasetError
+from topkube.files import write_bytes
+
+BLOCK = 512
+
+
+def indexed(data: bytes) -> SampleIndex:
+    file = os.memfd_create("tar")
+    try:
+        os.write(file, data)
+        return tar_index(file, len(data), "0.tar")
+    finally:
+        os.close(file)
+
+
+def archive(count: int = 10, format: int = tarfile.USTAR_FORMAT, **headers: str) -> bytearray:
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w", format=format, pax_headers=headers or None) as tar:
+        for number in range(count):
+            add(tar, f"{number}.bin", bytes([number + 1]) * BLOCK)
+    return bytearray(written.getvalue())
+
+
+@pytest.mark.skipif(shutil.which("tar") is None, reason="no tar")
+@pytest.mark.parametrize("format", ["posix", "gnu"])
+@pytest.mark.parametrize("version", ["0.0", "0.1", "1.0"])
+def test_sparse_members_are_refused_by_name(tmp_path: Path, format: str, version: str, open_dataset: Opener) -> None:
+    """The archive contains a map of such a file, and the parts that are not holes."""
+    (tmp_path / "source").mkdir()
+    with (tmp_path / "hole.bin").open("wb") as file:
+        file.truncate(2 << 20)
+        file.seek(1 << 20)
+        file.write(b"x" * 8192)
+    more = [f"--sparse-version={version}"] if format == "posix" else []
+    target = tmp_path / "source" / "0.tar"
+    subprocess.run(
+        ["tar", "-S", f"--format={format}", *more, "-C", str(tmp_path), "-cf", str(target), "hole.bin"], check=True
+    )
+    with pytest.raises(DatasetError, match=r"hole\.bin' as a sparse file \((GNU\.sparse\.\w+|type S)\).*--sparse"):
+        open_dataset(tmp_path / "source")
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 8])
+def test_zeros_in_the_middle_do_not_end_a_shard_in_silence(blocks: int) -> None:
+    data = archive()
+    data[8 * BLOCK : (8 + blocks) * BLOCK] = bytes(blocks * BLOCK)  # the header of the fifth member, and more
+    with pytest.raises(DatasetError, match=r"0\.tar has more data after the zeros at byte 4096"):
+        indexed(bytes(data))
+
+
+def test_an_archive_without_its_end_is_refused() -> None:
+    data = bytes(archive(10))[: 20 * BLOCK]
+    with pytest.raises(DatasetError, match="without the two blocks of zeros"):
+        indexed(data)
+    with pytest.raises(DatasetError, match="ends with 512 bytes of zeros"):
+        indexed(data + bytes(BLOCK))
+    assert len(indexed(data + bytes(2 * BLOCK))) == 10
+
+
+def test_two_archives_in_one_file_are_refused() -> None:
+    with pytest.raises(DatasetError, match="has more data after the zeros"):
+        indexed(bytes(archive() + archive()))
+
+
+@pytest.mark.parametrize("key", ["path", "size", "GNU.sparse.size"])
+def test_a_global_header_that_changes_members_is_refused(key: str) -> None:
+    with pytest.raises(DatasetError, match=f"global header with '{key}'"):
+        indexed(bytes(archive(2, tarfile.PAX_FORMAT, **{key: "3"})))
+    assert len(indexed(bytes(archive(2, tarfile.PAX_FORMAT, comment="of git")))) == 2
+
+
+def member(change: Callable[[tarfile.TarInfo], None]) -> bytes:
+    written = io.BytesIO()
+    info = tarfile.TarInfo("0.bin")
+    change(info)
+    with tarfile.open(fileobj=written, mode="w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
+        tar.addfile(info, io.BytesIO(b"x"))
+    return written.getvalue()
+
+
+@pytest.mark.parametrize("size", ["x", "", "-1", "9" * 30, "1_0", "٣"])
+def test_an_invalid_size_is_a_typed_error(size: str) -> None:
+    def change(info: tarfile.TarInfo) -> None:
+        info.pax_headers = {"size": size}
+
+    with pytest.raises(DatasetError):
+        indexed(member(change))
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_a_name_in_another_encoding_is_a_typed_error(format: int) -> None:
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w", format=format, encoding="latin-1") as tar:
+        add(tar, "größe.bin", b"x")
+    with pytest.raises(DatasetError, match="is not UTF-8"):
+        indexed(written.getvalue())
+
+
+def test_an_extended_header_without_end_is_not_read_into_memory() -> None:
+    header = tarfile.TarInfo("0.bin")
+    header.type, header.size = tarfile.XHDTYPE, 3 << 20
+    with pytest.raises(DatasetError, match="extended header of 3,145,728 bytes"):
+        indexed(header.tobuf(tarfile.USTAR_FORMAT) + bytes(3 << 20))
+
+
+def test_names_with_a_dot_in_their_number_are_refused_with_two_of_them() -> None:
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as tar:
+        for number in range(5000):
+            add(tar, f"image.{number:04}.jpg", b"x")
+    with pytest.raises(DatasetError, match=r"'image\.0000\.jpg' and 'image\.0001\.jpg' are different fields"):
+        indexed(written.getvalue())
+
+
+def test_an_index_of_older_rules_is_created_again(tmp_path: Path) -> None:
+    """An older version may have created the index from a shard that is refused now."""
+    path = tmp_path / "0.index"
+    write_bytes(path, pack_index(indexed(bytes(archive(3)))))
+    assert read_index(path) is not None
+    data = path.read_bytes()[16:]
+    path.write_bytes(xxhash.xxh3_128_digest(data) + data)
+    assert read_index(path) is None
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_damage_is_an_error_or_changes_no_other_sample(data: st.DataObject) -> None:
+    """After any bytes are overwritten, the remaining samples are those of the archive, or the shard is refused."""
+    intact = bytes(archive(6, data.draw(st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT]))))
+    at = data.draw(st.integers(0, 12 * BLOCK - 1))
+    put = data.draw(st.binary(min_size=1, max_size=2 * BLOCK) | st.integers(1, 3 * BLOCK).map(bytes))
+    damaged = (intact[:at] + put + intact[at + len(put) :])[: len(intact)]
+    try:
+        index = indexed(damaged)
+    except DatasetError:
+        return
+    # zeros from inside a member to the end of the file make a complete archive of fewer members
+    assert len(index) == 6 or not any(damaged[2 * BLOCK * len(index) :])
+    assert (index.sizes == BLOCK).all()

@@ -1,0 +1,216 @@
+"""A server that changes, cuts and delays responses, and lies about length, range, type and version, by a seed.
+
+Its responses may be wrong in any way that a client can detect. With `lies_in_all` it may also send wrong bytes with
+right headers, which only the checksums of a manifest detect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import random
+import threading
+from dataclasses import dataclass, field
+from urllib.parse import unquote
+
+PAGE = b"<html><body>log in"
+_TIMES = [f"Sun, 0{number} Nov 2026 08:49:37 GMT" for number in range(1, 8)]
+
+
+@dataclass
+class Hostile:
+    """Serves objects `o/NUMBER.bin`. Version 0 is listed; other versions have other bytes of the same length."""
+
+    seed: int
+    etags: str = "strong"
+    lies_in_all: bool = False
+    objects: int = 24
+    requests: int = 0
+    hostile: bool = False
+    """False while the listing is read: the server is then honest."""
+    responses: dict[str, int] = field(default_factory=dict)
+    """How often each kind of response was sent."""
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self.sizes = [self._random.choice([0, 1, 699, 700, 701, 1400, 2900]) for _ in range(self.objects)]
+        self._loop = asyncio.new_event_loop()
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
+        self._thread.start()
+        started.wait(10)
+
+    def bytes_of(self, number: int, version: int = 0) -> bytes:
+        return random.Random(f"{number} {version}").randbytes(self.sizes[number])
+
+    def validators(self, number: int, version: int) -> list[str]:
+        tag = f'"{number}-{version}"'
+        headers = [f"Last-Modified: {_TIMES[version]}"]
+        if self.etags != "none":
+            headers.append(f"ETag: {tag if self.etags == 'strong' else 'W/' + tag}")
+        return headers
+
+    # ---- the server
+
+    def _serve(self, started: threading.Event) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._server = server = self._loop.run_until_complete(asyncio.start_server(self._connection, "127.0.0.1", 0))
+        self.uri = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        started.set()
+        self._loop.run_forever()
+
+    def close(self) -> None:
+        async def end() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._loop.call_soon_threadsafe(self._server.close)
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                method, path, _ = head[0].split(" ")
+                headers = {
+                    name.lower(): value for line in head[1:] if line for name, _, value in [line.partition(": ")]
+                }
+                if not await self._answer(method, unquote(path).strip("/"), headers, writer):
+                    return
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, method: str, path: str, headers: dict[str, str], writer: asyncio.StreamWriter) -> bool:
+        self.requests += 1
+        if path in ("", "o"):
+            names = [f"{number:03}.bin" for number in range(self.objects)] if path else ["o/"]
+            page = "".join(f'<a href="{name}">{name}</a>' for name in names).encode()
+            return await self._send(writer, method, 200, page, ["Content-Type: text/html"])
+        name = path.removeprefix("o/").removesuffix(".bin")
+        if not name.isdigit():
+            return await self._send(writer, method, 404, b"", [])
+        number = int(name)
+        kind = self._random.choices(list(_KINDS), list(_KINDS.values()))[0] if self.hostile else "honest"
+        if kind == "flipped" and not self.lies_in_all:
+            kind = "changed"
+        self.responses[kind] = self.responses.get(kind, 0) + 1
+        return await self._respond(kind, method, number, headers, writer)
+
+    async def _respond(
+        self, kind: str, method: str, number: int, headers: dict[str, str], writer: asyncio.StreamWriter
+    ) -> bool:
+        pick = self._random
+        version = pick.randrange(1, 7) if kind in ("changed", "conditional") else 0
+        data, more = self.bytes_of(number, version), self.validators(number, version)
+        size = len(data)
+        match = headers.get("if-match")
+        if kind == "conditional" and match is not None and match != f'"{number}-{version}"':
+            return await self._send(writer, method, 412, b"", more)
+        status, start, stop = 200, 0, size
+        wanted = headers.get("range", "").removeprefix("bytes=")
+        if wanted and kind != "whole":
+            first, _, last = wanted.partition("-")
+            status, start, stop = 206, int(first), int(last) + 1
+            if kind == "elsewhere":  # another range, with the right Content-Range
+                start = pick.randrange(0, size)
+                stop = min(size, start + int(last) + 1 - int(first))
+            more.append(f"Content-Range: bytes {start}-{stop - 1}/{size}")
+        elif kind == "elsewhere":
+            status, start, stop = 206, 0, max(1, size // 2)
+            more.append(f"Content-Range: bytes 0-{stop - 1}/{size}")
+        body = data[start:stop]
+        if kind == "nameless":
+            more, body = [header for header in more if header.startswith("Content-Range")], bytes(len(body))
+        if kind == "rangeless":
+            more, status = [header for header in more if not header.startswith("Content-Range")], 206
+            body = data[: stop - start]
+        if kind == "resized":
+            more = [header for header in more if not header.startswith("Content-Range")]
+            more.append(f"Content-Range: bytes {start}-{stop - 1}/{size + 1}")
+            body, status = bytes(len(body)), 206
+        if kind == "junk":
+            more = [header for header in more if not header.startswith("Content-Range")]
+            more.append(
+                pick.choice(["Content-Range: bytes x-y/z", "Content-Range: bytes -5-5/5", "Content-Range: lines 1-2/3"])
+            )
+            body, status = bytes(len(body)), 206
+        if kind == "page":
+            body = PAGE.ljust(len(body))[: len(body)]
+            more.append("Content-Type: text/html")
+        if kind == "compressed":
+            body = gzip.compress(bytes(len(body)))
+            more.append("Content-Encoding: gzip")
+        if kind == "status":
+            status = pick.choice([204, 301, 304, 403, 404, 416, 429, 500, 503])
+            body = bytes(len(body)) if status >= 400 else b""
+            more += ["Location: /o/"] if status == 301 else []
+        if kind == "flipped" and body:
+            at = pick.randrange(len(body))
+            body = pick.choice([body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :], bytes(len(body)), body[::-1]])
+        return await self._send(writer, method, status, body, more, kind)
+
+    async def _send(
+        self, writer: asyncio.StreamWriter, method: str, status: int, body: bytes, more: list[str], kind: str = ""
+    ) -> bool:
+        pick, length, sent, chunked = self._random, len(body), body, False
+        if kind == "cut":
+            sent = body[: pick.randrange(0, len(body) + 1)] if body else b""
+        elif kind == "short":
+            length = pick.randrange(0, len(body) + 1)
+        elif kind == "long":
+            sent, length = body + b"more", len(body) + 4
+        elif kind in ("chunked", "chunked short", "chunked long"):
+            chunked = True
+            sent = {"chunked": body, "chunked short": body[:-1], "chunked long": body + b"x"}[kind]
+        elif kind == "reset":
+            writer.transport.abort()
+            return False
+        elif kind in ("late", "drip"):
+            await asyncio.sleep(pick.choice([0.001, 0.02] if kind == "late" else [2.5]))
+        lines = [f"HTTP/1.1 {status} X", *more]
+        lines.append("Transfer-Encoding: chunked" if chunked else f"Content-Length: {length}")
+        writer.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
+        if method != "HEAD" and status not in (204, 304):
+            if chunked:
+                at = len(sent) // 2
+                for part in (sent[:at], sent[at:]):
+                    if part:
+                        writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+                writer.write(b"0\r\n\r\n")
+            else:
+                writer.write(sent)
+        await writer.drain()
+        return kind not in ("cut", "short", "page", "status")
+
+
+_KINDS: dict[str, float] = {
+    "honest": 60,
+    "changed": 6,
+    "conditional": 3,
+    "whole": 5,
+    "elsewhere": 4,
+    "nameless": 3,
+    "rangeless": 3,
+    "resized": 2,
+    "junk": 2,
+    "page": 3,
+    "compressed": 1,
+    "status": 3,
+    "flipped": 5,
+    "cut": 3,
+    "short": 2,
+    "long": 2,
+    "chunked": 4,
+    "chunked short": 2,
+    "chunked long": 2,
+    "reset": 2,
+    "late": 3,
+    "drip": 0.2,
+}

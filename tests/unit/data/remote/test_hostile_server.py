@@ -1,0 +1,112 @@
+"""A server that lies causes no wrong byte. With 10,000 requests:
+`PYTHONPATH=tests/unit/data python tests/unit/data/remote/test_hostile_server.py 10000`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import xxhash
+from hostile import Hostile
+from openers import Opener
+
+from topkube.data.remote import object_store as store_module
+from topkube.data.remote.listing import Listing
+from topkube.data.remote.object_store import ObjectStore
+from topkube.data.remote.retry import Patience
+from topkube.errors import StoreError
+
+PATIENCE = Patience(retries=3, pause_seconds=0.0005, stall_seconds=1.0)
+KINDS = [("strong", False), ("weak", False), ("none", False), ("strong", True), ("none", True)]
+
+
+def listed(server: Hostile) -> Listing:
+    """Return the listing of the honest server, with checksums if the server is going to send wrong bytes."""
+    objects = list(ObjectStore(server.uri, patience=PATIENCE).listing())
+    assert len(objects) == server.objects
+    if server.lies_in_all:
+        sums = [xxhash.xxh3_128_hexdigest(server.bytes_of(number)) for number in range(server.objects)]
+        objects = [entry._replace(checksum=checksum) for entry, checksum in zip(objects, sums, strict=True)]
+    return Listing.of(objects, server.uri)
+
+
+def ask(server: Hostile, requests: int) -> Counter[str]:
+    """Read until the server has got this number of requests. Fail at the first wrong byte."""
+    listing = listed(server)
+    objects, store = list(listing), ObjectStore(server.uri, patience=PATIENCE)
+    server.hostile, server.requests, ends = True, 0, Counter[str]()
+    turn = 0
+    while server.requests < requests:
+        number = turn % len(objects)
+        turn += 1
+        entry = objects[number]
+        try:
+            if turn % 4:
+                data = store.read(entry)
+                assert data == server.bytes_of(number), f"wrong bytes in {entry.path}, {server.seed=} {server.etags=}"
+                ends["read"] += 1
+            else:
+                several = objects[number : number + 4]
+                parts: dict[int, bytes] = {}
+                offsets = [sum(other.size for other in several[:at]) for at in range(len(several))]
+                store.fetch_many(several, offsets, parts.__setitem__, lambda count: None)
+                data = b"".join(parts[at] for at in sorted(parts))
+                right = b"".join(server.bytes_of(number + at) for at in range(len(several)))
+                assert data == right, f"wrong bytes from {entry.path} on, {server.seed=} {server.etags=}"
+                ends["read"] += 1
+        except StoreError:
+            ends["refused"] += 1
+    return ends
+
+
+@pytest.mark.parametrize(("etags", "lies_in_all"), KINDS)
+def test_a_server_that_lies_causes_no_wrong_byte(
+    monkeypatch: pytest.MonkeyPatch, etags: str, lies_in_all: bool
+) -> None:
+    monkeypatch.setattr(store_module, "RANGE_BYTES", 700)
+    server = Hostile(1, etags, lies_in_all)
+    try:
+        ends = ask(server, 400)
+        assert ends["read"] > 20
+        assert ends["refused"] > 20
+        assert len(server.responses) > 15
+    finally:
+        server.close()
+
+
+def test_what_a_lying_server_leaves_in_the_cache_is_right(
+    open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of small files, in ranges, with many readers of one cache."""
+    monkeypatch.setattr(store_module, "RANGE_BYTES", 700)
+    server = Hostile(2)
+    try:
+        given: dict[str, Any] = {"prefetch": False, "group_bytes": 3000, "patience": PATIENCE}
+        dataset, right_ones = open_dataset(server.uri, **given), set()
+        server.hostile = True
+        for at in range(200):
+            number = at % len(dataset)
+            try:
+                assert dataset[number] == server.bytes_of(number)
+                right_ones.add(number)
+            except StoreError:
+                pass
+        assert len(right_ones) > 5
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    store_module.RANGE_BYTES = 700
+    total, begun = int(sys.argv[1]), time.monotonic()
+    ends, responses, requests = Counter[str](), Counter[str](), 0
+    for seed, (etags, lies_in_all) in enumerate(KINDS):
+        server = Hostile(seed, etags, lies_in_all)
+        ends += ask(server, total // len(KINDS))
+        responses += Counter(server.responses)
+        requests += server.requests
+        server.close()
+    print(f"{requests:,} requests in {time.monotonic() - begun:.0f} s, no wrong byte: {dict(ends)}, {dict(responses)}")

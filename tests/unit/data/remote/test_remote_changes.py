@@ -1,0 +1,212 @@
+"""A response is used only if it matches the listing: over HTTP, over S3, and from a local path."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from openers import HASTY, Opener
+from remotes import Answer, Remote, write_files, write_tars
+
+from topkube.data import ArrayOf
+from topkube.data.remote.object_store import ObjectStore
+from topkube.errors import DatasetError, StoreError
+
+RECORD = ArrayOf("uint8", (3072,))
+PATH = "a/00000.bin"
+
+
+def other_bytes(answer: Answer) -> None:
+    answer.data = bytes(len(answer.data))
+
+
+def another_etag(answer: Answer) -> None:
+    other_bytes(answer)
+    answer.headers["ETag"] = '"another"'
+
+
+def another_weak_etag(answer: Answer) -> None:
+    other_bytes(answer)
+    answer.headers["ETag"] = 'W/"another"'
+
+
+def another_time(answer: Answer) -> None:
+    other_bytes(answer)
+    answer.headers["Last-Modified"] = "Sun, 06 Nov 1994 08:49:37 GMT"
+
+
+def no_version(answer: Answer) -> None:
+    other_bytes(answer)
+    answer.headers.pop("ETag", None)
+    answer.headers.pop("Last-Modified")
+
+
+def a_page(answer: Answer) -> None:
+    answer.data = b"<html>log in".ljust(len(answer.data))
+    answer.headers["Content-Type"] = "text/html; charset=utf-8"
+
+
+def compressed(answer: Answer) -> None:
+    answer.headers["Content-Encoding"] = "gzip"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("strong", another_etag, "no longer the object that was listed"),
+        ("strong", no_version, "has no ETag"),
+        ("weak", another_weak_etag, "no longer the object that was listed"),
+        ("weak", another_time, "no longer the object that was listed"),
+        ("weak", no_version, "has no ETag"),
+        ("none", another_time, "no longer the object that was listed"),
+        ("none", no_version, "has no Last-Modified"),
+        ("strong", a_page, "an HTML page came in place of the object"),
+        ("strong", compressed, "came with Content-Encoding: gzip.*nginx"),
+    ],
+)
+def test_a_response_that_is_not_the_listed_version_is_refused(
+    remote: Remote, open_dataset: Opener, kind: str, change: Callable[[Answer], None], says: str
+) -> None:
+    """The server ignores If-Match, and its response has the right length."""
+    write_files(remote.folder, 2)
+    remote.etags = kind
+    dataset = open_dataset(remote.uri, decode=RECORD, prefetch=False)
+    remote.conditions = False
+    remote.alter = lambda path, answer: change(answer) if path == PATH else None
+    with pytest.raises(StoreError, match=says):
+        dataset[0]
+    remote.alter = None
+    assert dataset[0].shape == (3072,)
+
+
+def another_range(answer: Answer) -> None:
+    answer.headers["Content-Range"] = f"bytes 0-{len(answer.data) - 1}/{answer.size}"
+
+
+def no_range(answer: Answer) -> None:
+    answer.headers.pop("Content-Range", None)
+
+
+def another_size(answer: Answer) -> None:
+    if "Content-Range" in answer.headers:
+        answer.headers["Content-Range"] = answer.headers["Content-Range"].rpartition("/")[0] + "/99"
+
+
+@pytest.mark.parametrize("change", [another_range, no_range, another_size])
+def test_a_range_of_another_place_is_refused(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer], None]
+) -> None:
+    monkeypatch.setattr("topkube.data.remote.object_store.RANGE_BYTES", 1000)
+    data = write_files(remote.folder, 2)
+    store = ObjectStore(remote.uri, patience=HASTY)
+    (entry, *_) = store.listing()
+    remote.alter = lambda path, answer: change(answer) if answer.start == 1000 else None
+    with pytest.raises(StoreError, match=r"requested|no longer the object"):
+        store.read(entry)
+    remote.alter = None
+    assert store.read(entry) == data[0].tobytes()
+
+
+def test_a_server_without_range_support_can_be_read(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("topkube.data.remote.object_store.RANGE_BYTES", 1000)
+    data = write_files(remote.folder, 2)
+    remote.ranges = False
+    store = ObjectStore(remote.uri, patience=HASTY)
+    assert store.read(store.listing()[0]) == data[0].tobytes()
+
+
+def test_ranges_of_an_object_come_from_one_version_even_if_the_listing_has_none(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("topkube.data.remote.object_store.RANGE_BYTES", 1000)
+    write_files(remote.folder, 1)
+    name = "b/00000.bin"
+    (remote.folder / "manifest.jsonl").write_text(json.dumps({"path": name, "size": 3072}) + "\n")
+    store = ObjectStore(remote.uri, patience=HASTY)
+    (entry,) = store.listing()
+
+    def replace(path: str, answer: Answer) -> None:
+        if answer.start == 1000:
+            (remote.folder / name).write_bytes(bytes(3072))
+            os.utime(remote.folder / name, (later := time.time() + 2, later))
+
+    remote.alter = replace
+    with pytest.raises(StoreError, match="no longer the object that was listed"):
+        store.read(entry)
+
+
+def test_a_local_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, open_dataset: Opener) -> None:
+    write_files(tmp_path / "source", 2)
+    dataset = open_dataset(tmp_path / "source", decode=RECORD, prefetch=False)
+    path = tmp_path / "source" / PATH
+    path.write_bytes(bytes(3072))
+    os.utime(path, (later := time.time() + 2, later))
+    with pytest.raises(StoreError, match="no longer the object that was listed"):
+        dataset[0]
+
+
+@pytest.mark.parametrize("shards", ["files", "tars"])
+def test_checksums_of_the_manifest_detect_wrong_bytes_of_the_remote(
+    remote: Remote, open_dataset: Opener, shards: str
+) -> None:
+    """The headers are right, but the bytes are wrong."""
+    from topkube.data.manifest import generate_manifest
+
+    decode: Any = RECORD
+    if shards == "files":
+        data = write_files(remote.folder, 6)
+    else:
+        data, decode = write_tars(remote.folder, [3, 3]), ArrayOf("uint8", (3072,), field="bin")
+    lines = list(generate_manifest(remote.uri, samples=True, checksums=True))
+    assert all(len(json.loads(line)["xxh3"]) == 32 for line in lines)
+    first = json.loads(lines[0])
+    assert first["xxh3"] == xxhash.xxh3_128_hexdigest((remote.folder / first["path"]).read_bytes())
+    (remote.folder / "manifest.jsonl").write_text("".join(lines))
+
+    def flip(path: str, answer: Answer) -> None:
+        if path == first["path"]:
+            answer.data = answer.data[:700] + bytes([answer.data[700] ^ 1]) + answer.data[701:]
+
+    remote.alter = flip
+    dataset = open_dataset(remote.uri, decode=decode, prefetch=False)
+    with pytest.raises(StoreError, match=r"the manifest has [0-9a-f]{32}"):
+        dataset[0]
+    remote.alter = None
+    np.testing.assert_array_equal(dataset[0], data[0])
+
+
+def test_a_cached_shard_that_differs_from_the_manifest_is_fetched_again(remote: Remote, open_dataset: Opener) -> None:
+    """The bytes were already wrong when they arrived, before the manifest had checksums."""
+    from topkube.data.manifest import generate_manifest
+
+    data = write_files(remote.folder, 6)
+    plain, vouched = list(generate_manifest(remote.uri)), list(generate_manifest(remote.uri, checksums=True))
+    (remote.folder / "manifest.jsonl").write_text("".join(plain))
+
+    def flip(path: str, answer: Answer) -> None:
+        if path == PATH:
+            answer.data = bytes(3072)
+
+    remote.alter = flip
+    assert not open_dataset(remote.uri, decode=RECORD)[0].any()
+    open_dataset.close()
+    remote.alter = None
+    (remote.folder / "manifest.jsonl").write_text("".join(vouched))
+    dataset = open_dataset(remote.uri, decode=RECORD)
+    np.testing.assert_array_equal(dataset[0], data[0])
+    assert dataset.statistics()["corruptions"] == 1
+
+
+@pytest.mark.parametrize("checksum", ["x", "0" * 31, 7, "G" * 32])
+def test_an_invalid_checksum_is_refused(checksum: object) -> None:
+    from topkube.data.remote.listing import read_manifest
+
+    with pytest.raises(DatasetError, match="line 1 of the manifest"):
+        read_manifest([json.dumps({"path": "a", "size": 1, "xxh3": checksum})], "m", "v")

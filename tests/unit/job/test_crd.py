@@ -1,0 +1,263 @@
+"""The CustomResourceDefinition: what it says, and that it agrees with the types it comes from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cel
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_job_fuzz import jobs, values
+
+from topkube.cli.app import run_app
+from topkube.errors import JobError
+from topkube.job import TrainingJob
+from topkube.job.changes import change_problems
+from topkube.job.crd import cached_dataset_definition, cached_dataset_yaml, crd_yaml, custom_resource_definition
+
+MANIFESTS = Path(__file__).parents[3] / "manifests"
+RULES = "x-kubernetes-validations"
+DEFINITION = custom_resource_definition()
+SCHEMA = DEFINITION["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+CACHED = cached_dataset_definition()["spec"]
+CACHED_SCHEMA = CACHED["versions"][0]["schema"]["openAPIV3Schema"]
+
+
+def test_the_manifests_are_fresh() -> None:
+    assert (MANIFESTS / "crd.yaml").read_text() == crd_yaml(rules=False), (
+        "stale: topkube crd --kubernetes 1.20 > manifests/crd.yaml"
+    )
+    assert (MANIFESTS / "crd-cached-datasets.yaml").read_text() == cached_dataset_yaml(), (
+        "stale: topkube crd --cached-datasets > manifests/crd-cached-datasets.yaml"
+    )
+    folder = MANIFESTS / "kubernetes-1.25"
+    assert (folder / "crd.yaml").read_text() == crd_yaml(), "stale: topkube crd > manifests/kubernetes-1.25/crd.yaml"
+
+
+def test_the_command_prints_it_and_knows_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["crd"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == crd_yaml()
+    assert yaml.safe_load(printed) == DEFINITION
+    assert run_app(["crd", "--kubernetes", "v1.24.3"]) == 0
+    assert RULES not in capsys.readouterr().out
+    assert run_app(["crd", "--kubernetes", "new"]) == 2
+    assert "'new' is not a version of Kubernetes" in capsys.readouterr().err
+
+
+def test_names_and_columns() -> None:
+    names, version = DEFINITION["spec"]["names"], DEFINITION["spec"]["versions"][0]
+    assert (names["shortNames"], names["categories"]) == (["tj"], ["all"])
+    columns = ["NAME", *(column["name"].upper() for column in version["additionalPrinterColumns"])]
+    always = ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS%", "SAMPLES/S", "RESTARTS", "AGE"]
+    assert columns == [*always, "SECONDS-LEFT", "LOSS", "CHECKPOINT"]
+    wide = [column["name"] for column in version["additionalPrinterColumns"] if column.get("priority")]
+    assert wide == ["Seconds-Left", "Loss", "Checkpoint"], "kubectl prints these with -o wide only"
+    assert version["subresources"] == {"status": {}}
+    for column in version["additionalPrinterColumns"]:
+        field: Any = {"properties": {**SCHEMA["properties"], "metadata": {"properties": {"creationTimestamp": {}}}}}
+        for key in column["jsonPath"].split(".")[1:]:
+            field = field["properties"][key]
+        assert field.get("type", "string") == ("string" if column["type"] == "date" else column["type"]), column
+
+
+def test_cached_datasets_show_where_and_how_much() -> None:
+    version = CACHED["versions"][0]
+    assert (CACHED["names"]["plural"], CACHED["scope"], RULES in cached_dataset_yaml()) == (
+        "cacheddatasets",
+        "Namespaced",
+        False,
+    )
+    columns = [column["name"].upper() for column in version["additionalPrinterColumns"]]
+    assert columns == ["DATASET", "NODES", "CACHED%", "LAST-USED", "PINNED", "AGE"]
+    for column in version["additionalPrinterColumns"][:-1]:
+        field = CACHED_SCHEMA
+        for key in column["jsonPath"].split(".")[1:]:
+            field = field["properties"][key]
+    nodes = CACHED_SCHEMA["properties"]["status"]["properties"]["nodes"]
+    assert nodes["x-kubernetes-list-map-keys"] == ["name"]
+
+
+# What Kubernetes demands of a schema. The real API servers of the cluster tests demand it again.
+
+
+def every(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, schema
+    for name, below in schema.get("properties", {}).items():
+        yield from every(below, f"{path}.{name}")
+    for key, mark in (("items", "[]"), ("additionalProperties", ".*")):
+        if key in schema:
+            yield from every(schema[key], f"{path}{mark}")
+
+
+@pytest.mark.parametrize("root", [SCHEMA, CACHED_SCHEMA])
+def test_it_is_structural(root: dict[str, Any]) -> None:
+    for path, schema in every(root):
+        assert "type" in schema or schema.get("x-kubernetes-int-or-string"), path
+        assert not {"$ref", "$defs", "title", "const", "allOf", "oneOf", "not"} & set(schema), path
+        assert isinstance(schema.get("exclusiveMinimum", True), bool), path
+        if schema.get("type") == "object" and path != ".metadata":
+            assert {"properties", "additionalProperties", "x-kubernetes-preserve-unknown-fields"} & set(schema), path
+
+
+def test_statuses_have_no_defaults_and_lists_have_keys() -> None:
+    status = SCHEMA["properties"]["status"]
+    assert all("default" not in schema for _, schema in every(status))
+    for name, key in (("conditions", "type"), ("cache.nodes", "name")):
+        field = status
+        for step in name.split("."):
+            field = field["properties"][step]
+        assert field["x-kubernetes-list-map-keys"] == [key]
+        assert key in field["items"]["required"]
+        assert "maxItems" in field
+
+
+def test_what_rules_look_at_is_bounded() -> None:
+    """A rule's cost is estimated from bounds; without them a CRD is refused."""
+    for path, schema in every(SCHEMA):
+        if schema.get(RULES) and schema.get("type") == "string":
+            assert "maxLength" in schema or "enum" in schema, path
+        if schema.get(RULES) and schema.get("type") == "array":
+            assert "maxItems" in schema, path
+        for rule in schema.get(RULES, ()):
+            assert set(rule) == {"rule", "message"}, "other keys need a newer Kubernetes than 1.27"
+
+
+# The API server's part, in a few lines: null is absent, defaults are filled in, the schema and the rules are checked.
+
+
+def defaulted(data: Any, schema: dict[str, Any]) -> Any:
+    if isinstance(data, dict):
+        data = {
+            key: value for key, value in data.items() if value is not None or key not in schema.get("properties", {})
+        }
+        for name, below in schema.get("properties", {}).items():
+            if name not in data and "default" in below:
+                data[name] = copy.deepcopy(below["default"])
+            if name in data:
+                data[name] = defaulted(data[name], below)
+        return data
+    if isinstance(data, list) and "items" in schema:
+        return [defaulted(item, schema["items"]) for item in data]
+    return data
+
+
+def integer(_: Any, value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
+
+
+Checker = jsonschema.validators.extend(
+    jsonschema.Draft4Validator, type_checker=jsonschema.Draft4Validator.TYPE_CHECKER.redefine("integer", integer)
+)
+
+
+def refusals(data: Any, old: Any = None) -> list[str]:
+    """What an API server of 1.25 or newer says about a job, as `path: message`."""
+    checker = Checker(SCHEMA)
+    errors = [f"{error.json_path}: {error.message}" for error in checker.iter_errors(data)]
+    return errors or [*broken_rules(data, old, SCHEMA, "")]
+
+
+def broken_rules(data: Any, old: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
+    for entry in schema.get(RULES, ()):
+        if "oldSelf" in entry["rule"] and old is None:
+            continue
+        if not cel.evaluate(entry["rule"], {"self": data, "oldSelf": old}):
+            yield f"{path.removeprefix('.')}: {entry['message']}"
+    if isinstance(data, dict):
+        for name, below in schema.get("properties", {}).items():
+            if name in data:
+                yield from broken_rules(data[name], (old or {}).get(name), below, f"{path}.{name}")
+    if isinstance(data, list) and "items" in schema:
+        for index, item in enumerate(data):
+            yield from broken_rules(item, None, schema["items"], f"{path}[{index}]")
+
+
+@given(jobs)
+@settings(max_examples=150)
+def test_what_runs_on_a_laptop_can_be_applied_and_means_the_same(data: dict[str, Any]) -> None:
+    job = TrainingJob.parse(data)
+    stored = defaulted(data, SCHEMA)
+    assert refusals(stored) == []
+    again = TrainingJob.from_cluster(stored)
+    assert again.spec.model_dump() == job.spec.model_dump()
+    assert stored["spec"] == job.spec.model_dump(by_alias=True, exclude_none=True)
+
+
+@given(values)
+@settings(max_examples=200)
+def test_an_arbitrary_spec_that_is_refused_by_kubernetes_is_refused_here(spec: Any) -> None:
+    data = {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
+    try:
+        TrainingJob.parse(data)
+    except JobError:
+        return
+    assert refusals(defaulted(data, SCHEMA)) == []
+
+
+@given(jobs, jobs, st.booleans())
+@settings(max_examples=200)
+def test_rules_and_the_webhook_agree_on_what_may_change(
+    before: dict[str, Any], after: dict[str, Any], same_template: bool
+) -> None:
+    if same_template:
+        after = {**after, "spec": {**after["spec"], "template": before["spec"]["template"]}}
+    after = {**after, "metadata": before["metadata"]}
+    old, new = defaulted(before, SCHEMA), defaulted(after, SCHEMA)
+    problems = change_problems(TrainingJob.parse(before).spec, TrainingJob.parse(after).spec)
+    in_rules = [
+        problem for problem in problems if "spec.template" not in problem and "spec.launcher.template" not in problem
+    ]
+    assert bool(refusals(new, old)) == bool(in_rules), "rules see all but what is inside templates"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [("spread", "None"), ("runPolicy.schedulingPolicy", {"queue": "gold"}), ("workers", 3)]
+)
+def test_a_rule_guards_each_field_that_may_not_change(path: str, value: Any) -> None:
+    container = {"name": "worker", "image": "i:1", "command": ["a"]}
+    spec: dict[str, Any] = {"workers": 2, "template": {"spec": {"containers": [container]}}, "runPolicy": {}}
+    data = {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
+    after: dict[str, Any] = copy.deepcopy(spec)
+    *above, last = path.split(".")
+    (after[above[0]] if above else after)[last] = value
+    old, new = (defaulted({**data, "spec": changed_spec}, SCHEMA) for changed_spec in (spec, after))
+    [refused] = refusals(new, old)
+    assert last in refused
+    suspended = copy.deepcopy(old)
+    suspended["spec"]["runPolicy"]["suspend"] = True
+    assert bool(refusals(new, suspended)) == (path == "workers")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"launcher": {"colocate": True, "template": {}}}, "spec.launcher: template has no effect when colocate is true"),
+    ({"checkpoint": {"claimName": "c", "path": "a/../b"}}, "spec.checkpoint.path: leaves the claim"),
+    ({"runPolicy": {"schedulingPolicy": {"minAvailable": 3}}}, "spec: runPolicy.schedulingPolicy.minAvailable is more"),
+    ({"template": {"spec": {"containers": [{"name": "a"}, {"name": "b"}]}}}, "no container is called 'worker'"),
+    ({"template": {"spec": {"containers": [{"command": ["a"]}]}}}, "the worker's image is required"),
+    ({"template": {"spec": {"containers": [{"image": "a", "command": []}]}}}, "the worker's command is required"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD)
+def test_rules_refuse_what_the_types_refuse(change: dict[str, Any], words: str) -> None:
+    spec = {"template": {"spec": {"containers": [{"name": "worker", "image": "i", "command": ["a"]}]}}, **change}
+    data = {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
+    assert [words in refusal for refusal in refusals(defaulted(data, SCHEMA))] == [True]
+    with pytest.raises(JobError):
+        TrainingJob.parse(data)
+
+
+def test_rules_hold_for_the_defaults_themselves() -> None:
+    """Kubernetes refuses a CRD whose default breaks a rule, and looks before the defaults inside are filled in."""
+    for path, schema in every(SCHEMA):
+        for entry in schema.get(RULES, ()):
+            if "default" in schema:
+                default = schema["default"]
+                assert cel.evaluate(entry["rule"], {"self": default, "oldSelf": default}), path

@@ -1,0 +1,140 @@
+"""Sums, scatter and the wire's bytes on CUDA against the CPU's, bit for bit: emulated, and on a GPU if there is one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cuda_device import DTYPES, NAMES, Device, adversarial, bits, same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from topkube import kernels
+from topkube.errors import WireError
+from topkube.kernels.device import NO_FAULT
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
+@pytest.mark.parametrize("d", [1, 255, 30_011])
+def test_sums_casts_and_finiteness(device: Device, dtype: torch.dtype, d: int) -> None:
+    inputs = [adversarial(d)[name].to(dtype) for name in ("normal", "heavy tails", "denormals")]
+    for out_dtype in DTYPES:
+        expected, out = torch.empty(d, dtype=out_dtype), device.put(torch.empty(d, dtype=out_dtype))
+        kernels.sum_(expected, inputs, 0.37)
+        device.kernels.sum_(out, [device.put(x) for x in inputs], 0.37)
+        assert same(out, expected)
+    for x in (torch.randn(d).to(dtype), inputs[0].clone().fill_(torch.inf), adversarial(d)["nan"].to(dtype)):
+        flag = device.kernels.words(device.kernels.finite_flag(device.put(x)))[0]
+        assert bool(flag) == kernels.is_finite(x)
+
+
+# ---- scatter and wire
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
+@pytest.mark.parametrize("value_dtype", DTYPES, ids=NAMES.values())
+def test_scatter_add_keeps_the_order(device: Device, dtype: torch.dtype, value_dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(5)
+    for indices in (np.arange(0, 900, 3), rng.integers(0, 1000, 700), rng.integers(0, 5, 300), np.zeros(40, np.int64)):
+        dense, values = torch.randn(1000).to(dtype), torch.randn(len(indices)).to(value_dtype)
+        for kind in (np.uint32, np.int64):
+            at = torch.from_numpy(indices.astype(kind))
+            expected, out = dense.clone(), device.put(dense)
+            kernels.scatter_add_(expected, at, values)
+            verdict, _ = device.kernels.scatter_add_(out, device.put(at), device.put(values))
+            assert device.kernels.words(verdict)[0] == NO_FAULT
+            assert same(out, expected)
+
+
+@pytest.mark.parametrize("index", [-1, 1000, 2**32 - 1, 2**32, 2**40])
+def test_scatter_add_beyond_the_array_writes_nothing(device: Device, index: int) -> None:
+    out = device.put(torch.ones(1000))
+    at = torch.tensor([3, 5, index, 1, index])
+    verdict, _ = device.kernels.scatter_add_(out, device.put(at), device.put(torch.ones(5)))
+    assert device.kernels.words(verdict)[0] == 2
+    assert bool((out == 1).all())
+
+
+# k around the hash's own borders: 16, 128, 240 and 1,024 bytes, and whole blocks of them.
+SHARDS = [(0, 0), (1, 1), (40, 3), (70_000, 0), (70_000, 17), (70_000, 30), (70_000, 57), (70_000, 58), (200_000, 5001)]
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("length", "k"), [*SHARDS, (70_000, 253), (70_000, 254), (300_000, 20_000)])
+def test_the_wires_bytes_are_the_cpus(device: Device, wire: str, length: int, k: int) -> None:
+    rng = np.random.default_rng(k)
+    indices = torch.from_numpy(np.sort(rng.choice(length, k, replace=False)).astype(np.uint32))
+    for dtype in DTYPES:
+        values = (torch.randn(k) * 1e4).to(dtype)
+        residual = torch.randn(length)
+        left = device.put(residual)
+        encoded, verdict, _ = device.kernels.encode(device.put(indices), device.put(values), length, wire, left)
+        expected = kernels.encode(indices, values, length, wire=wire, residual=residual)
+        assert device.kernels.words(verdict)[0] == NO_FAULT
+        assert bits(encoded) == expected.tobytes()
+        assert same(left, residual)
+        got_indices, got_values, verdict = device.kernels.decode(encoded, length, k)
+        assert device.kernels.words(verdict) == [NO_FAULT, NO_FAULT, k, length]
+        expected_indices, expected_values = kernels.decode(expected)
+        assert bits(got_indices) == expected_indices.tobytes()
+        assert bits(got_values) == expected_values.tobytes()
+        dense = torch.randn(length).to(dtype)
+        out = device.put(dense)
+        finite = kernels.decode_add_(dense, expected, 0.3)
+        verdict = device.kernels.decode_add_(out, encoded, 0.3)
+        assert device.kernels.words(verdict)[:2] == [NO_FAULT, NO_FAULT if finite else 0]
+        assert same(out, dense)
+
+
+def test_indices_out_of_order_are_not_encoded(device: Device) -> None:
+    for indices, position in (([1, 5, 5], 2), ([5, 1, 9], 1), ([1, 2, 100], 2), ([100, 2, 3], 0)):
+        at, residual = torch.tensor(indices, dtype=torch.uint32), torch.zeros(100)
+        left = device.put(residual)
+        _, verdict, _ = device.kernels.encode(device.put(at), device.put(torch.full((3,), 0.1)), 100, "bf16", left)
+        assert device.kernels.words(verdict)[0] == position
+        assert same(left, residual)
+
+
+def test_what_could_not_be_encoded_does_not_pass_for_what_its_memory_held_before(device: Device) -> None:
+    ordered, values = torch.tensor([1, 5, 9], dtype=torch.uint32), torch.ones(3)
+    buffer, _, _ = device.kernels.encode(device.put(ordered), device.put(values), 100, "fp32", None)
+    disordered = torch.tensor([5, 1, 9], dtype=torch.uint32)
+    device.kernels.encode(device.put(disordered), device.put(values), 100, "fp32", None, out=buffer)
+    out = device.put(torch.zeros(100))
+    verdict = device.kernels.words(device.kernels.decode_add_(out, buffer, 1.0))
+    assert verdict[0] == 2  # not a TopKube buffer
+    assert not bool(out.any())
+
+
+@settings(
+    max_examples=150,
+    suppress_health_check=[*settings.default.suppress_health_check, HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_a_damaged_buffer_is_refused_as_the_cpu_refuses_it(device: Device, data: st.DataObject) -> None:
+    length = data.draw(st.sampled_from([50, 66_000, 140_000]))
+    k = data.draw(st.integers(0, 40))
+    indices = np.sort(np.random.default_rng(k).choice(length, k, replace=False)).astype(np.uint32)
+    buffer = kernels.encode(indices, np.ones(k, np.float32), length, wire=data.draw(st.sampled_from(["fp32", "bf16"])))
+    damaged = buffer.copy()
+    where = data.draw(st.integers(0, buffer.size - 1))
+    damaged[where] ^= data.draw(st.integers(0, 255))
+    damaged = damaged[: data.draw(st.sampled_from([buffer.size, buffer.size, 8, max(0, where)]))]
+    if data.draw(st.booleans()) and damaged.size >= 24:
+        damaged[16:24] = kernels.wire._checksum(damaged)  # what only the structure can show
+    dense = torch.ones(length)
+    try:
+        kernels.decode_add_(dense, damaged)
+        refused = ""
+    except WireError as error:
+        refused = str(error)
+    out = device.put(torch.ones(length))
+    raw = device.put(torch.from_numpy(damaged.copy()))
+    verdict = device.kernels.words(device.kernels.decode_add_(out, raw, 1.0))
+    message = ""
+    try:
+        kernels.wire._raise_fault(damaged.size, verdict[0], verdict[3], length)
+    except WireError as error:
+        message = str(error)
+    assert message == refused
+    assert same(out, dense)

@@ -1,0 +1,110 @@
+"""A NaN that a kernel computes has the bits 0x7fc00000, on every path and device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cuda_device import DTYPES, NAMES, Device, same
+
+from topkube import kernels
+from topkube.errors import SettingsError
+
+CANONICAL = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+LENGTH = 20_011
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512"])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    try:
+        before = kernels.use_simd(request.param)
+    except SettingsError:
+        pytest.skip("this processor does not have the path")
+    yield request.param
+    kernels.use_simd(before)
+
+
+def words(x: torch.Tensor) -> torch.Tensor:
+    size = x.element_size() * 8
+    return x.detach().cpu().view({16: torch.int16, 32: torch.int32}[size]).to(torch.int64) & ((1 << size) - 1)
+
+
+def with_nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Random numbers, every third one a NaN with a random sign and payload, and some infinities of both signs."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(LENGTH, generator=random).to(dtype)
+    integer = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    low, high = {torch.float32: (1, 2**23), torch.bfloat16: (1, 2**7), torch.float16: (1, 2**10)}[dtype]
+    exponent = words(torch.tensor([torch.inf], dtype=dtype))
+    payload = torch.randint(low, high, (LENGTH,), generator=random)
+    sign = torch.randint(0, 2, (LENGTH,), generator=random) << (dtype.itemsize * 8 - 1)
+    nan = (exponent | payload | sign).to(integer).view(dtype)
+    place = torch.arange(LENGTH) % 3 == 0
+    x[place] = nan[place]
+    x[5::7] = torch.inf if seed % 2 else -torch.inf
+    return x
+
+
+def only_canonical(x: torch.Tensor) -> bool:
+    found = words(x)[torch.isnan(x.detach().cpu())]
+    return len(found) > 0 and bool((found == CANONICAL[x.dtype]).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
+def test_a_computed_nan_is_canonical_on_every_path(path: str, dtype: torch.dtype) -> None:
+    a, b = with_nans(dtype, 1), with_nans(dtype, 2)
+    for out_dtype in DTYPES:
+        for inputs in ([a], [a, b], [a, b, a]):
+            out = torch.empty(LENGTH, dtype=out_dtype)
+            if len(inputs) == 1 and dtype == out_dtype:
+                continue
+            kernels.sum_(out, inputs, 0.5)
+            assert only_canonical(out)
+    residual = with_nans(torch.float32, 2)
+    left = torch.empty(LENGTH)
+    _, values = kernels.compress_(a, residual, LENGTH // 2, out=left)
+    assert only_canonical(values)
+    _, values = kernels.compress_(a, residual, 100, out=left)
+    assert only_canonical(values)
+    assert only_canonical(left)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
+def test_cuda_kernels_compute_the_same_nans(device: Device, dtype: torch.dtype) -> None:
+    a, b, residual = with_nans(dtype, 1), with_nans(dtype, 2), with_nans(torch.float32, 4)
+    for out_dtype in DTYPES:
+        expected, out = torch.empty(LENGTH, dtype=out_dtype), device.put(torch.empty(LENGTH, dtype=out_dtype))
+        kernels.sum_(expected, [a, b], 0.5)
+        device.kernels.sum_(out, [device.put(a), device.put(b)], 0.5)
+        assert same(out, expected)
+    left, expected_left = device.put(torch.empty(LENGTH)), torch.empty(LENGTH)
+    for k in (7, 200, LENGTH // 2):
+        got = device.kernels.compress_(device.put(a), device.put(residual), k, left)
+        expected_entries = kernels.compress_(a, residual, k, out=expected_left)
+        assert all(same(one, other) for one, other in zip(got, expected_entries, strict=True))
+        assert same(left, expected_left)
+
+
+@pytest.mark.parametrize("wire", NAMES.values())
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
+def test_the_codec_computes_the_same_nans(device: Device, dtype: torch.dtype, wire: str) -> None:
+    values = with_nans(dtype, 1)[:500]
+    indices = torch.arange(0, 1500, 3, dtype=torch.int32).view(torch.uint32)
+    residual = with_nans(torch.float32, 2)[:1500].clone()
+    there = device.put(residual)
+    got = device.kernels.encode(device.put(indices), device.put(values), 1500, wire, there)[0]
+    expected: Any = kernels.encode(indices, values, 1500, wire=wire, residual=residual)
+    assert got.cpu().numpy().tobytes() == expected.tobytes()
+    assert same(there, residual)
+    for out_dtype in DTYPES:
+        dense = with_nans(out_dtype, 3)[:1500].clone()
+        on_device = device.put(dense)
+        kernels.decode_add_(dense, expected, 0.5)
+        device.kernels.decode_add_(on_device, got, 0.5)
+        assert same(on_device, dense)
+        kernels.scatter_add_(dense, indices, values)
+        device.kernels.scatter_add_(on_device, device.put(indices), device.put(values))
+        assert same(on_device, dense)
+        assert only_canonical(dense[::3])

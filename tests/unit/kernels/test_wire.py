@@ -1,0 +1,144 @@
+"""The wire format: what goes in comes out, and nothing else is accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topkube import kernels
+from topkube.errors import ArgumentError, WireError
+
+WIRES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
+
+
+def shard(length: int, k: int, seed: int = 0) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    indices = np.sort(rng.choice(length, k, replace=False)).astype(np.uint32)
+    return indices, rng.standard_normal(k).astype(np.float32)
+
+
+@settings(max_examples=80)
+@given(st.integers(1, 300_000), st.floats(0, 1), st.sampled_from(sorted(WIRES)), st.integers(0, 9))
+def test_round_trip_and_the_error_goes_to_the_residual(length: int, share: float, wire: str, seed: int) -> None:
+    indices, values = shard(length, int(share * length), seed)
+    residual = np.zeros(length, np.float32)
+    buffer = kernels.encode(indices, values, length, wire=wire, residual=residual)
+    assert buffer.size == kernels.encoded_size(length, indices.size, wire)
+    out_indices, out_values = kernels.decode(buffer.tobytes(), length=length)
+    np.testing.assert_array_equal(out_indices, indices)
+    np.testing.assert_array_equal(out_values, values.astype(WIRES[wire]).astype(np.float32))
+    np.testing.assert_array_equal(residual[indices], values - out_values)
+    assert np.count_nonzero(residual) == np.count_nonzero(values - out_values)
+
+    dense = np.ones(length, np.float32)
+    expected = dense.copy()
+    expected[indices] += out_values * np.float32(0.5)
+    assert kernels.decode_add_(dense, buffer, 0.5)
+    np.testing.assert_array_equal(dense, expected)
+
+
+@pytest.mark.parametrize("wire", sorted(WIRES))
+@pytest.mark.parametrize("dtype", list(WIRES.values()))
+def test_values_of_every_dtype_travel(wire: str, dtype: Any) -> None:
+    indices, values = shard(70_000, 900)
+    values = values.astype(dtype)
+    decoded = kernels.decode(kernels.encode(indices, values, 70_000, wire=wire))[1]
+    np.testing.assert_array_equal(decoded, values.astype(np.float32).astype(WIRES[wire]).astype(np.float32))
+
+
+def test_four_bytes_per_entry_with_16_bit_values() -> None:
+    length, k = 25_557_032, 255_571
+    assert kernels.encoded_size(length, k, "bf16") / k < 4.02
+
+
+def test_decode_add_says_whether_values_were_finite() -> None:
+    for value, wire in ((np.nan, "fp32"), (np.inf, "bf16"), (1e6, "fp16")):
+        buffer = kernels.encode(np.array([3], np.uint32), np.array([value], np.float32), 10, wire=wire)
+        assert not kernels.decode_add_(np.zeros(10, np.float32), buffer)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_changed_buffer_is_refused(data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, 140_000))
+    indices, values = shard(length, data.draw(st.integers(0, min(length, 40))))
+    buffer = kernels.encode(indices, values, length, wire=data.draw(st.sampled_from(sorted(WIRES))))
+    kind = data.draw(st.sampled_from(["bit", "cut", "longer", "swap"]))
+    if kind == "bit":
+        changed = buffer.copy()
+        position = data.draw(st.integers(0, buffer.size * 8 - 1))
+        changed[position // 8] ^= 1 << position % 8
+    elif kind == "cut":
+        changed = buffer[: data.draw(st.integers(0, buffer.size - 1))]
+    elif kind == "longer":
+        changed = np.concatenate([buffer, np.zeros(data.draw(st.integers(1, 70)), np.uint8)])
+    else:
+        changed = np.roll(buffer, data.draw(st.integers(1, buffer.size - 1)))
+        if np.array_equal(changed, buffer):
+            return
+    dense = np.zeros(length, np.float32)
+    with pytest.raises(WireError):
+        kernels.decode(changed)
+    with pytest.raises(WireError):
+        kernels.decode_add_(dense, changed)
+    assert not dense.any()
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=400), st.booleans())
+def test_random_bytes_are_refused(noise: bytes, with_mark: bool) -> None:
+    with pytest.raises(WireError):
+        kernels.decode(b"TKW1\x01\x00\x00\x00" + noise if with_mark else noise)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_hostile_sender_with_a_right_checksum_is_refused(data: st.DataObject) -> None:
+    """Every field may lie; what is accepted decodes to ascending indices within the length."""
+    indices, values = shard(200_000, 30)
+    buffer = kernels.encode(indices, values, 200_000, wire="bf16")
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = data.draw(st.integers(0, buffer.size - 1))
+        buffer[position] = data.draw(st.integers(0, 255))
+    buffer[16:24] = kernels.wire._checksum(buffer)
+    try:
+        out_indices, _ = kernels.decode(buffer)
+    except WireError:
+        return
+    length = int.from_bytes(buffer[8:12].tobytes(), "little")
+    assert (np.diff(out_indices.astype(np.int64)) > 0).all()
+    assert out_indices.size == 0 or out_indices[-1] < length
+    dense = np.zeros(length, np.float32)
+    kernels.decode_add_(dense, buffer)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda i, v: kernels.encode(i[::-1].copy(), v, 100), "out of order"),
+        (lambda i, v: kernels.encode(i, v, 9), "not below length"),
+        (lambda i, v: kernels.encode(np.array([1, 1, 2], np.uint32), v, 9), "out of order"),
+        (lambda i, v: kernels.encode(i, v[:2], 100), "values has 2"),
+        (lambda i, v: kernels.encode(i, v, 100, wire="fp8"), "fp8"),
+        (lambda i, v: kernels.encode(i, v, 2**32), "length"),
+        (lambda i, v: kernels.encode(i, v, 100, residual=np.zeros(99, np.float32)), "residual has 99"),
+        (lambda i, v: kernels.encode(i, v, 3, residual=v), "overlap"),
+    ],
+)
+def test_unusable_shards_are_not_encoded(call: Any, message: str) -> None:
+    indices, values = np.array([1, 5, 90], np.uint32), np.ones(3, np.float32)
+    with pytest.raises(ArgumentError, match=message):
+        call(indices, values)
+
+
+def test_a_shard_of_another_length_is_refused() -> None:
+    buffer = kernels.encode(np.array([1], np.uint32), np.ones(1, np.float32), 100)
+    with pytest.raises(WireError, match="100 elements, 50 were expected"):
+        kernels.decode(buffer, length=50)
+    with pytest.raises(WireError, match="100 elements"):
+        kernels.decode_add_(np.zeros(50, np.float32), buffer)

@@ -1,0 +1,226 @@
+"""A worker that cannot reach its launcher says why: in its log, and as its last words."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import errno
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+from played_credentials import credentials
+
+from topkube.launch.connection import calls
+from topkube.launch.connection.calls import Calls, rejection_error
+from topkube.launch.connection.credentials import LauncherCredentials, pinned
+from topkube.launch.connection.rendezvous import Rendezvous
+from topkube.launch.contract import (
+    REFUSED_REASON,
+    UNREACHABLE_CODE,
+    UNREACHABLE_REASON,
+    Ending,
+    LaunchPlan,
+    WorkerPlan,
+)
+
+PLAN = WorkerPlan(name="j", namespace="team", uid="u", index=0, attempt=1, pod="j-worker-0-1", launcher="10.0.0.1:7077")
+
+
+def failure_of_a_call(server: Path, client: Path) -> BaseException:
+    """What a worker with the certificate in `client` meets at a launcher with that in `server`."""
+
+    async def call() -> BaseException:
+        serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        serving.load_cert_chain(server / "tls.crt", server / "tls.key")
+        listening = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=serving)
+        port = listening.sockets[0].getsockname()[1]
+        try:
+            async with aiohttp.ClientSession() as session:
+                await session.get(f"https://127.0.0.1:{port}/", ssl=pinned(client / "tls.crt"))
+        except aiohttp.ClientError as error:
+            return error
+        finally:
+            listening.close()
+        raise AssertionError("the call was taken")
+
+    return asyncio.run(call())
+
+
+def messages_of(error: BaseException, certificate: Path, plan: WorkerPlan = PLAN) -> tuple[str, Calls]:
+    messages: list[str] = []
+    calls = Calls(plan, pinned(certificate / "tls.crt"), messages.append)
+    calls.failed(error, "10.0.0.9")
+    return messages[-1], calls
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends", "problem"), [(-20.0, -10.0, "has expired"), (10.0, 20.0, "is not valid yet")]
+)
+def test_a_certificate_out_of_its_time_names_the_clocks(
+    tmp_path: Path, begins: float, ends: float, problem: str
+) -> None:
+    before = datetime.datetime.now(datetime.UTC)
+    folder = credentials(tmp_path / "c", begins, ends)
+    words, _ = messages_of(failure_of_a_call(folder, folder), folder)
+    assert f"{problem} by this node's clock" in words
+    times = (before, datetime.datetime.now(datetime.UTC))  # the hour or the day may end between them
+    assert any(f"{now:%Y-%m-%dT%H:}" in words for now in times), "the time here"
+    assert any(f"valid from {now + datetime.timedelta(days=begins):%Y-%m-%d}" in words for now in times)
+    assert any(f"to {now + datetime.timedelta(days=ends):%Y-%m-%d}" in words for now in times)
+    assert "does not have the certificate" not in words
+
+
+def test_another_certificate_is_not_talked_to(tmp_path: Path) -> None:
+    first, second = credentials(tmp_path / "one"), credentials(tmp_path / "other")
+    words, _ = messages_of(failure_of_a_call(first, second), second)
+    assert "does not have the certificate of this job's launcher" in words
+
+
+def test_plain_http_is_not_a_launcher(tmp_path: Path) -> None:
+    folder = credentials(tmp_path / "c")
+
+    async def call() -> BaseException:
+        async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 503 upstream connect error\r\n\r\n")
+            writer.close()
+
+        listening = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        try:
+            async with aiohttp.ClientSession() as session:
+                await session.get(f"https://127.0.0.1:{port}/", ssl=pinned(folder / "tls.crt"))
+        except aiohttp.ClientError as error:
+            return error
+        finally:
+            listening.close()
+        raise AssertionError
+
+    words, _ = messages_of(asyncio.run(call()), folder)
+    assert "does not speak TLS as a launcher does" in words
+
+
+def test_a_launcher_that_stays_away_is_said_with_causes_and_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        now = 100.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def time(self) -> float:
+            return time.time()
+
+    clock = Clock()
+    monkeypatch.setattr(calls, "time", clock)
+    messages: list[str] = []
+    worker_calls = Calls(PLAN, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), messages.append)
+    for _ in range(140):
+        worker_calls.failed(TimeoutError(), "10.0.0.9")
+        clock.now += 1
+    assert messages[0] == "the launcher at 10.0.0.1:7077 cannot be reached: no answer; the worker keeps calling"
+    assert len(messages) == 1 + 3, "once, then once a minute"
+    words = messages[1]
+    assert "cannot be reached: no answer, for 15 s now" in words
+    for cause in ("pod does not run yet", "NetworkPolicy", "kube-proxy", "service mesh"):
+        assert cause in words
+    assert "Next: kubectl -n team get pods,services,networkpolicies -o wide" in words
+    assert worker_calls.problem is not None
+    assert (worker_calls.problem.reason, worker_calls.problem.exit_code) == (UNREACHABLE_REASON, UNREACHABLE_CODE)
+    assert worker_calls.problem.pod == "j-worker-0-1"
+    worker_calls.failed(OSError(errno.ECONNREFUSED, "refused"), "10.0.0.9")
+    assert "Connection refused" in messages[-1], "another trouble is said at once"
+    worker_calls.failed(OSError(errno.EADDRNOTAVAIL, "x"), "10.0.0.9")
+    assert "from its address 10.0.0.9" in messages[-1]
+    worker_calls.answered()
+    assert worker_calls.problem is None
+    worker_calls.failed(TimeoutError(), "10.0.0.9")
+    assert messages[-1].endswith("keeps calling"), "the time begins anew"
+
+
+def test_a_worker_that_a_mesh_keeps_out_learns_what_to_do(tmp_path: Path) -> None:
+    error = rejection_error(PLAN, "the call comes from 127.0.0.6, a service mesh's sidecar, not from 10.0.0.9")
+    for words in ("excludeInboundPorts", "checkAddress: false", "port 7077"):
+        assert words in str(error)
+    plan = PLAN.model_copy(update={"unreachable_seconds": 1e-9})
+    _, messages = messages_of(error, credentials(tmp_path / "c"), plan)
+    messages.failed(error, "10.0.0.9")
+    assert messages.problem is not None
+    assert messages.problem.reason == REFUSED_REASON
+
+
+@pytest.mark.parametrize(
+    ("caller", "claimed", "check", "words"),
+    [
+        ("10.0.0.9", "10.0.0.9", True, ""),
+        ("::ffff:10.0.0.9", "10.0.0.9", True, ""),
+        ("10.0.0.8", "10.0.0.9", True, "the call comes from 10.0.0.8, not from the pod's address 10.0.0.9"),
+        ("127.0.0.6", "10.0.0.9", True, "the call comes from 127.0.0.6, a service mesh's sidecar"),
+        ("::6", "fd00::9", True, "the call comes from ::6, a service mesh's sidecar"),
+        ("127.0.0.6", "10.0.0.9", False, ""),
+        ("127.0.0.1", "10.0.0.1", True, ""),  # the launcher sits inside this worker's pod
+        ("127.0.0.6", "10.0.0.1", True, "the call comes from 127.0.0.6, a service mesh's sidecar"),
+        ("127.0.0.6", "nonsense", False, "'nonsense' is not an address"),
+    ],
+)
+def test_callers_are_checked_by_their_address(
+    tmp_path: Path, caller: str, claimed: str, check: bool, words: str
+) -> None:
+    workers = [{"index": 0, "attempt": 1, "pod": "p"}]
+    plan = LaunchPlan.model_validate({"name": "j", "namespace": "n", "uid": "u", "attempt": 1, "workers": workers})
+    plan = plan.model_copy(update={"check_address": check})
+    assert LaunchPlan.read(plan.text()).check_address == check
+    known = LauncherCredentials.load(credentials(tmp_path / "c"))
+    rendezvous = Rendezvous(plan, known, "10.0.0.1", None, None)  # type: ignore[arg-type]
+    problem = rendezvous._address_problem(caller, claimed)
+    assert problem.startswith(words)
+    assert bool(problem) == bool(words)
+
+
+@pytest.mark.parametrize("asked_to_end", [False, True])
+def test_a_worker_leaves_as_its_last_words_what_keeps_it_from_the_launcher(tmp_path: Path, asked_to_end: bool) -> None:
+    """By itself after the time that the plan gives, or when its pod is deleted; and even if it is killed."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        patience = 3600.0 if asked_to_end else 1.0
+        plan = PLAN.model_copy(update={"launcher": f"127.0.0.1:{port}", "unreachable_seconds": patience})
+        words = tmp_path / "termination"
+        environment = {
+            **os.environ,
+            "TOPKUBE_WORKER": plan.text(),
+            "TOPKUBE_CREDENTIALS": str(credentials(tmp_path / "c")),
+            "TOPKUBE_TERMINATION_LOG": str(words),
+            "TMPDIR": str(tmp_path),
+        }
+        script = "import sys; from topkube.launch import worker; from topkube.launch.connection import calls; "
+        script += "calls.PATIENCE_SECONDS = 0.5; sys.exit(worker.run_worker(['true']))"
+        with subprocess.Popen(
+            [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True
+        ) as worker:
+            end = time.monotonic() + 120
+            while not (early_words := words.read_text() if words.exists() else "").endswith("}"):
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            early = Ending.read(early_words)  # the worker writes the file in place, and may do so again at any time
+            if asked_to_end:
+                worker.send_signal(signal.SIGTERM)
+            output, _ = worker.communicate(timeout=120)
+    code = 143 if asked_to_end else UNREACHABLE_CODE
+    assert worker.returncode == code
+    ending = Ending.read(words.read_text())
+    assert (ending.state, ending.exit_code, ending.index) == ("Failed", code, 0)
+    for message in (early, ending):
+        assert message.first_failure is not None
+        assert (message.first_failure.reason, message.first_failure.pod) == (UNREACHABLE_REASON, "j-worker-0-1")
+        assert f"127.0.0.1:{port} cannot be reached: Connection refused" in (message.first_failure.message or "")
+    assert "NetworkPolicy" in output
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("topkube-worker-")]

@@ -1,0 +1,65 @@
+"""`topkube run` with many arguments, with more than Linux takes, and with a disk that is full."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+from pathlib import Path
+
+import pytest
+from local_runs import command_line, run, write_job
+
+from topkube.errors import LaunchError
+from topkube.job import TrainingJob
+from topkube.launch.local import LocalRun
+from topkube.launch.mpi.mpi_library import find
+
+
+def test_ranks_get_many_and_long_arguments_as_they_are(tmp_path: Path) -> None:
+    words = [*["y" * 100_000] * 2, *map(str, range(1500)), "", "$HOME", "a b", "ü"]
+    script = "import sys; print(len(sys.argv), sum(map(len, sys.argv)), sys.argv[-4:])"
+    ended = run(write_job(tmp_path, ["python", "-c", script, *words], workers=1), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    total = sum(map(len, words)) + 2
+    for rank in range(2):
+        log = (tmp_path / f"run/rank-{rank}.log").read_text()
+        assert log == f"1507 {total} ['', '$HOME', 'a b', 'ü']\n"
+
+
+def test_what_linux_does_not_take_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    container = {"name": "worker", "image": "none", "command": ["python"], "args": ["y" * 100_000] * 80}
+    job = TrainingJob.parse(
+        {
+            "apiVersion": "topkube.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "tiny"},
+            "spec": {"workers": 1, "template": {"spec": {"containers": [container]}}},
+        }
+    )
+    with pytest.raises(
+        LaunchError, match=r"81 arguments with 80\d+ bytes.*Linux takes .* Next: write the list to a file"
+    ):
+        LocalRun(job, find(), tmp_path, dict(os.environ))
+    assert not list(tmp_path.iterdir())
+
+
+def test_output_that_the_disk_does_not_take_is_said(tmp_path: Path) -> None:
+    """Here a limit on the size of files stands for the full disk."""
+    job = write_job(tmp_path, ["python", "-c", "print('x' * 2_999_999)"], workers=1)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+    ended = subprocess.run(
+        command_line(job, tmp_path),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        preexec_fn=limit,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(2):
+        assert f"2000000 bytes of rank {rank}'s output are lost: File too large" in ended.stdout + ended.stderr

@@ -1,0 +1,159 @@
+"""What the launcher does for each of thousands of workers takes no time of its own for each. No MPI, no network."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from played_credentials import credentials
+
+from topkube.errors import LaunchError
+from topkube.launch import launcher as launchers
+from topkube.launch.connection.credentials import LauncherCredentials
+from topkube.launch.connection.link import Link
+from topkube.launch.connection.messages import End, Ended, Hello
+from topkube.launch.connection.rendezvous import _raise_file_limit
+from topkube.launch.contract import MOST_REFUSALS, LauncherStatus, LaunchPlan
+from topkube.launch.launcher import JobLauncher
+from topkube.launch.members import Member
+from topkube.launch.mpi.mpi_library import Mpi
+from topkube.launch.steps import Steps, parse_record
+from topkube.launch.verdict import describe_missing_workers
+
+
+def make_launcher(tmp_path: Path, workers: int) -> JobLauncher:
+    data = {"name": "j", "namespace": "n", "uid": "u", "attempt": 1, "made": [1] * workers}
+    known = LauncherCredentials.load(credentials(tmp_path / "c"))
+    lines: list[str] = []
+    output: Any = SimpleNamespace(say=lines.append, lines=lines)
+    launcher = JobLauncher(
+        LaunchPlan.model_validate(data), known, Mpi("MPICH", "5.0.2", Path("/x")), "10.0.0.1", output
+    )
+    launcher.lines = lines  # type: ignore[attr-defined]
+    return launcher
+
+
+def joined(launcher: JobLauncher, index: int) -> Member:
+    """A worker with a link that is connected and keeps what is sent."""
+    address = f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}"
+    hello = Hello(session="s", ip=address, slots=1, python="p", mpi="MPICH 5.0.2", time=time.time())
+    link = Link(lambda message: launcher.members.receive(member, message), lambda *_: None)
+    link.connected = True
+    member = Member(index, hello, link)
+    launcher.members.by_index[index] = member
+    return member
+
+
+def sent(member: Member) -> list[str]:
+    return [str(frame) for frame in member.link._kept]
+
+
+def test_silent_workers_are_dropped_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to a host that is gone takes a second to close: one after the other, minutes. Here, no link closes before
+    all links have begun to close."""
+    monkeypatch.setattr(launchers, "ENDED_SECONDS", 0.1)
+    dropped = list[Link]()
+    all_dropped = asyncio.Event()
+
+    async def drop(link: Link) -> None:
+        dropped.append(link)
+        if len(dropped) == 128:
+            all_dropped.set()
+        await all_dropped.wait()
+
+    monkeypatch.setattr(Link, "drop", drop)
+    launcher = make_launcher(tmp_path, 128)
+    for index in range(128):
+        joined(launcher, index)
+    asyncio.run(asyncio.wait_for(launcher._end_workers(), 60))
+
+
+def test_four_thousand_workers_are_gathered_and_their_status_is_answered_at_once(tmp_path: Path) -> None:
+    launcher = make_launcher(tmp_path, 4096)
+    for index in range(4096):
+        joined(launcher, index)
+    launcher._rendezvous.refused = dict.fromkeys(range(4096), "why " * 200)
+    before = time.process_time()
+    asyncio.run(launcher._wait_for_workers())
+    for _ in range(10):
+        status = launcher.status()
+    assert time.process_time() - before < 3
+    assert (status.joined, status.missing, status.refused) == (4096, (), ())
+    for member in launcher.members.by_index.values():
+        member.closed = time.monotonic()
+    status = launcher.status()
+    assert len(status.refused) == MOST_REFUSALS
+    assert LauncherStatus.read(status.text()) == status
+    failure = describe_missing_workers(launcher.plan, [], launcher._rendezvous.refused)
+    assert "4096 of 4096 workers did not join" in (failure.message or "")
+    assert "the launcher rejects them: worker 0: why" in (failure.message or "")
+    assert len(failure.message or "") < 2048
+
+
+def test_success_waits_until_all_output_is_printed(tmp_path: Path) -> None:
+    """A job that has succeeded may be cleaned up at once, with the pods that still print."""
+    launcher = make_launcher(tmp_path, 3)
+    members = [joined(launcher, index) for index in range(3)]
+
+    async def see_them_out() -> None:
+        out = asyncio.create_task(launcher._wait_for_output())
+        await asyncio.sleep(0)
+        assert all(sent(member) == [End(grace_seconds=0.0, over=True).text()] for member in members)
+        launcher.members.receive(members[0], Ended())
+        launcher.members.receive(members[1], Ended(lost_output_bytes=1234))
+        done, _ = await asyncio.wait([out], timeout=0.3)
+        assert not done, "worker 2 still prints"
+        members[2].link.connected, members[2].closed = False, time.monotonic() - 5
+        await asyncio.wait_for(out, 30)
+
+    asyncio.run(see_them_out())
+    output = "\n".join(launcher.lines)  # type: ignore[attr-defined]
+    assert "1234 bytes of the output of worker 1's ranks are lost" in output
+    assert "workers 2 have not confirmed that all output is printed" in output
+
+
+def test_a_limit_of_descriptors_that_is_too_low_is_said_before_it_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 8192))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
+    _raise_file_limit(2)
+    _raise_file_limit(1024)
+    _raise_file_limit(2000)
+    assert limits == [(2056, 8192), (6144, 8192), (8192, 8192)]
+    with pytest.raises(LaunchError, match=r"4096 workers need 16512 open files .* may open 8192"):
+        _raise_file_limit(4096)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"step": "7", "total_steps": None},
+        {"step": True, "total_steps": None, "loss": "nan"},
+        {"step": -1, "total_steps": None},
+        {"step": 10**30, "total_steps": None},
+        {"step": 1, "total_steps": [1]},
+        {"step": 1, "total_steps": 2, "time": 1e300},
+        {"step": 1, "total_steps": 2, "time": "now"},
+        {"step": 1, "total_steps": 2, "samples_per_second": float("inf")},
+        {"step": 1, "total_steps": 2, "loss": float("nan")},
+    ],
+)
+def test_what_a_script_writes_as_a_step_is_no_step(record: dict[str, Any]) -> None:
+    """It would end the session, or the answer to the operator."""
+    assert parse_record(record) is None
+
+
+def test_a_step_is_a_step() -> None:
+    record = parse_record({"step": 3, "total_steps": 10, "loss": 0.5, "time": 1e9, "later": "field"})
+    assert record is not None
+    steps = Steps()
+    steps.add(record)
+    progress = steps.progress()
+    assert progress is not None
+    assert (progress.step, progress.percent) == (3, 30)

@@ -1,0 +1,184 @@
+"""The shim around a rank: all that the command prints is in its log, whatever the command does with its output."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from topkube.launch.output import rank_log
+from topkube.launch.output.rank_log import Echo, RankLogWriter
+from topkube.launch.output.rank_report import RankReport, report_path, reserve
+
+SHIM = [sys.executable, "-m", "topkube.launch.rank", "--no-echo", "--"]
+PATIENT = (
+    "import sys; from topkube.launch import rank; "
+    "rank._REST_SECONDS = rank._QUIET_SECONDS = 30.0; rank.main(sys.argv[1:])"
+)
+PATIENT_SHIM = [sys.executable, "-c", PATIENT, "--no-echo", "--"]
+"""A shim for output that comes late on a busy machine: it waits for processes that a command left behind."""
+
+PIPE_HOLDS = 30_000
+"""Bytes that a pipe of 16 pages holds at least: a write that does not fit into the rest of a page begins a new page."""
+
+
+def run(
+    directory: Path, *command: str, most_bytes: int | None = None, shim: list[str] = SHIM
+) -> tuple[int, bytes, RankReport]:
+    """Runs a rank under the shim; its exit code, log and report."""
+
+    def limit() -> None:
+        if most_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+    environment = {**os.environ, "TOPKUBE_RUN_DIRECTORY": str(directory), "PMI_RANK": "0"}
+    ended = subprocess.run([*shim, *command], env=environment, timeout=200, preexec_fn=limit, check=False)
+    report = RankReport.read(directory / "rank-0.json")
+    return ended.returncode, (directory / "rank-0.log").read_bytes(), report
+
+
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [
+        ("echo one; echo two > /dev/stdout; echo three", b"one\ntwo\nthree\n"),
+        ("echo one; echo two | tee /dev/stderr; echo three", b"one\ntwo\ntwo\nthree\n"),
+        ("echo one; echo two > /dev/stderr; echo three >> /dev/stdout", b"one\ntwo\nthree\n"),
+        ("printf '\\377\\376\\000 no text'", b"\xff\xfe\x00 no text"),
+        ("exec > >(sleep 0.1; tee /dev/null); for i in $(seq 3); do echo $i; done", b"1\n2\n3\n"),
+    ],
+)
+def test_a_script_may_open_its_output_again(tmp_path: Path, script: str, printed: bytes) -> None:
+    code, log, report = run(tmp_path, "bash", "-c", script, shim=PATIENT_SHIM)
+    assert (code, log) == (0, printed)
+    assert (report.log_bytes, report.lost_bytes) == (len(printed), 0)
+
+
+def test_the_last_of_many_megabytes_is_in_the_log(tmp_path: Path) -> None:
+    script = "import sys; sys.stdout.write('x' * 20_000_000); sys.stdout.flush(); import os; os.kill(os.getpid(), 9)"
+    code, log, report = run(tmp_path, sys.executable, "-c", script)
+    assert (code, len(log), report.log_bytes) == (137, 20_000_000, 20_000_000)
+
+
+def test_a_process_left_behind_that_prints_for_ever_does_not_keep_the_rank(tmp_path: Path) -> None:
+    """It has a session of its own, so that it is not ended with the rank."""
+    script = "echo start; setsid sh -c 'echo $$ > pid; while true; do echo more; done' & while [ ! -s pid ]; do :; done"
+    try:
+        before = time.monotonic()
+        code, log, report = run(tmp_path, "sh", "-c", f"cd {tmp_path}; {script}; echo end")
+        assert time.monotonic() - before < 20
+        assert code == 0
+        assert b"end\n" in log
+        assert report.exit_code == 0
+    finally:
+        os.killpg(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+def test_a_full_disk_loses_output_with_its_size_and_ends_nothing(tmp_path: Path) -> None:
+    code, log, report = run(tmp_path, sys.executable, "-c", "print('x' * 2_999_999)", most_bytes=1_000_000)
+    assert code == 0
+    assert len(log) == 1_000_000
+    assert (report.lost_bytes, report.log_bytes) == (2_000_000, 1_000_000)
+    assert report.lost_why == "File too large"
+
+
+def test_the_log_says_where_it_lost_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RankLogWriter(tmp_path, 0)
+    log.write(b"one\n")
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        log.write(b"two\n")
+        log.write(b"three\n")
+    log.write(b"four\n")
+    text = (tmp_path / "rank-0.log").read_text()
+    assert text == "one\n\ntopkube: 10 bytes of output are lost here: No space left on device\nfour\n"
+    assert (log.lost_bytes, log.written_bytes) == (10, len(text))
+
+
+def test_a_report_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into room that was kept for it: without it a rank that ended well would count as killed."""
+    reserve(tmp_path, 0)
+    write = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if os.lseek(file, 0, os.SEEK_CUR) + len(data) > os.fstat(file).st_size:
+            raise OSError(28, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", full)
+    report = RankReport(
+        rank=0, host="h", command=["x"], started=1.0, ended=2.0, exit_code=1, tail=["y" * 60_000, "the end"]
+    )
+    report.write(tmp_path)
+    stored = RankReport.read(report_path(tmp_path, 0))
+    assert stored.exit_code == 1
+    assert stored.tail[-1] == "the end"
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]
+
+
+def test_an_output_that_nobody_reads_holds_a_rank_up_once_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_log, "_PATIENCE_SECONDS", 0.5)
+    near, far = os.pipe()
+    echo = Echo(far, lambda: False)
+    before = time.monotonic()
+    for _ in range(100):
+        echo.write(b"x" * 10_000)
+    assert time.monotonic() - before < 40, "each write would wait half a second"
+    held = os.read(near, 1 << 20)
+    assert 32 << 10 < len(held) <= 64 << 10
+    received = bytearray(held)
+    reading = threading.Thread(target=lambda: _drain(near, received), daemon=True)
+    reading.start()
+    echo.write(b"y")
+    os.close(far)
+    reading.join(10)
+    left_out = 1_000_000 - len(held)
+    note = f"\ntopkube rank: {left_out} bytes of output are missing here; the rank's log contains them\ny".encode()
+    assert received[len(held) :] == note
+    os.close(near)
+
+
+def _drain(near: int, into: bytearray) -> None:
+    while data := os.read(near, 1 << 16):
+        into += data
+
+
+def test_a_signal_is_heeded_while_nobody_reads(tmp_path: Path) -> None:
+    environment = {**os.environ, "TOPKUBE_RUN_DIRECTORY": str(tmp_path), "PMI_RANK": "0"}
+    script = "trap 'exit 4' TERM; while true; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done"
+    patient = "import sys; from topkube.launch import rank; from topkube.launch.output import rank_log; "
+    patient += "rank_log._PATIENCE_SECONDS = 1000.0; rank.main(sys.argv[1:])"
+    shim = [sys.executable, "-c", patient, "--", "sh", "-c", script]
+    with subprocess.Popen(shim, env=environment, stdout=subprocess.PIPE, start_new_session=True) as running:
+        try:
+            end = time.monotonic() + 120
+            while not (tmp_path / "rank-0.log").exists() or (tmp_path / "rank-0.log").stat().st_size < PIPE_HOLDS:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(60) == 4, "a reader has 1000 s, a signal does not wait for the reader"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)  # else the script prints until the disk is full
+
+
+def test_a_reader_that_is_slow_at_the_end_gets_it_all(tmp_path: Path) -> None:
+    """The end of the command is a signal too."""
+    environment = {**os.environ, "TOPKUBE_RUN_DIRECTORY": str(tmp_path), "PMI_RANK": "0"}
+    shim = [sys.executable, "-m", "topkube.launch.rank", "--", sys.executable, "-c", "print('x' * 199_999)"]
+    with subprocess.Popen(shim, env=environment, stdout=subprocess.PIPE) as running:
+        end = time.monotonic() + 120
+        while not (tmp_path / "rank-0.log").exists() or (tmp_path / "rank-0.log").stat().st_size < PIPE_HOLDS:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        time.sleep(0.3)  # a reader that takes its time, while the command ends
+        assert running.stdout is not None
+        assert len(running.stdout.read()) == 200_000
+        assert running.wait(120) == 0

@@ -1,0 +1,58 @@
+"""Scripts that were written for torchrun run unchanged: the launch layer sets torchrun's variables."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from local_runs import run, write_job
+
+from topkube.errors import WorldError
+from topkube.launch.host.torch_environment import rank_variables
+from topkube.launch_check import check_launch
+from topkube.settings import Settings, launched_ranks
+
+SCRIPT = Path(__file__).parents[1] / "ddp_script.py"
+CASES = [
+    ("2,2", 4, 0, {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "WORLD_SIZE": "4"}),
+    ("2,2", 4, 3, {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "WORLD_SIZE": "4"}),
+    ("3,1", 4, 3, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}),
+]
+
+
+@pytest.mark.parametrize(("counts", "ranks", "rank", "expected"), CASES)
+def test_the_variables_of_a_rank(counts: str, ranks: int, rank: int, expected: dict[str, str]) -> None:
+    variables = rank_variables(rank, Settings(ranks_per_node=counts, expected_ranks=ranks))
+    assert {name: variables[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(("counts", "ranks"), [("", 0), ("", 4), ("2,2", 3), ("2,x", 2)])
+def test_without_a_known_number_of_ranks_nothing_is_set(counts: str, ranks: int) -> None:
+    assert rank_variables(0, Settings(ranks_per_node=counts, expected_ranks=ranks)) == {}
+
+
+def test_these_variables_are_not_taken_for_torchrun() -> None:
+    """Each process of torchrun is alone in MPI; the ranks of TopKube's launch layer are not."""
+    variables = rank_variables(1, Settings(ranks_per_node="2,2", expected_ranks=4))
+    launched = launched_ranks(variables)
+    check_launch(4, "MPICH", launched, expected_ranks=4)
+    with pytest.raises(WorldError, match="but not by MPI"):
+        check_launch(1, "MPICH", launched)
+
+
+def test_a_ddp_script_runs_unchanged_on_two_nodes_as_under_torchrun(tmp_path: Path) -> None:
+    """A stale RANK of the shell does no harm."""
+    job = write_job(tmp_path, ["python", str(SCRIPT), "--out", "topkube.pt"])
+    ended = run(job, tmp_path, environment={**os.environ, "RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "nowhere"})
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
+    command = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT), "--out", "run.pt"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    weights, size = torch.load(tmp_path / "topkube.pt")
+    reference, _ = torch.load(tmp_path / "run.pt")
+    assert size == 4
+    assert torch.equal(weights, reference)

@@ -1,0 +1,228 @@
+"""Every alert, in Prometheus's own rule tests: it fires, it does not fire, it is silent where its series are missing
+(an operator that is down is what missing series mean)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from monitoring.alerts import ALERTS, Alert
+from monitoring.catalog import find
+from monitoring.generated import ROOT
+
+RULES = ROOT / "charts/topkube/files/alerts.yaml"
+RUNBOOKS = ROOT / "docs/runbooks"
+JOB = 'namespace="ml",training_job="gpt"'
+Case = tuple[dict[str, str], int, bool]
+"""Series and their values (promtool's notation, one a minute), the minute to look at, whether the alert fires."""
+
+
+def job(name: str, **labels: str) -> str:
+    more = "".join(f',{label}="{value}"' for label, value in labels.items())
+    return f"{name}{{{JOB}{more}}}"
+
+
+PROGRESS = {job("topkube_job_progress_ratio"): "0.5x60"}
+STEPS = {
+    job("topkube_step_seconds_sum", rank="0"): "600x60",
+    job("topkube_step_seconds_count", rank="0"): "100x60",
+}
+LAST = job("topkube_last_step_timestamp_seconds", rank="0")
+SINCE = job("topkube_job_phase_timestamp_seconds")
+RESTARTS = job("topkube_job_restarts")
+
+
+def inter(bound: str, seconds: str, step: str = "0+60x60") -> dict[str, str]:
+    return {
+        job("topkube_exchange_bound_seconds_total", rank="0"): bound,
+        job("topkube_step_phase_seconds_total", rank="0", phase="inter"): seconds,
+        job("topkube_step_seconds_sum", rank="0"): step,
+    }
+
+
+def skipped(skips: str) -> dict[str, str]:
+    return {
+        job("topkube_skipped_steps_total"): skips,
+        job("topkube_step_seconds_count", rank="0"): "0+60x60",
+        job("topkube_step_seconds_count", rank="1"): "0+60x60",
+    }
+
+
+def disk(hits: str, requests: str = "0+100x200") -> dict[str, str]:
+    return {
+        job("topkube_cache_hits_total", tier="disk"): hits,
+        job("topkube_cache_requests_total", tier="disk"): requests,
+    }
+
+
+def phase(name: str) -> dict[str, str]:
+    return {job("topkube_job_phase", phase=name): "1x60"}
+
+
+def reconciles(errors: str) -> dict[str, str]:
+    return {
+        'topkube_reconciles_total{outcome="error"}': errors,
+        'topkube_reconciles_total{outcome="unchanged"}': "0+60x60",
+    }
+
+
+CASES: dict[str, list[Case]] = {
+    "TopKubeJobStalled": [
+        ({LAST: "60x60", **STEPS, **PROGRESS}, 15, True),
+        ({LAST: "60x60", **STEPS, **PROGRESS}, 9, False),
+        ({LAST: "0+60x60", **STEPS, **PROGRESS}, 30, False),
+        ({LAST: "60x60", **STEPS, job("topkube_job_progress_ratio"): "1x60"}, 30, False),
+        (
+            {LAST: "60x60", job("topkube_step_seconds_sum"): "3600x60", job("topkube_step_seconds_count"): "2x60"},
+            30,
+            False,
+        ),
+        ({LAST: "60x60 _x60"}, 100, False),
+    ],
+    "TopKubeJobReportsNoSteps": [
+        ({SINCE: "0x60", **phase("Running")}, 40, True),
+        ({SINCE: "0x60", **phase("Running")}, 20, False),
+        ({SINCE: "0x60", **phase("Running"), LAST: "60x60"}, 40, False),
+        ({SINCE: "0x60", **phase("Suspended")}, 40, False),
+        ({}, 40, False),
+    ],
+    "TopKubeJobFailed": [
+        ({job("topkube_job_failed_timestamp_seconds"): "600x90"}, 11, True),
+        ({job("topkube_job_failed_timestamp_seconds"): "600x90"}, 71, False),
+        ({}, 11, False),
+    ],
+    "TopKubeCheckpointFailed": [
+        ({job("topkube_job_checkpoint_failed"): "0x10 1x50"}, 40, True),
+        ({job("topkube_job_checkpoint_failed"): "1x10 0x50"}, 40, False),
+        ({}, 40, False),
+    ],
+    "TopKubeCheckpointTooOld": [
+        ({job("topkube_job_last_checkpoint_timestamp_seconds"): "0x200"}, 130, True),
+        ({job("topkube_job_last_checkpoint_timestamp_seconds"): "0x200"}, 100, False),
+        ({job("topkube_job_last_checkpoint_timestamp_seconds"): "0+60x200"}, 130, False),
+        ({}, 130, False),
+    ],
+    "TopKubeRestartStorm": [
+        ({RESTARTS: "2x10 3x10 4x10 5x30"}, 40, True),
+        ({RESTARTS: "5x60"}, 40, False),
+        ({RESTARTS: "0x10 1x10 2x40"}, 40, False),
+        ({}, 40, False),
+    ],
+    "TopKubeJobPendingTooLong": [
+        ({SINCE: "0x60", **phase("Pending")}, 40, True),
+        ({SINCE: "0x60", **phase("Pending")}, 20, False),
+        ({SINCE: "0x60", **phase("Running")}, 40, False),
+        ({SINCE: "0x60"}, 40, False),
+    ],
+    "TopKubeGradientSkipped": [
+        (skipped("0+6x60"), 40, True),
+        (skipped("0+1x60"), 40, False),
+        ({job("topkube_skipped_steps_total"): "0+6x60"}, 40, False),
+    ],
+    "TopKubeWeightsDiffer": [
+        ({job("topkube_differing_ranks"): "0x10 1x50"}, 40, True),
+        ({job("topkube_differing_ranks"): "0x60"}, 40, False),
+        ({}, 40, False),
+    ],
+    "TopKubeCommunicationSlow": [
+        (inter("0+5x60", "0+40x60"), 40, True),
+        (inter("0+20x60", "0+40x60"), 40, False),
+        (inter("0+1x60", "0+5x60"), 40, False),
+        (inter("_x60", "0+40x60"), 40, False),
+    ],
+    "TopKubeCacheCorruption": [
+        ({job("topkube_cache_corruptions_total"): "0x10 1x50"}, 40, True),
+        ({job("topkube_cache_corruptions_total"): "3x60"}, 40, False),
+        ({}, 40, False),
+    ],
+    "TopKubeCacheHitRatioLow": [
+        (disk("0+10x200"), 120, True),
+        (disk("0+10x200"), 50, False),
+        (disk("0+90x200"), 120, False),
+        (disk("0+1x200", "0+10x200"), 120, False),
+        ({job("topkube_cache_hits_total", tier="disk"): "0+10x200"}, 120, False),
+    ],
+    "TopKubeOperatorDown": [
+        ({'topkube_build_info{component="runtime",version="1"}': "1x60"}, 10, True),
+        ({'topkube_build_info{component="operator",version="1"}': "1x60"}, 10, False),
+        ({}, 10, True),
+        ({}, 3, False),
+    ],
+    "TopKubeNoLeader": [
+        ({'topkube_leader{pod="a"}': "0x60", 'topkube_leader{pod="b"}': "0x60"}, 5, True),
+        ({'topkube_leader{pod="a"}': "0x60", 'topkube_leader{pod="b"}': "1x60"}, 5, False),
+        ({}, 5, False),
+    ],
+    "TopKubeReconcileErrors": [
+        (reconciles("0+30x60"), 30, True),
+        (reconciles("0+3x60"), 30, False),
+        ({'topkube_reconciles_total{outcome="unchanged"}': "0+60x60"}, 30, False),
+        ({}, 30, False),
+    ],
+}
+
+
+def one_test(alert: Alert, case: Case) -> dict[str, Any]:
+    series, minute, fires = case
+    labels = {"severity": alert.severity}
+    if "namespace" in alert.expression:
+        labels |= {"namespace": "ml", "training_job": "gpt"}
+    if alert.name == "TopKubeOperatorDown":
+        labels["component"] = "operator"  # what absent() takes from its selector
+    expected = [{"exp_labels": labels, "exp_annotations": {}}] if fires else []
+    return {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [{"eval_time": f"{minute}m", "alertname": alert.name, "exp_alerts": expected}],
+    }
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
+def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
+    groups = yaml.safe_load(RULES.read_text())
+    for group in groups["groups"]:
+        for rule in group["rules"]:
+            rule["annotations"] = {}  # the words are not what is tested
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(groups))
+    tests = [one_test(alert, case) for alert in ALERTS for case in CASES[alert.name]]
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": tests}))
+    ended = subprocess.run(
+        ["promtool", "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
+def test_the_rules_are_valid() -> None:
+    ended = subprocess.run(["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_every_alert_has_cases_that_fire_that_do_not_and_that_miss_series() -> None:
+    assert set(CASES) == {alert.name for alert in ALERTS}
+    for name, cases in CASES.items():
+        assert {fires for _, _, fires in cases} == {True, False}, name
+        assert len(cases) >= 3, name
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_every_alert_has_a_runbook_that_says_what_to_do(alert: Alert) -> None:
+    text = (RUNBOOKS / f"{alert.runbook}.md").read_text()
+    assert alert.name in text
+    for heading in ("## What it means", "## What to check", "## What to do"):
+        assert heading in text, heading
+
+
+def test_alerts_ask_for_series_that_exist() -> None:
+    import re
+
+    for alert in ALERTS:
+        names = set(re.findall(r"\btopkube_\w+", alert.expression))
+        assert names
+        for name in names:
+            assert find(name) is not None, f"{alert.name}: {name}"

@@ -1,0 +1,146 @@
+"""The operator's metrics: jobs as they are stored now, events as they were counted."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from topkube_operator.control.metrics import METRICS, PHASES, OperatorMetrics
+
+
+def job(name: str, phase: str | None = None, **status: Any) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": "ml", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    return {"metadata": metadata, "status": {"phase": phase, **status} if phase else {}}
+
+
+def scrape(metrics: OperatorMetrics) -> dict[tuple[str, ...], float]:
+    """(name, label values in the order of their names) and the value."""
+    samples_by_name = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            samples_by_name[sample.name, *(value for _, value in sorted(sample.labels.items()))] = sample.value
+    return samples_by_name
+
+
+def test_jobs_are_told_as_they_are_stored_and_vanish_with_them() -> None:
+    stored = [
+        job("new"),
+        job(
+            "gpt",
+            "Running",
+            restarts=1,
+            disruptions=2,
+            progress={"step": 30, "totalSteps": 120},
+            conditions=[{"lastTransitionTime": "2026-01-01T00:01:00Z"}, {"lastTransitionTime": "2026-01-01T00:00:30Z"}],
+            firstFailure={"pod": "gpt-worker-1-1", "rank": 3, "reason": "OOMKilled"},
+            avoidedNodes=[{"name": "node-a", "reason": "HardwareFault"}],
+        ),
+        job("over", "Failed", firstFailure={"reason": "Deadline"}),
+        job("good", "Succeeded", firstFailure={"reason": "NodeLost"}),
+    ]
+    metrics = OperatorMetrics(lambda: stored)
+    samples = scrape(metrics)
+    assert {phase: samples["topkube_jobs", "ml", phase] for phase in PHASES} == {
+        "Pending": 1,
+        "Starting": 0,
+        "Running": 1,
+        "Restarting": 0,
+        "Suspended": 0,
+        "Succeeded": 1,
+        "Failed": 1,
+    }
+    assert samples["topkube_job_phase", "ml", "Running", "gpt"] == 1
+    assert samples["topkube_job_phase_timestamp_seconds", "ml", "gpt"] == 1767225660
+    assert samples["topkube_job_phase_timestamp_seconds", "ml", "new"] == 1767225600
+    assert samples["topkube_job_restarts", "ml", "gpt"] == 3
+    assert samples["topkube_job_progress_ratio", "ml", "gpt"] == 0.25
+    assert samples["topkube_job_first_failure_info", "ml", "gpt-worker-1-1", "3", "OOMKilled", "gpt"] == 1
+    assert samples["topkube_job_first_failure_info", "ml", "", "", "Deadline", "over"] == 1
+    assert samples["topkube_job_avoided_node_info", "ml", "node-a", "HardwareFault", "gpt"] == 1
+    assert not any("good" in key for key in samples)
+    stored.clear()
+    assert not any(key[0].startswith(("topkube_job_phase", "topkube_jobs")) for key in scrape(metrics))
+
+
+def test_what_happened_is_counted_from_zero_on() -> None:
+    metrics = OperatorMetrics()
+    assert scrape(metrics)["topkube_reconciles_total", "error"] == 0
+    metrics.count_transition("Running")
+    metrics.count_restart("OOMKilled")
+    metrics.count_restart("a reason nobody has thought of")
+    metrics.observe_start(3.0)
+    metrics.observe_reconcile(0.02, "changed")
+    metrics.set_leader(True)
+    samples = scrape(metrics)
+    assert samples["topkube_job_transitions_total", "Running"] == 1
+    assert samples["topkube_job_restarts_total", "OOMKilled"] == 1
+    assert samples["topkube_job_restarts_total", "Other"] == 1
+    assert samples["topkube_job_start_seconds_bucket", "5.0"] == 1
+    assert samples["topkube_reconciles_total", "changed"] == 1
+    assert samples["topkube_reconcile_seconds_sum",] == pytest.approx(0.02)
+    assert samples["topkube_leader",] == 1
+
+
+@pytest.mark.parametrize(
+    "broken", [{}, {"metadata": None, "status": None}, job("a", "Running", conditions="none", progress=None)]
+)
+def test_a_stored_object_that_is_odd_does_not_end_the_scrape(broken: dict[str, Any]) -> None:
+    assert scrape(OperatorMetrics(lambda: [broken]))["topkube_leader",] == 0
+
+
+def test_values_that_need_quoting_come_back_as_they_were() -> None:
+    reason = 'say "no"\\\nand more'
+    samples = scrape(
+        OperatorMetrics(lambda: [job("a-1", "Failed", firstFailure={"reason": reason, "pod": "a-1-worker"})])
+    )
+    assert samples["topkube_job_first_failure_info", "ml", "a-1-worker", "", reason, "a-1"] == 1
+
+
+def test_every_metric_is_served_with_its_labels() -> None:
+    known: dict[str, Any] = {"startTime": "2026-01-01T00:00:00Z", "avoidedNodes": [{"name": "n", "reason": "Error"}]}
+    running = job("a", "Running", progress={"totalSteps": 2}, firstFailure={"reason": "Error"}, **known)
+    running["spec"] = {"checkpoint": {"claimName": "c"}}
+    failed = job("b", "Failed", completionTime="2026-01-01T00:00:00Z")
+    families = text_string_to_metric_families(OperatorMetrics(lambda: [running, failed]).text().decode())
+    samples = [sample for family in families for sample in family.samples]
+    served = {
+        (metric.name, frozenset(metric.labels) - {"le"}) for metric in samples if metric.name.startswith("topkube_")
+    } - {("topkube_build_info", frozenset({"component", "version"}))}
+    assert served == {(name, frozenset(metric.labels)) for metric in METRICS for name in metric.series}
+
+
+def test_a_thousand_jobs_are_served_within_100_ms() -> None:
+    stored = [job(f"job-{n}", "Running", restarts=n, progress={"step": 1, "totalSteps": 2}) for n in range(1000)]
+    metrics = OperatorMetrics(lambda: stored)
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        metrics.text()
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.1
+
+
+def test_checkpoints_and_failures_have_series_of_their_own() -> None:
+    spec = {"checkpoint": {"claimName": "c"}}
+    failed = {"type": "CheckpointFailed", "status": "True", "lastTransitionTime": "2026-01-01T00:05:00Z"}
+    running = {"type": "Running", "status": "True", "lastTransitionTime": "2026-01-01T00:01:00Z"}
+    progress = {"step": 9, "checkpointStep": 5, "checkpointAt": "2026-01-01T00:02:00Z"}
+    start = "2026-01-01T00:00:30Z"
+    stored = [
+        {**job("old", "Running", progress=progress, startTime=start, conditions=[failed, running]), "spec": spec},
+        {**job("none", "Running", startTime=start), "spec": spec},
+        job("plain", "Running", startTime=start),
+        {**job("over", "Failed", completionTime="2026-01-01T00:03:00Z"), "spec": spec},
+    ]
+    found = scrape(OperatorMetrics(lambda: stored))
+    assert found["topkube_job_checkpoint_failed", "ml", "old"] == 1
+    assert found["topkube_job_checkpoint_failed", "ml", "none"] == 0
+    assert found["topkube_job_last_checkpoint_timestamp_seconds", "ml", "old"] == 1767225720
+    assert found["topkube_job_last_checkpoint_timestamp_seconds", "ml", "none"] == 1767225630
+    assert found["topkube_job_failed_timestamp_seconds", "ml", "over"] == 1767225780
+    named = {key[0] for key in found if key[-1] == "plain"}
+    assert not any("checkpoint" in name for name in named)
+    assert found["topkube_job_phase_timestamp_seconds", "ml", "old"] == 1767225660, "a checkpoint changes no phase"

@@ -1,0 +1,160 @@
+"""What a launcher takes over from the workers' template, and pods on clusters that choose users and limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from children import POLICY, environment, launcher, stored, worker
+from simulated import Simulated, job
+
+from topkube.errors import JobError
+from topkube.job import TrainingJob
+from topkube.launch import contract
+from topkube_operator.children import pods
+from topkube_operator.model import names
+from topkube_operator.planning import admission
+
+OWN_LABELS = {"team": "vision", "app": "train"}
+
+
+def _template(**spec: Any) -> dict[str, Any]:
+    return {"spec": {**job()["spec"]["template"]["spec"], **spec}}
+
+
+def _resources(**resources: Any) -> dict[str, Any]:
+    template = _template()
+    template["spec"]["containers"] = [{**template["spec"]["containers"][0], "resources": resources}]
+    return template
+
+
+def test_a_launcher_goes_where_workers_can_go() -> None:
+    near = {"nodeAffinity": {"required": 1}, "podAffinity": {"preferred": 2}}
+    inherited = {
+        "nodeSelector": {"kubernetes.io/arch": "arm64", "pool": "gpu"},
+        "runtimeClassName": "nvidia",
+        "securityContext": {"runAsUser": 2000, "runAsNonRoot": True, "supplementalGroups": [7]},
+    }
+    made = stored(template=_template(**inherited, affinity={**near, "podAntiAffinity": {}}))
+    spec = launcher(made)[0]["spec"]
+    assert {field: spec[field] for field in inherited} == inherited
+    assert spec["affinity"] == near, "an anti-affinity would ask for one node more than there are workers"
+    assert "runAsUser" not in launcher(made)[1]["securityContext"], "the pod's security context has the user"
+
+
+def test_what_the_launchers_template_sets_is_kept() -> None:
+    workers = {"nodeSelector": {"pool": "gpu"}, "affinity": {"nodeAffinity": {"a": 1}}, "runtimeClassName": "nvidia"}
+    own = {"nodeSelector": {}, "affinity": {}, "runtimeClassName": "runc", "securityContext": {"runAsUser": 7}}
+    spec = launcher(stored(template=_template(**workers), launcher={"template": {"spec": own}}))[0]["spec"]
+    assert {field: spec[field] for field in own} == own
+
+
+def test_a_launcher_has_the_workers_labels_but_those_that_keep_workers_apart() -> None:
+    rule = {"labelSelector": {"matchLabels": {"app": "train"}}, "topologyKey": "kubernetes.io/hostname"}
+    term = {"weight": 1, "podAffinityTerm": {"labelSelector": {"matchExpressions": [{"key": "rack"}]}}}
+    template = _template()
+    template["metadata"] = {"labels": {**OWN_LABELS, "rack": "r1", "zone": "a"}}
+    template["spec"] |= {
+        "affinity": {
+            "podAntiAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": [rule],
+                "preferredDuringSchedulingIgnoredDuringExecution": [term],
+            }
+        },
+        "topologySpreadConstraints": [{"labelSelector": {"matchLabels": {"zone": "a"}}}],
+    }
+    own = {"metadata": {"labels": {"team": "platform"}}}
+    labels = launcher(stored(template=template))[0]["metadata"]["labels"]
+    assert (labels["team"], labels["topkube.dev/role"]) == ("vision", "launcher")
+    assert not {"app", "rack", "zone"} & set(labels)
+    labels = launcher(stored(template=template, launcher={"template": own}))[0]["metadata"]["labels"]
+    assert labels["team"] == "platform"
+
+
+@pytest.mark.parametrize("of_pod", [True, False])
+def test_a_null_user_leaves_the_user_and_the_group_to_the_cluster(of_pod: bool) -> None:
+    """As OpenShift's restricted-v2 needs it, which admits no user but those of the namespace's range."""
+    template = _template()
+    part = template["spec"] if of_pod else template["spec"]["containers"][0]
+    part["securityContext"] = {"runAsUser": None}
+    made = stored(template=template, checkpoint={"claimName": "claim"})
+    for pod, container in (worker(made), launcher(made)):
+        contexts = [pod["spec"].get("securityContext") or {}, container["securityContext"]]
+        for context in contexts:
+            assert not {"runAsUser", "fsGroup"} & set(context)
+        assert container["securityContext"]["runAsNonRoot"] is True
+        assert container["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_a_null_user_outlasts_a_change_that_is_refused() -> None:
+    template = _template(securityContext={"runAsUser": None})
+    world = Simulated(job(template=template))
+    world.to_running()
+    world.edit(template=template, workers=3)  # refused: the accepted spec, which holds no nulls, stays in force
+    world.reconcile()
+    assert world.condition("Failed")["reason"] == "ChangeRefused"
+    shapes = {pod.shape for pod in world.pods.values() if pod.role == "worker"}
+    world.policy_edit()
+    assert shapes == {pods.shape(TrainingJob.from_cluster(job(template=template)))}
+    world.end("train-worker-1-1", 3)
+    world.end("train-launcher-1", 1)
+    world.reconcile()
+    assert world.status()["attempt"] == 2
+    kept = [pod for pod in world.pods.values() if pod.name == "train-worker-0-1" and pod.deletion is None]
+    assert kept, "the worker still fits: its template has not changed"
+
+
+def test_a_guaranteed_pod_stays_guaranteed_with_a_launcher_inside() -> None:
+    exact = {"cpu": "4", "memory": "8Gi"}
+    colocated = {"colocate": True}
+    for template in (_resources(limits=exact), _resources(limits=exact, requests={"cpu": "4000m", "memory": "8192Mi"})):
+        pod = pods.build_colocated(stored(template=template, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+        head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
+        assert head["resources"]["requests"] == head["resources"]["limits"]
+        assert set(head["resources"]["limits"]) == {"cpu", "memory"}
+    burstable = _resources(limits=exact, requests={"cpu": "1"})
+    pod = pods.build_colocated(stored(template=burstable, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+    head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
+    assert head["resources"]["requests"] == {"cpu": "50m", "memory": "96Mi"}
+
+
+def test_a_quota_on_limits_admits_the_launcher_of_workers_that_it_admits() -> None:
+    limits = launcher(stored(template=_resources(limits={"memory": "8Gi", "nvidia.com/gpu": 2})))[1]["resources"]
+    assert set(limits["limits"]) == {"memory"}
+    assert "limits" not in launcher(stored())[1]["resources"]
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+def test_the_launchers_resources_can_be_set(colocate: bool) -> None:
+    wanted = {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"cpu": "250m", "memory": "1Gi"}}
+    made = stored(launcher={"colocate": colocate, "resources": wanted})
+    if colocate:
+        pod = pods.build_colocated(made, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+        head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
+    else:
+        _, head = launcher(made)
+    assert head["resources"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("annotation", "of_operator", "checked"),
+    [(None, True, True), (None, False, False), ("false", True, False), ("true", False, True), ("no", True, True)],
+)
+def test_a_job_behind_a_mesh_turns_off_the_check_of_addresses(
+    annotation: str | None, of_operator: bool, checked: bool
+) -> None:
+    data = job()
+    data["metadata"]["annotations"] = {names.CHECK_ADDRESS: annotation} if annotation else {}
+    made = TrainingJob.from_cluster(data)
+    pod = pods.build_launcher(made, "uid-1", 2, [(0, 1), (1, 2)], replace(POLICY, check_address=of_operator))
+    (container,) = pod["spec"]["containers"]
+    assert contract.LaunchPlan.read(environment(container)[contract.PLAN_VARIABLE]).check_address is checked
+    warned = [text for text in admission.warnings(made) if names.CHECK_ADDRESS in text]
+    assert bool(warned) == (annotation == "no")
+
+
+def test_limits_below_requests_are_a_mistake() -> None:
+    with pytest.raises(JobError, match="512Mi is less than the request of 1Gi"):
+        stored(launcher={"resources": {"requests": {"memory": "1Gi"}, "limits": {"memory": "512Mi"}}})

@@ -1,0 +1,134 @@
+"""The children of a job, object by object: names, credentials, and the allowed connections."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from children import POLICY, SEED, launcher, selects, stored, worker
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkube.job import TrainingJob
+from topkube.launch import contract
+from topkube_operator.children import credentials, objects
+from topkube_operator.model import names
+
+PORTS = (22, contract.LAUNCHER_PORT, contract.METRICS_PORT, 50000)
+
+
+# Names.
+
+
+@given(st.from_regex(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True), st.integers(0, 9999), st.integers(1, 99999))
+def test_every_name_is_a_label_and_no_two_are_equal(name: str, index: int, attempt: int) -> None:
+    all_names = [names.launcher_name(name, attempt), names.worker_name(name, index, attempt), names.secret_name(name)]
+    all_names += [names.worker_name(name, index + 1, attempt), names.worker_name(name, index, attempt + 1)]
+    assert all(len(label) <= 63 and label[-1].isalnum() for label in all_names), all_names
+    assert len(set(all_names)) == len(all_names)
+
+
+# Credentials.
+
+
+def test_credentials_are_the_same_in_every_process_and_of_no_use_to_another_job() -> None:
+    script = (
+        "from topkube_operator.children.credentials import derive; import hashlib;"
+        "c = derive(b's' * 32, 'uid-1'); print(hashlib.sha256(repr(c.secret_data([(0, 1)])).encode()).hexdigest())"
+    )
+    runs = {subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout for _ in range(2)}
+    assert len(runs) == 1
+    own, foreign = credentials.derive(SEED, "uid-1"), credentials.derive(SEED, "uid-2")
+    other_seed = credentials.derive(b"t" * 32, "uid-1")
+    for other in (foreign, other_seed):
+        assert not {own.key, own.token_key, own.operator_token} & {other.key, other.token_key, other.operator_token}
+
+
+def test_each_worker_gets_its_own_token_and_nobody_elses() -> None:
+    job = stored()
+    secret = objects.build_secret(job, "uid-1", [(0, 1), (1, 2)], POLICY)
+    plain = {name: base64.b64decode(text).decode() for name, text in secret["data"].items()}
+    assert plain["worker-1-2"] == contract.worker_token(plain[contract.TOKEN_KEY_FILE], "uid-1", 1, 2)
+    assert plain["worker-0-1"] != plain["worker-1-2"]
+    pod, _ = worker(job, 1)
+    items = [item["key"] for volume in pod["spec"]["volumes"] for item in volume.get("secret", {}).get("items", [])]
+    assert items == ["tls.crt", "worker-1-1"]
+    pod, _ = launcher(job)
+    items = [item["key"] for volume in pod["spec"]["volumes"] for item in volume.get("secret", {}).get("items", [])]
+    assert items == ["tls.crt", "tls.key", "launcher.key", "operator.token"]
+
+
+# The port matrix.
+
+
+def _lets_in(policies: list[dict[str, Any]], target: dict[str, str], source: dict[str, Any], port: int) -> bool:
+    """Return True if the policies admit traffic to a pod with labels `target`, as NetworkPolicies are documented."""
+    selecting = [item["spec"] for item in policies if selects(item["spec"]["podSelector"], target)]
+    if not selecting:
+        return True
+    for rule in (rule for spec in selecting for rule in spec["ingress"]):
+        ports = [item["port"] for item in rule.get("ports", [])]
+        for peer in rule["from"]:
+            space = peer.get("namespaceSelector")
+            same = source["namespace"] == "team" if space is None else selects(space, source["namespaceLabels"])
+            if same and selects(peer["podSelector"], source["labels"]) and (not ports or port in ports):
+                return True
+    return False
+
+
+def _from(namespace: str, **labels: str) -> dict[str, Any]:
+    return {
+        "namespace": namespace,
+        "namespaceLabels": {objects.NAMESPACE_NAME: namespace},
+        "labels": {name.replace("__", "/").replace("_", "."): value for name, value in labels.items()},
+    }
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_nothing_gets_in_but_what_the_matrix_says(colocate: bool) -> None:
+    job = stored(launcher={"colocate": colocate})
+    policies = objects.build_network_policies(job, "uid-1", POLICY)
+    first, _ = worker(job, 0)
+    second, _ = worker(job, 1)
+    head = first if colocate else launcher(job)[0]
+    peer = {"namespace": "team", "namespaceLabels": {}, "labels": second["metadata"]["labels"]}
+    other_job = {**peer, "labels": {**second["metadata"]["labels"], names.JOB_NAME: "other"}}
+    operator = {**_from("topkube-system"), "labels": objects.OPERATOR_LABELS}
+    impostor = {**_from("team"), "labels": objects.OPERATOR_LABELS}
+    prometheus = {**_from("monitoring"), "labels": objects.PROMETHEUS_LABELS}
+    stranger = _from("team", app="web")
+
+    def open_ports(pod: dict[str, Any], source: dict[str, Any]) -> set[int]:
+        return {port for port in PORTS if _lets_in(policies, pod["metadata"]["labels"], source, port)}
+
+    assert open_ports(second, peer) == set(PORTS)
+    assert open_ports(second, prometheus) == {contract.METRICS_PORT}
+    assert open_ports(head, operator) == {contract.LAUNCHER_PORT}
+    assert open_ports(head, peer) == (set(PORTS) if colocate else {contract.LAUNCHER_PORT})
+    for source in (stranger, other_job, impostor):
+        assert open_ports(head, source) == open_ports(second, source) == set(), source
+    assert open_ports(second, operator) == set()
+
+
+def test_jobs_whose_names_go_on_like_a_childs_share_none() -> None:
+    first = stored()
+    jobs = [first, *(_called(f"{first.name}-{more}") for more in ("launcher", "worker", "credentials"))]
+    children = [
+        {
+            (manifest["kind"], manifest["metadata"]["name"])
+            for manifest in (
+                objects.build_secret(job, "uid", [], POLICY),
+                objects.build_service(job, "uid", 1),
+                *objects.build_network_policies(job, "uid", POLICY),
+            )
+        }
+        for job in jobs
+    ]
+    assert len(set().union(*children)) == sum(len(job) for job in children)
+
+
+def _called(name: str) -> TrainingJob:
+    return stored().model_copy(update={"metadata": stored().metadata.model_copy(update={"name": name})})

@@ -1,0 +1,97 @@
+"""What queues and gang schedulers read about a job's pods: requests, roles, and where workers go together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from children import POLICY, launcher, selects, stored, worker
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated import job
+
+from topkube.errors import JobError
+from topkube.job import TrainingJob
+from topkube_operator.children import pod_sets, pods
+
+RACK = "example.com/rack"
+
+
+def _template(resources: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    container = {**job()["spec"]["template"]["spec"]["containers"][0], "resources": resources}
+    return {"spec": {"containers": [container], **spec}}
+
+
+def test_members_request_what_their_containers_request() -> None:
+    resources = {"requests": {"cpu": "1500m", "memory": "1Gi"}, "limits": {"nvidia.com/gpu": 2, "memory": "2Gi"}}
+    made = stored(workers=3, template=_template(resources))
+    assert pod_sets.requested_by_members(made, "uid-1", POLICY) == {
+        "cpu": "4550m",
+        "memory": str((3 << 30) + (96 << 20)),
+        "nvidia.com/gpu": "6",
+    }
+    few = stored(workers=3, template=_template(resources), runPolicy={"schedulingPolicy": {"minAvailable": 2}})
+    assert pod_sets.requested_by_members(few, "uid-1", POLICY)["cpu"] == "1550m", "the launcher and one worker"
+    inside = stored(workers=3, template=_template(resources), launcher={"colocate": True})
+    assert [(pods.name, pods.count) for pods in pod_sets.build_pod_sets(inside, "uid-1", POLICY)] == [
+        ("launcher", 1),
+        ("worker", 2),
+    ]
+
+
+def test_init_containers_count_if_they_need_more_and_native_sidecars_always() -> None:
+    spec = {
+        "containers": [{"resources": {"requests": {"cpu": "1"}}}],
+        "initContainers": [
+            {"resources": {"requests": {"cpu": "3"}}},
+            {"restartPolicy": "Always", "resources": {"requests": {"cpu": "500m", "memory": "1Ki"}}},
+        ],
+    }
+    assert pod_sets.pod_requests(spec) == {"cpu": Decimal(3), "memory": Decimal(1024)}
+
+
+@given(
+    st.recursive(
+        st.none() | st.text(max_size=3) | st.integers(), lambda x: st.lists(x) | st.dictionaries(st.text(max_size=3), x)
+    )
+)
+def test_nonsense_requests_nothing(value: Any) -> None:
+    spec = {"containers": [{"resources": {"requests": value, "limits": value}}], "initContainers": [value]}
+    assert all(isinstance(amount, Decimal) for amount in pod_sets.pod_requests(spec).values())
+
+
+def test_pods_of_a_kueue_group_have_the_role_of_the_pods_that_they_replace() -> None:
+    data = job(dataset={"uri": "s3://b/x", "cache": {"medium": "Node"}})
+    data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    made, role = TrainingJob.from_cluster(data), "kueue.x-k8s.io/role-hash"
+    first = pods.build_worker(made, "uid-1", 1, 1, "10.0.0.9", POLICY)
+    second = pods.build_worker(made, "uid-1", 1, 2, "10.0.0.9", POLICY, {"node-a": 80})
+    assert first["spec"]["affinity"] != second["spec"]["affinity"], "Kueue hashes this, unless the pod has a role"
+    roles = [pod["metadata"]["annotations"][role] for pod in (first, second, launcher(made)[0])]
+    assert roles == ["worker", "worker", "launcher"]
+    assert role not in worker(stored())[0]["metadata"]["annotations"]
+
+
+@pytest.mark.parametrize("mode", ["Preferred", "Required"])
+def test_workers_are_placed_together(mode: str) -> None:
+    made = stored(topology={"key": RACK, "mode": mode})
+    pod, _ = worker(made)
+    near = pod["spec"]["affinity"]["podAffinity"]
+    if mode == "Required":
+        (term,) = near["requiredDuringSchedulingIgnoredDuringExecution"]
+    else:
+        (rule,) = near["preferredDuringSchedulingIgnoredDuringExecution"]
+        term = rule["podAffinityTerm"]
+    assert term["topologyKey"] == RACK
+    assert selects(term["labelSelector"], pod["metadata"]["labels"])
+    assert not selects(term["labelSelector"], launcher(made)[0]["metadata"]["labels"])
+    assert "podAntiAffinity" in pod["spec"]["affinity"], "one worker a node, as before"
+
+
+def test_a_topology_is_checked_and_is_part_of_a_pods_shape() -> None:
+    with pytest.raises(JobError, match="a label of nodes"):
+        stored(topology={"key": "not a label"})
+    assert pods.shape(stored(topology={"key": RACK})) != pods.shape(stored())
+    assert "podAffinity" not in worker(stored(), policy=replace(POLICY))[0]["spec"]["affinity"]

@@ -1,0 +1,314 @@
+"""The pods of a job: the user's template with its wrapped container and the operator's fields."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import POLICY, SEED, environment, launcher, selects, stored, worker
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated import job
+
+from topkube.data.cache.disk_tier import DiskTier
+from topkube.errors import JobError
+from topkube.job import TrainingJob
+from topkube.launch import contract
+from topkube_operator.children import datasets, objects, placement, pods
+from topkube_operator.model import names
+from topkube_operator.model.observed import Policy
+
+
+def test_the_wrapped_command_the_plans_and_the_services_address() -> None:
+    job = stored()
+    pod, container = worker(job, 1)
+    assert container["command"] == ["topkube", "worker", "--", "python", "train.py"]
+    plan = contract.WorkerPlan.read(environment(container)[contract.WORKER_VARIABLE])
+    assert (plan.index, plan.attempt, plan.pod, plan.slots) == (1, 1, "train-worker-1-1", 2)
+    assert plan.launcher == "10.0.0.9:7077"
+    pod, container = launcher(job)
+    assert (container["command"], container["image"]) == (["topkube", "launch"], "image:1")
+    plan = contract.LaunchPlan.read(environment(container)[contract.PLAN_VARIABLE])
+    expected = [(planned.index, planned.attempt, planned.pod) for planned in plan.workers]
+    assert expected == [(0, 1, "train-worker-0-1"), (1, 2, "train-worker-1-2")]
+    assert plan.environment["TOPKUBE_EXPECTED_RANKS"] == "4"
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert pods.endpoint("fd00::1") == "[fd00::1]:7077"
+
+
+def _restricted(pod: dict[str, Any], container: dict[str, Any]) -> None:
+    """Pod Security's restricted level, as its documentation lists it."""
+    security, above = container["securityContext"], pod["spec"].get("securityContext", {})
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert security.get("runAsNonRoot", above.get("runAsNonRoot")) is True
+    assert security.get("runAsUser", above.get("runAsUser")) != 0
+    assert security.get("seccompProfile", above.get("seccompProfile"))["type"] in ("RuntimeDefault", "Localhost")
+    kinds = {next(key for key in volume if key != "name") for volume in pod["spec"]["volumes"]}
+    assert kinds <= {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+
+
+def test_pods_are_restricted_and_can_write_where_programs_must() -> None:
+    for pod, container in (worker(stored()), launcher(stored())):
+        _restricted(pod, container)
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert {"/tmp", environment(container)["HOME"], contract.CREDENTIALS_DIRECTORY} <= mounts
+    assert launcher(stored())[1]["securityContext"]["readOnlyRootFilesystem"] is True
+    pod, container = worker(stored(slotsPerWorker=8))
+    shared = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "topkube-shm")
+    assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "3072Mi"}
+
+
+def test_what_the_template_says_is_kept() -> None:
+    sidecar = {"name": "sidecar", "image": "proxy:1", "securityContext": {"runAsUser": 0}}
+    trainer = {
+        "name": "worker",
+        "image": "image:1",
+        "command": ["python"],
+        "env": [{"name": "HOME", "value": "/root"}, {"name": "TOPKUBE_WORKER", "value": "mine"}],
+        "securityContext": {"runAsUser": 0, "capabilities": {"add": ["IPC_LOCK"]}},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm/"}],
+        "ports": [{"containerPort": 9477}],
+    }
+    spec = {
+        "containers": [sidecar, trainer],
+        "initContainers": [{"name": "init", "image": "init:1"}],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        "runtimeClassName": "nvidia",
+        "tolerations": [{"key": "gpu"}],
+        "terminationGracePeriodSeconds": 60,
+        "serviceAccountName": "trainer",
+        "affinity": {"nodeAffinity": {"x": 1}, "podAntiAffinity": {}},
+        "priorityClassName": "high",
+    }
+    metadata = {"labels": {"a": "b", names.ROLE: "thief"}, "annotations": {"c": "d"}}
+    template = {"metadata": metadata, "spec": spec}
+    before = copy.deepcopy(template)
+    pod, container = worker(stored(template=template))
+    assert template == before
+    job = pod["spec"]
+    assert job["containers"][0] == sidecar
+    assert job["initContainers"] == spec["initContainers"]
+    for field in ("runtimeClassName", "tolerations", "terminationGracePeriodSeconds", "priorityClassName"):
+        assert job[field] == spec[field]
+    assert "automountServiceAccountToken" not in job
+    assert job["affinity"]["nodeAffinity"] == {"x": 1}
+    assert container["securityContext"]["runAsUser"] == 0
+    assert "runAsNonRoot" not in container["securityContext"]
+    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+    assert [mount["mountPath"] for mount in container["volumeMounts"]].count("/dev/shm") == 0
+    assert environment(container)["HOME"] == "/root"
+    assert environment(container)["TOPKUBE_WORKER"] != "mine"
+    assert pod["metadata"]["labels"]["a"] == "b"
+    assert pod["metadata"]["labels"][names.ROLE] == "worker"
+    assert contract.WorkerPlan.read(environment(container)["TOPKUBE_WORKER"]).grace_seconds == 55
+
+
+def test_workers_keep_off_each_others_nodes_unless_told_otherwise() -> None:
+    pod, _ = worker(stored())
+    (rule,) = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert selects(rule["labelSelector"], pod["metadata"]["labels"])
+    assert not selects(rule["labelSelector"], launcher(stored())[0]["metadata"]["labels"])
+    assert rule["topologyKey"] == "kubernetes.io/hostname"
+    assert "affinity" not in worker(stored(spread="None"))[0]["spec"]
+
+
+def test_the_launchers_template_is_kept_and_filled_up() -> None:
+    inherits = {"imagePullSecrets": [{"name": "registry"}], "tolerations": [{"key": "gpu"}]}
+    template = job()["spec"]["template"]["spec"] | inherits
+    pod, container = launcher(stored(template={"spec": template}))
+    assert pod["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    own = {
+        "spec": {"tolerations": [], "serviceAccountName": "boss", "containers": [{"resources": {"limits": {"cpu": 1}}}]}
+    }
+    pod, container = launcher(stored(template={"spec": template}, launcher={"template": own}))
+    assert pod["spec"]["tolerations"] == []
+    assert pod["spec"]["serviceAccountName"] == "boss"
+    assert container["resources"] == {"limits": {"cpu": 1}}
+    assert container["image"] == "image:1"
+
+
+def test_a_colocated_launcher_is_told_to_worker_0_by_its_own_address() -> None:
+    job = stored(launcher={"colocate": True})
+    pod = pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+    trainer, head = pod["spec"]["containers"]
+    assert contract.WorkerPlan.read(environment(trainer)["TOPKUBE_WORKER"]).launcher == "$(TOPKUBE_POD_IP):7077"
+    order = [entry["name"] for entry in trainer["env"]]
+    assert order.index("TOPKUBE_POD_IP") < order.index("TOPKUBE_WORKER")
+    held = {mount["name"] for mount in trainer["volumeMounts"]} & {mount["name"] for mount in head["volumeMounts"]}
+    assert not held  # the key is in the launcher's mounts alone
+    assert len({volume["name"] for volume in pod["spec"]["volumes"]}) == len(pod["spec"]["volumes"])
+
+
+def test_a_checkpoint_claim_is_mounted_and_writable_for_any_user() -> None:
+    job = stored(checkpoint={"claimName": "claim", "path": "gpt", "everySteps": 7})
+    pod, container = worker(job)
+    assert "/checkpoint" in {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert pod["spec"]["securityContext"]["fsGroup"] == 1000
+    plan = contract.LaunchPlan.read(environment(launcher(job)[1])[contract.PLAN_VARIABLE])
+    assert plan.environment["TOPKUBE_CHECKPOINT_DIRECTORY"] == "/checkpoint/gpt"
+    assert plan.environment["TOPKUBE_CHECKPOINT_EVERY"] == "7"
+
+
+DATASET: dict[str, Any] = {"uri": "s3://bucket/imagenet", "mountPath": "/data", "secretName": "bucket-keys"}
+
+
+def _dataset_volume(pod: dict[str, Any]) -> dict[str, Any]:
+    (dataset_volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == datasets.VOLUME]
+    return {key: value for key, value in dataset_volume.items() if key != "name"}
+
+
+def test_a_dataset_brings_a_volume_of_the_pods_own_and_its_files_read_only() -> None:
+    cache = {"sizeLimit": "100Gi", "memoryLimit": "2Gi"}
+    pod, container = worker(stored(dataset={**DATASET, "cache": cache}))
+    _restricted(pod, container)
+    size = int(_dataset_volume(pod)["emptyDir"]["sizeLimit"])
+    assert 100 << 30 < size < 110 << 30, "room for more than the shards: a pod that writes more is evicted"
+    writable, shown = (mount for mount in container["volumeMounts"] if mount["name"] == datasets.VOLUME)
+    settings = environment(container)
+    assert settings["TOPKUBE_DATASET_URI"] == "s3://bucket/imagenet"
+    assert settings["TOPKUBE_CACHE_SIZE_LIMIT"] == str(100 << 30)
+    assert settings["TOPKUBE_CACHE_DIRECTORY"] == f"{writable['mountPath']}/cache"
+    assert settings["TOPKUBE_DATASET_VIEW"] == f"{writable['mountPath']}/{shown['subPath']}"
+    assert (shown["mountPath"], shown["readOnly"]) == ("/data", True)
+    shared = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "topkube-shm")
+    assert shared["emptyDir"]["sizeLimit"] == "3584Mi", "samples in memory lie in /dev/shm too"
+    plan = contract.LaunchPlan.read(environment(launcher(stored(dataset=DATASET))[1])[contract.PLAN_VARIABLE])
+    assert plan.environment["TOPKUBE_CACHE_DIRECTORY"] == settings["TOPKUBE_CACHE_DIRECTORY"]
+    assert contract.WorkerPlan.read(settings[contract.WORKER_VARIABLE]).workers == 2
+
+
+def test_credentials_come_from_the_secret_and_reach_the_workers_alone() -> None:
+    job = stored(dataset=DATASET)
+    _, container = worker(job)
+    assert container["envFrom"] == [{"secretRef": {"name": "bucket-keys"}}]
+    assert "bucket-keys" not in str(launcher(job))
+    assert "envFrom" not in worker(stored(dataset={"uri": "s3://bucket/x"}))[1]
+
+
+def test_each_medium_has_its_volume(tmp_path: Path) -> None:
+    memory = {**DATASET, "cache": {"medium": "Memory", "sizeLimit": "1Gi"}}
+    volume = _dataset_volume(worker(stored(dataset=memory))[0])
+    assert volume["emptyDir"]["medium"] == "Memory"
+    assert _dataset_volume(worker(stored(dataset=DATASET))[0]) == {"emptyDir": {}}
+    pod, container = worker(stored(dataset={**DATASET, "cache": {"medium": "Node"}}))
+    assert _dataset_volume(pod) == {"persistentVolumeClaim": {"claimName": "topkube-node-cache"}}
+    _restricted(pod, container)  # no right to host directories
+    settings = environment(container)
+    assert settings["TOPKUBE_CACHE_FREE_PERCENT"] == "15"
+    own = DiskTier(tmp_path).dataset(DATASET["uri"]).path.relative_to(tmp_path)
+    assert settings["TOPKUBE_DATASET_VIEW"] == f"{settings['TOPKUBE_CACHE_DIRECTORY']}/{own}/view", (
+        "the view lies in the dataset's folder, and goes with it"
+    )
+
+
+def test_what_the_template_mounts_at_the_datasets_places_is_kept() -> None:
+    template = job()["spec"]["template"]["spec"]
+    own = {"name": "own", "mountPath": "/data"}
+    template["containers"][0]["volumeMounts"] = [own]
+    _, container = worker(stored(dataset=DATASET, template={"spec": template}))
+    assert [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/data"] == [own]
+
+
+def test_warm_nodes_are_preferred_and_never_insisted_on() -> None:
+    job = stored(dataset={**DATASET, "cache": {"medium": "Node"}})
+    pod = pods.build_worker(job, "uid-1", 0, 1, "10.0.0.9", POLICY, {"a": 100, "b": 40, "c": 0, "d": 100})
+    affinity = pod["spec"]["affinity"]["nodeAffinity"]
+    assert set(affinity) == {"preferredDuringSchedulingIgnoredDuringExecution"}
+    wanted = [
+        (rule["weight"], rule["preference"]["matchExpressions"][0]["values"])
+        for rule in affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    ]
+    assert wanted == [(100, ["a", "d"]), (40, ["b"])]
+    assert "nodeAffinity" not in worker(job)[0]["spec"]["affinity"]
+
+
+@given(st.dictionaries(st.text("abc", min_size=1, max_size=3), st.integers(0, 100), max_size=100))
+def test_the_preference_is_always_one_that_the_api_server_takes(warm: dict[str, int]) -> None:
+    pod: dict[str, Any] = {}
+    placement.prefer_warm_nodes(pod, warm)
+    near = pod.get("affinity", {}).get("nodeAffinity", {})
+    rules = near.get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    assert all(1 <= rule["weight"] <= 100 and rule["preference"]["matchExpressions"][0]["values"] for rule in rules)
+    named = [name for rule in rules for name in rule["preference"]["matchExpressions"][0]["values"]]
+    assert len(named) == len(set(named)) <= 64
+    assert min((warm[name] for name in named), default=1) >= 1
+
+
+def test_queues_find_their_labels_on_the_pods() -> None:
+    data = job(workers=3)
+    data["metadata"] |= {
+        "labels": {"kueue.x-k8s.io/queue-name": "team", "app": "mine"},
+        "annotations": {"scheduling.volcano.sh/x": "y"},
+    }
+    pod, _ = worker(TrainingJob.from_cluster(data))
+    labels, annotations = pod["metadata"]["labels"], pod["metadata"]["annotations"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "team"
+    assert labels["kueue.x-k8s.io/pod-group-name"] == "train"
+    assert annotations["kueue.x-k8s.io/pod-group-total-count"] == "4"
+    assert annotations["scheduling.volcano.sh/x"] == "y"
+    assert "app" not in labels
+
+
+@pytest.mark.parametrize("gang", ["volcano", "scheduler-plugins"])
+def test_a_gang_has_a_pod_group_of_the_kind_that_the_cluster_knows(gang: Any) -> None:
+    policy = {"schedulingPolicy": {"queue": "team", "priorityClass": "high", "minAvailable": 2}}
+    job = stored(runPolicy=policy)
+    group = objects.build_pod_group(job, "uid-1", gang, {"cpu": "1050m"})
+    assert group["spec"]["minResources"] == {"cpu": "1050m"}
+    assert group["spec"]["minMember"] == 2
+    pod, _ = worker(job, policy=Policy(seed=SEED, gang=gang))
+    assert pod["spec"]["priorityClassName"] == "high"
+    if gang == "volcano":
+        assert group["spec"]["priorityClassName"] == "high"
+        assert (group["apiVersion"], group["spec"]["queue"]) == ("scheduling.volcano.sh/v1beta1", "team")
+        assert pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == group["metadata"]["name"]
+        assert pod["spec"]["schedulerName"] == "volcano"
+    else:
+        assert group["apiVersion"] == "scheduling.x-k8s.io/v1alpha1"
+        assert pod["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == group["metadata"]["name"]
+    assert "schedulerName" not in worker(stored(), policy=Policy(seed=SEED, gang=gang))[0]["spec"]
+
+
+@pytest.mark.parametrize("field", ["volumes"])
+def test_a_template_that_no_pod_comes_from_is_the_users_mistake(field: str) -> None:
+    template = job()["spec"]["template"]["spec"] | {field: "text"}
+    with pytest.raises(JobError, match=field):
+        worker(stored(template={"spec": template}))
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["volumes", "securityContext", "affinity", "terminationGracePeriodSeconds", "hostname"]),
+        st.none() | st.text(max_size=3) | st.integers() | st.lists(st.integers(), max_size=2) | st.just({}),
+    ),
+    st.dictionaries(
+        st.sampled_from(["env", "volumeMounts", "ports", "securityContext", "resources", "name"]),
+        st.none() | st.text(max_size=3) | st.integers() | st.lists(st.text(max_size=2), max_size=2) | st.just({}),
+    ),
+)
+def test_whatever_a_template_holds_the_answer_is_a_pod_or_a_job_error(pod: Any, container: Any) -> None:
+    trainer = {**job()["spec"]["template"]["spec"]["containers"][0], **container}
+    try:
+        stored_job = stored(template={"spec": {"containers": [trainer], **pod}})
+        pods.build_worker(stored_job, "uid-1", 0, 1, "10.0.0.9", POLICY)
+        pods.build_launcher(stored_job, "uid-1", 1, [(0, 1)], POLICY)
+        pods.build_colocated(stored_job, "uid-1", 1, [(0, 1)], POLICY)
+    except JobError:
+        pass
+
+
+@pytest.mark.parametrize("grace", [None, 300])
+def test_ranks_and_launcher_have_the_grace_period_of_the_workers_pods(grace: int | None) -> None:
+    container = {"name": "worker", "image": "image:1", "command": ["python", "train.py"]}
+    spec = {"containers": [container], **({"terminationGracePeriodSeconds": grace} if grace else {})}
+    job = stored(template={"spec": spec})
+    pod, container = worker(job)
+    head, launching = launcher(job)
+    seconds = grace or 30
+    assert pod["spec"]["terminationGracePeriodSeconds"] == head["spec"]["terminationGracePeriodSeconds"] == seconds
+    plan = contract.WorkerPlan.read(environment(container)[contract.WORKER_VARIABLE])
+    assert plan.grace_seconds == seconds - 5
+    assert contract.LaunchPlan.read(environment(launching)[contract.PLAN_VARIABLE]).grace_seconds == seconds - 5

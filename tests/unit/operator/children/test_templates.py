@@ -1,0 +1,189 @@
+"""Pod templates are complete in the pods: every field of a template is there, in its order, beside the operator's
+fields."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import job
+
+from topkube.job import TrainingJob
+from topkube.job.template import without_nulls
+from topkube_operator.children import pods
+from topkube_operator.model.observed import Policy
+
+POLICY = Policy(seed=b"s" * 32, gang="volcano")
+NAME = st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True)
+TEXT = st.text("abc XYZ019-/.$({", max_size=8)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**40) | TEXT,
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(NAME, below, max_size=3),
+    max_leaves=6,
+)
+MAPPING, LIST = st.dictionaries(NAME, PLAIN, max_size=3), st.lists(PLAIN, max_size=3)
+TERM = st.fixed_dictionaries({"topologyKey": NAME, "labelSelector": MAPPING})
+AFFINITY = st.fixed_dictionaries(
+    {},
+    optional={
+        "nodeAffinity": MAPPING,
+        "podAffinity": MAPPING,
+        "podAntiAffinity": st.fixed_dictionaries(
+            {},
+            optional={
+                "requiredDuringSchedulingIgnoredDuringExecution": st.lists(TERM, max_size=2),
+                "preferredDuringSchedulingIgnoredDuringExecution": LIST,
+            },
+        ),
+    },
+)
+SECURITY = st.fixed_dictionaries(
+    {},
+    optional={
+        "runAsUser": st.sampled_from([0, 1000, 4711]),
+        "runAsNonRoot": st.booleans(),
+        "privileged": st.booleans(),
+        "capabilities": MAPPING,
+        "seccompProfile": MAPPING,
+        "fsGroup": st.integers(0, 9),
+        "allowPrivilegeEscalation": st.booleans(),
+        "readOnlyRootFilesystem": st.booleans(),
+    },
+)
+MOUNT = st.fixed_dictionaries({"name": NAME, "mountPath": st.sampled_from(["/data", "/tmp", "/dev/shm", "/x/y"])})
+CONTAINER = {
+    "args": st.lists(TEXT, max_size=3),
+    "env": st.lists(st.fixed_dictionaries({"name": NAME, "value": TEXT}), max_size=3),
+    "envFrom": LIST,
+    "ports": st.lists(st.fixed_dictionaries({"containerPort": st.integers(1, 65535)}), max_size=2),
+    "resources": st.fixed_dictionaries({}, optional={"requests": MAPPING, "limits": MAPPING, "claims": LIST}),
+    "volumeMounts": st.lists(MOUNT, max_size=3),
+    "volumeDevices": LIST,
+    "lifecycle": MAPPING,
+    "livenessProbe": MAPPING,
+    "workingDir": TEXT,
+    "terminationMessagePolicy": TEXT,
+    "imagePullPolicy": TEXT,
+    "securityContext": SECURITY,
+    "tty": st.booleans(),
+    "fromTheFuture": PLAIN,
+}
+POD = {
+    "initContainers": LIST,
+    "ephemeralContainers": LIST,
+    "volumes": st.lists(st.fixed_dictionaries({"name": NAME, "emptyDir": MAPPING}), max_size=3),
+    "tolerations": LIST,
+    "nodeSelector": MAPPING,
+    "affinity": AFFINITY,
+    "topologySpreadConstraints": LIST,
+    "runtimeClassName": NAME,
+    "priorityClassName": NAME,
+    "schedulerName": NAME,
+    "serviceAccountName": NAME,
+    "automountServiceAccountToken": st.booleans(),
+    "hostNetwork": st.booleans(),
+    "hostAliases": LIST,
+    "dnsConfig": MAPPING,
+    "imagePullSecrets": LIST,
+    "securityContext": SECURITY,
+    "terminationGracePeriodSeconds": st.integers(0, 600),
+    "overhead": MAPPING,
+    "schedulingGates": LIST,
+    "resourceClaims": LIST,
+    "fromTheFuture": PLAIN,
+}
+METADATA = st.fixed_dictionaries(
+    {},
+    optional={
+        "labels": st.dictionaries(NAME, TEXT, max_size=3),
+        "annotations": st.dictionaries(NAME, TEXT, max_size=3),
+    },
+)
+TRAINER = st.fixed_dictionaries(
+    {"name": st.just("worker"), "image": st.just("image:1"), "command": st.just(["python", "train.py"])},
+    optional=CONTAINER,
+)
+SIDECARS = st.lists(
+    st.fixed_dictionaries({"name": NAME.map(lambda name: "side" + name), "image": NAME}, optional=CONTAINER),
+    max_size=2,
+    unique_by=lambda item: item["name"],
+)
+quick = settings(max_examples=60)
+
+
+@st.composite
+def templates(draw: st.DrawFn, main: st.SearchStrategy[dict[str, Any]] = TRAINER) -> dict[str, Any]:
+    containers = draw(SIDECARS)
+    containers.insert(draw(st.integers(0, len(containers))), draw(main))
+    spec = {**draw(st.fixed_dictionaries({}, optional=POD)), "containers": containers}
+    return {"metadata": draw(METADATA), "spec": spec}
+
+
+def lost(made: Any, wanted_object: Any, path: str = "") -> list[str]:
+    """Return the paths at which `made` lacks something of `wanted_object`. Lists of `made` can have more items."""
+    if isinstance(wanted_object, dict):
+        if not isinstance(made, dict):
+            return [path]
+        return [
+            place for key, value in wanted_object.items() for place in lost(made.get(key, ...), value, f"{path}.{key}")
+        ]
+    if isinstance(wanted_object, list) and isinstance(made, list):
+        left = iter(made)
+        matches = [any(not lost(item, wanted_item) for item in left) for wanted_item in wanted_object]
+        return [f"{path}[{index}]" for index, there in enumerate(matches) if not there]
+    return [] if made == wanted_object else [path]
+
+
+def without_command(template: dict[str, Any]) -> Any:
+    """Return the parts that must be kept: all but null fields and the wrapped command."""
+    kept = without_nulls(template)
+    for container in kept["spec"]["containers"]:
+        if container["name"] == "worker":
+            del container["command"]
+    return kept
+
+
+def stored(**spec: Any) -> TrainingJob:
+    return TrainingJob.from_cluster(job(**spec, checkpoint={"claimName": "claim"}))
+
+
+@quick
+@given(templates(), st.booleans(), st.sampled_from(["Node", "None"]))
+def test_all_that_a_workers_template_says_is_in_its_pods(template: dict[str, Any], colocate: bool, spread: str) -> None:
+    job = stored(template=template, launcher={"colocate": colocate}, spread=spread)
+    before = copy.deepcopy(template)
+    kept = without_command(template)
+    for pod in (
+        pods.build_worker(job, "uid-1", 1, 1, "10.0.0.9", POLICY),
+        *([pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)] if colocate else []),
+    ):
+        assert lost(pod, kept) == []
+        trainer = next(item for item in pod["spec"]["containers"] if item["name"] == "worker")
+        assert trainer["command"] == ["topkube", "worker", "--", "python", "train.py"]
+        names = [item["name"] for item in pod["spec"]["containers"]]
+        assert [name for name in names if name != "launcher"] == [item["name"] for item in kept["spec"]["containers"]]
+    assert template == before
+
+
+@quick
+@given(
+    templates(
+        st.fixed_dictionaries({"name": st.just("launcher")}, optional={**CONTAINER, "image": NAME}).map(
+            lambda item: item
+        )
+    )
+)
+def test_all_that_a_launchers_template_says_is_in_its_pod(template: dict[str, Any]) -> None:
+    job = stored(launcher={"template": template})
+    pod = pods.build_launcher(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+    assert lost(pod, without_nulls(template)) == []
+
+
+@given(PLAIN, PLAIN)
+def test_the_comparison_itself_notices_what_is_missing(item: Any, other: Any) -> None:
+    assert lost(item, item) == []
+    assert lost({"a": [1, 2, 3]}, {"a": [1, 3]}) == []
+    assert lost({"a": [3, 1]}, {"a": [1, 3]}) != []
+    assert lost({"a": item}, {"a": item, "b": other}) == [".b"] or other is ...

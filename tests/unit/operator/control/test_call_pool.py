@@ -1,0 +1,97 @@
+"""The threads that make the calls of plans: jobs take turns, and no call follows an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from house import wait_until
+
+from topkube_operator.control.call_pool import CallPool
+
+THREADS = 4
+
+
+@pytest.fixture
+def calls() -> Iterator[CallPool]:
+    calls = CallPool(THREADS)
+    yield calls
+    calls.close()
+
+
+def test_results_come_in_order(calls: CallPool) -> None:
+    assert calls.each("job", lambda number: 2 * number, range(1000)) == [2 * number for number in range(1000)]
+    assert calls.each("job", lambda number: 2 * number, [7]) == [14]
+    assert calls.each("job", lambda number: 2 * number, []) == []
+
+
+class Noting(CallPool):
+    """A pool that notes the jobs of its calls in the order in which the calls begin."""
+
+    def __init__(self, threads: int) -> None:
+        self.begun = list[str]()
+        super().__init__(threads)
+
+    def _take(self) -> tuple[Any, int] | None:
+        with self._changed:
+            taken = super()._take()
+            if taken is not None:
+                self.begun.append(taken[0].items[taken[1]])
+            return taken
+
+
+def test_a_job_of_thousands_of_pods_delays_another_by_a_turn() -> None:
+    gate, calls = threading.Event(), Noting(THREADS)
+
+    def call(job: str) -> None:
+        gate.wait(20)
+
+    large = threading.Thread(target=calls.each, args=("large", call, ["large"] * 3000), daemon=True)
+    large.start()
+    small = threading.Thread(target=calls.each, args=("small", call, ["small"] * 3), daemon=True)
+    small.start()
+    wait_until(lambda: len(calls._waiting) == 2)
+    gate.set()
+    small.join(20)
+    large.join(20)
+    calls.close()
+    assert calls.begun.count("large") == 3000
+    assert calls.begun[: THREADS + 2 * 3].count("small") == 3, "it waited for what had begun, and for its turns"
+
+
+def test_after_an_error_no_further_call_is_begun(calls: CallPool) -> None:
+    begun: list[int] = []
+
+    def call(number: int) -> None:
+        begun.append(number)
+        if number == 5:
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        calls.each("job", call, range(3000))
+    assert len(begun) < 100
+
+
+def test_a_result_may_end_a_batch_too(calls: CallPool) -> None:
+    results = calls.each("job", lambda number: number, range(1, 3001), lambda result: result == 5)
+    assert results[:5] == [1, 2, 3, 4, 5]
+    assert results.count(None) > 2900
+    assert calls.each("job", lambda number: number, range(1, 4)) == [1, 2, 3], "the next batch is another"
+
+
+def test_nobody_waits_for_a_pool_that_was_closed(calls: CallPool) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def call(_: int) -> None:
+        begun.set()
+        go.wait(20)
+
+    waiting = threading.Thread(target=calls.each, args=("job", call, range(3000)))
+    waiting.start()
+    begun.wait(20)
+    calls.close()
+    go.set()
+    waiting.join(20)
+    assert not waiting.is_alive()

@@ -1,0 +1,79 @@
+"""A gang scheduler that is installed after the operator is detected when a job asks for a gang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from simulated import job
+
+from topkube_operator.control import gang_detection
+from topkube_operator.model import stored_job
+from topkube_operator.model.observed import Policy
+from topkube_operator.watch.api_client import ApiError
+
+ASKING = job(runPolicy={"schedulingPolicy": {"minAvailable": 2}})
+
+
+class Discovery:
+    """The part of an API server that gang detection calls."""
+
+    def __init__(self) -> None:
+        self.groups: set[str] = set()
+        self.queries = 0
+        self.broken = False
+        self.learnt: list[tuple[str, str, str]] = []
+
+    def serves(self, group: str, version: str, plural: str) -> bool:
+        self.queries += 1
+        if self.broken:
+            raise ApiError(500, "etcd is slow")
+        return f"{group}/{version}/{plural}" in self.groups
+
+    def register_kind(self, *kind: str) -> None:
+        self.learnt.append(kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("group", "gang"),
+    [("scheduling.volcano.sh/v1beta1", "volcano"), ("scheduling.x-k8s.io/v1alpha1", "scheduler-plugins")],
+)
+def test_it_is_looked_for_while_jobs_ask_for_it_and_followed_once(
+    monkeypatch: pytest.MonkeyPatch, group: str, gang: str
+) -> None:
+    cluster, followed = Discovery(), list[str]()
+    detector = gang_detection.GangDetector(cluster, Policy(), followed.append)  # type: ignore[arg-type]
+    assert detector.policy(job()).gang is None
+    assert cluster.queries == 0, "a job that asks for none costs no question"
+    assert detector.policy(ASKING).gang is None
+    queries = cluster.queries
+    cluster.groups.add(f"{group}/podgroups")
+    assert detector.policy(ASKING).gang is None
+    assert cluster.queries == queries, "not with every look at every job"
+    monkeypatch.setattr(gang_detection, "_PAUSE", 0.0)
+    cluster.broken = True
+    assert detector.policy(ASKING).gang is None
+    cluster.broken = False
+    assert detector.policy(ASKING).gang == detector.policy(job()).gang == gang
+    assert (followed, cluster.learnt) == (["PodGroup"], [("PodGroup", group, "podgroups")])
+
+
+@pytest.mark.parametrize("policy", [None, "x", {}, {"schedulingPolicy": "x"}, {"schedulingPolicy": {"queue": None}}])
+def test_nonsense_asks_for_nothing(policy: Any) -> None:
+    assert not stored_job.asks_for_pod_group(job(runPolicy=policy))
+    assert not stored_job.asks_for_pod_group({"spec": policy})
+
+
+def test_kueue_that_is_installed_later_is_detected_when_a_job_has_a_queue() -> None:
+    cluster, followed = Discovery(), list[str]()
+    found = gang_detection.GangDetector(cluster, Policy(), followed.append)  # type: ignore[arg-type]
+    in_queue = job()
+    in_queue["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    assert found.policy(job()).workloads == ""
+    assert cluster.queries == 0
+    cluster.groups.add("kueue.x-k8s.io/v1beta2/workloads")
+    assert found.policy(in_queue).workloads == "kueue.x-k8s.io/v1beta2"
+    assert followed == ["Workload"]
+    assert ("ResourceFlavor", "kueue.x-k8s.io/v1beta2", "resourceflavors") in cluster.learnt
+    in_queue["metadata"]["labels"] |= {"kueue.x-k8s.io/pod-group-name": "mine"}
+    assert not stored_job.asks_for_workload(in_queue)

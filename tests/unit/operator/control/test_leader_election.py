@@ -1,0 +1,150 @@
+"""Leader election: one replica acts at a time, and another takes over in time. The test runs four times as fast as a
+cluster, on a Lease in memory that refuses writes to an older version, as the API server does. tests/cluster kills a
+real leader."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from topkube_operator.control import leader_election
+from topkube_operator.control.leader_election import LeaderElection
+from topkube_operator.watch.api_client import ApiError
+
+FASTER = 4.0
+HAND_OVER = 20.0
+"""Seconds that the issue of it may take, in a cluster."""
+
+
+class Leases:
+    """An API server that knows one Lease."""
+
+    def __init__(self) -> None:
+        self.lock, self.lease, self.version = threading.Lock(), dict[str, Any](), 0
+
+
+class Link:
+    """One replica's way to it, which can be cut."""
+
+    def __init__(self, leases: Leases) -> None:
+        self.leases, self.cut = leases, False
+
+    def _reach(self) -> None:
+        if self.cut:
+            raise ApiError(0, "the API server cannot be reached")
+
+    def get(self, kind: str, namespace: str, name: str) -> dict[str, Any]:
+        self._reach()
+        with self.leases.lock:
+            if not self.leases.lease:
+                raise ApiError(404, "there is none")
+            return copy.deepcopy(self.leases.lease)
+
+    def call(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self._reach()
+        with self.leases.lock:
+            if self.leases.lease:
+                raise ApiError(409, "exists", "AlreadyExists")
+            return self._keep(body)
+
+    def replace(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._reach()
+        with self.leases.lock:
+            if body["metadata"]["resourceVersion"] != self.leases.lease["metadata"]["resourceVersion"]:
+                raise ApiError(409, "is older", "Conflict")
+            return self._keep(body)
+
+    def _keep(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.leases.version += 1
+        self.leases.lease = copy.deepcopy(body)
+        self.leases.lease["metadata"]["resourceVersion"] = str(self.leases.version)
+        return self.leases.lease
+
+
+class Replica:
+    def __init__(self, leases: Leases, name: str) -> None:
+        self.link, self.notifications = Link(leases), list[bool]()
+        self.part = LeaderElection(self.link, "topkube-system", "lease", name, self.notifications.append)  # type: ignore[arg-type]
+        self.part.start()
+
+
+class Election:
+    """Three replicas, and somebody who counts those that act."""
+
+    def __init__(self) -> None:
+        self.leases = Leases()
+        self.replicas = [Replica(self.leases, f"replica-{index}") for index in range(3)]
+        self.most = 0
+        self._stopped = threading.Event()
+        self._counter = threading.Thread(target=self._count, daemon=True)
+        self._counter.start()
+
+    def _count(self) -> None:
+        """Count the replicas that act at the same time. Each replica is asked twice: while this thread does not run,
+        the first answers may become old."""
+        while not self._stopped.wait(0.002):
+            before = [replica.part.acting() for replica in self.replicas]
+            after = [replica.part.acting() for replica in self.replicas]
+            self.most = max(self.most, sum(map(bool.__and__, before, after)))
+
+    def name_of(self, replica: Replica) -> str:
+        return f"replica-{self.replicas.index(replica)}"
+
+    def leader(self, but: Replica | None = None) -> Replica:
+        seconds = 3 * HAND_OVER / FASTER
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for replica in self.replicas:
+                if replica is not but and replica.part.acting():
+                    return replica
+            time.sleep(0.002)
+        raise AssertionError(f"nobody leads after {seconds:g} s: {self.leases.lease}")
+
+    def stop(self) -> None:
+        for replica in self.replicas:
+            replica.part.stop()
+        self._stopped.set()
+        self._counter.join(5)
+
+
+@pytest.fixture
+def election(monkeypatch: pytest.MonkeyPatch) -> Iterator[Election]:
+    for name in ("_LEASE", "_RENEW_WITHIN", "_RENEW_EVERY", "_CHECK_EVERY"):
+        monkeypatch.setattr(leader_election, name, getattr(leader_election, name) / FASTER)
+    election = Election()
+    yield election
+    election.stop()
+    assert election.most <= 1
+
+
+def test_who_is_cut_off_stops_before_another_begins(election: Election) -> None:
+    first = election.leader()
+    first.link.cut = True
+    second = election.leader(but=first)
+    assert not first.part.acting()
+    first.link.cut = False
+    third = next(replica for replica in election.replicas if replica not in (first, second))
+    second.link.cut = third.link.cut = True
+    assert election.leader(but=second) is first
+    assert election.leases.lease["spec"]["leaseTransitions"] == 3
+    assert first.notifications == [True, False, True]
+
+
+def test_who_stops_hands_over_at_once(election: Election) -> None:
+    first = election.leader()
+    first.part.stop()
+    assert not first.part.acting()
+    assert election.leases.lease["spec"]["holderIdentity"] != election.name_of(first), "nobody waits for its end"
+    election.leader(but=first)
+
+
+def test_the_times_fit_each_other() -> None:
+    slow_call = 3.0
+    assert leader_election._RENEW_WITHIN + slow_call < leader_election._LEASE
+    assert leader_election._RENEW_EVERY + slow_call < leader_election._RENEW_WITHIN
+    assert leader_election._LEASE + 2 * leader_election._CHECK_EVERY + slow_call < HAND_OVER

@@ -1,0 +1,173 @@
+"""A controller with its threads and queue on an API server in memory. tests/cluster uses a real API server."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from simulated import job, merged
+
+from topkube.job import KIND
+from topkube_operator.control.controller import Controller
+from topkube_operator.control.metrics import OperatorMetrics
+from topkube_operator.control.plan_executor import ControlContext
+from topkube_operator.model import names
+from topkube_operator.model.observed import Policy
+from topkube_operator.watch.api_client import ApiError
+from topkube_operator.watch.watch_cache import WatchCache
+from topkube_operator.watch.work_queue import WorkQueue
+
+KEY = ("team", "train")
+Thing = dict[str, Any]
+
+
+class Server:
+    """An API server that creates, reads and patches. It refuses writes while `acting` is false, as `Cluster` does."""
+
+    def __init__(self) -> None:
+        self.acting, self.objects, self.lock = True, dict[tuple[str, ...], Thing](), threading.Lock()
+        self.before_create: Callable[[Thing], None] = lambda manifest: None
+        self.changed_back: Callable[[Thing], bool] = lambda item: False
+        """Change a child that was just written, as a policy engine does. Return True if the child was changed."""
+        self.written: list[tuple[str, str]] = []
+        """Kind and name of all objects that were created or applied."""
+        self.claims_read: list[tuple[str, str]] = []
+        self._numbers = itertools.count(1)
+
+    def keep(self, item: Thing) -> Thing:
+        item = copy.deepcopy(item)
+        number, metadata = next(self._numbers), item["metadata"]
+        metadata.update(uid=metadata.get("uid") or f"uid-{number}", resourceVersion=str(number))
+        if item["kind"] == "Service":
+            item["spec"].setdefault("clusterIP", "10.96.0.9")
+        self.objects[item["kind"], metadata["namespace"], metadata["name"]] = item
+        return copy.deepcopy(item)
+
+    def create(self, manifest: Thing) -> Thing:
+        self.before_create(manifest)
+        with self.lock:
+            self._may_write()
+            metadata = manifest["metadata"]
+            if (manifest["kind"], metadata["namespace"], metadata["name"]) in self.objects:
+                raise ApiError(409, "exists", "AlreadyExists")
+            return self._child(manifest)
+
+    def apply(self, manifest: Thing) -> Thing:
+        with self.lock:
+            self._may_write()
+            metadata = manifest["metadata"]
+            return self._child(
+                merged(self.objects[manifest["kind"], metadata["namespace"], metadata["name"]], manifest)
+            )
+
+    def _child(self, manifest: Thing) -> Thing:
+        """Store a child. Return it with the changes of the policy engine."""
+        self.written.append((manifest["kind"], manifest["metadata"]["name"]))
+        item = self.keep(manifest)
+        if self.changed_back(item):
+            item["metadata"]["managedFields"] = [{"manager": "topkube-operator"}, {"manager": "kyverno"}]
+            item = self.keep(item)
+        return item
+
+    def get(self, *name: str) -> Thing:
+        with self.lock:
+            if name not in self.objects:
+                raise ApiError(404, "not found")
+            return copy.deepcopy(self.objects[name])
+
+    def patch(self, kind: str, namespace: str, name: str, patch: Thing, subresource: str = "") -> Thing:
+        with self.lock:
+            self._may_write()
+            before = self.objects[kind, namespace, name]
+            patch["metadata"].pop("resourceVersion", None)
+            return self.keep(merged(before, patch))
+
+    def delete(self, kind: str, namespace: str, name: str, uid: str, *, ended: bool = False) -> Thing:
+        with self.lock:
+            self._may_write()
+            item = self.objects[kind, namespace, name]
+            assert item["metadata"]["uid"] == uid
+            if ended and not item["metadata"].get("finalizers"):
+                del self.objects[kind, namespace, name]
+            return item
+
+    def log_tail(self, *_: object) -> str:
+        return ""
+
+    def remove_finalizer(self, namespace: str, pod: str, uid: str) -> Thing:
+        with self.lock:
+            self._may_write()
+            if ("Pod", namespace, pod) not in self.objects:
+                raise ApiError(404, "not found")
+            pod_object = self.objects["Pod", namespace, pod]
+            assert pod_object["metadata"]["uid"] == uid
+            pod_object["metadata"]["finalizers"] = [
+                finalizer for finalizer in pod_object["metadata"].get("finalizers") or () if finalizer != names.ENDING
+            ]
+            return self.keep(pod_object)
+
+    def end_pod_group(self, namespace: str, pod: str, uid: str) -> Thing:
+        return self.patch("Pod", namespace, pod, {"metadata": {"annotations": {names.KUEUE_RETRIABLE: "false"}}})
+
+    def read_claim(self, namespace: str, name: str) -> Thing | None:
+        self.claims_read.append((namespace, name))
+        return {"spec": {"accessModes": ["ReadWriteOnce"]}}
+
+    def names(self, kind: str) -> set[str]:
+        with self.lock:
+            return {name for item_kind, _, name in self.objects if item_kind == kind}
+
+    def _may_write(self) -> None:
+        if not self.acting:
+            raise ApiError(0, "this replica does not lead", "NotLeading")
+
+
+class Notes:
+    """Records the reasons of Events."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self.events: list[tuple[str, str, str]] = []
+        """(namespace, reason, message)."""
+
+    def record(self, metadata: Thing, events: Any) -> None:
+        self.reasons += [event.reason for event in events]
+        self.events += [(metadata["namespace"], event.reason, event.message) for event in events]
+
+
+class House:
+    """A running controller."""
+
+    def __init__(self) -> None:
+        self.server, self.store, self.queue = Server(), WatchCache(), WorkQueue()
+        server: Any = self.server
+        self.notes = Notes()
+        recorder: Any = self.notes
+        context = ControlContext(server, self.store, self.queue, recorder, OperatorMetrics(self.store.jobs))
+        self.controller = Controller(context, lambda _: Policy(seed=b"s" * 32), lambda: self.server.acting)
+        self.controller.start()
+
+    def create_job(self, name: str = "train", **spec: Any) -> None:
+        """Create a job and report it to the operator once, as kopf does."""
+        new_job = job(**spec)
+        new_job["metadata"] |= {"name": name, "uid": f"uid-of-{name}"}
+        self.store.put_job(self.server.keep(new_job))
+        self.queue.add(("team", name))
+
+    def is_idle(self) -> bool:
+        return self.queue.oldest() == 0
+
+    def condition(self, kind: str) -> Thing:
+        status = self.server.get(KIND, *KEY).get("status") or {}
+        return next((condition for condition in status.get("conditions") or () if condition["type"] == kind), {})
+
+
+def wait_until(holds: Callable[[], Any], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "the condition did not become true in time"
+        time.sleep(0.01)

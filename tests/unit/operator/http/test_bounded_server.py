@@ -1,0 +1,380 @@
+"""The operator's ports with hostile callers: incomplete, slow and malformed requests, and too many of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from topkube_operator.control.metrics import OperatorMetrics
+from topkube_operator.http import bounded_server, probes, webhook
+from topkube_operator.http.bounded_server import BoundedServer, Bounds, listen
+from topkube_operator.http.probes import Probes
+
+REQUEST = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
+LAST_REQUEST = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+@contextlib.contextmanager
+def serving(healthy: Callable[[], str] = str) -> Iterator[Probes]:
+    probes = Probes(0, OperatorMetrics().text, healthy, str, "127.0.0.1")
+    probes.start()
+    try:
+        yield probes
+    finally:
+        probes.stop()
+
+
+def call(port: int, request: bytes = LAST_REQUEST, *, give_up: bool = False) -> bytes:
+    """The answer to a request, up to the end of the connection; with `give_up`, we end it before the answer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(request)
+        if give_up:
+            connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+        return b""
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(0.01)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def wait_until(holds: Callable[[], Any], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+
+
+def test_half_sent_requests_are_neither_threads_nor_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "BOUNDS", Bounds(connections=64, connections_of_one=16, head_seconds=1.0))
+    with serving() as server, contextlib.ExitStack() as stack:
+        threads = threading.active_count()
+        held = []
+        for _ in range(400):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            with contextlib.suppress(OSError):  # it may have made room for another one already
+                connection.sendall(b"GET /healthz HTT")
+            held.append(connection)
+        assert call(server.port).startswith(b"HTTP/1.1 200 ")
+        assert threading.active_count() <= threads + 2
+        wait_until(lambda: all(map(is_closed, held)))
+
+
+def test_a_head_that_comes_byte_by_byte_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "BOUNDS", Bounds(head_seconds=0.5))
+    with serving() as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\n")
+
+        def drip() -> bool:
+            with contextlib.suppress(OSError):  # reset or broken pipe, as the kernel likes
+                connection.sendall(b"A")
+                return False
+            return True
+
+        wait_until(drip)
+
+
+def test_a_check_that_hangs_is_a_failed_probe_and_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_CHECK_SECONDS", 1.0)
+    held = threading.Event()
+    with serving(healthy=lambda: str(held.wait(20) and "")) as server:
+        try:
+            assert b"the check has not ended" in call(server.port)
+            assert call(server.port, LAST_REQUEST.replace(b"healthz", b"readyz")).startswith(b"HTTP/1.1 200 ")
+        finally:
+            held.set()
+
+
+def test_scrapes_that_come_together_are_one() -> None:
+    scraped: list[int] = []
+    probes = Probes(0, lambda: (scraped.append(1), b"text")[1], str, str, "127.0.0.1")
+    probes.start()
+    try:
+        answers = [call(probes.port, LAST_REQUEST.replace(b"healthz", b"metrics")) for _ in range(5)]
+    finally:
+        probes.stop()
+    assert all(answer.endswith(b"text") for answer in answers)
+    assert len(scraped) < 5
+
+
+# The door itself.
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    bounds: Bounds, answer: bounded_server.Answer, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[tuple[BoundedServer, int]]:
+    listener = listen("127.0.0.1", 0)
+    server = BoundedServer(listener, answer, tls, bounds)
+    await server.open()
+    try:
+        yield server, listener.getsockname()[1]
+    finally:
+        await server.close()
+
+
+async def hello(_: web.BaseRequest) -> web.StreamResponse:
+    return web.Response(text="hello")
+
+
+async def talk(port: int, request: bytes = REQUEST) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    await writer.drain()
+    return reader, writer
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def test_who_waits_longest_makes_room_and_who_is_being_answered_stays() -> None:
+    async def scenario() -> None:
+        held, busy = asyncio.Event(), asyncio.Event()
+
+        async def slow(request: web.BaseRequest) -> web.StreamResponse:
+            if request.path == "/slow":
+                busy.set()
+                await held.wait()
+            return await hello(request)
+
+        async with opened(Bounds(connections=4, connections_of_one=3), slow) as (server, port):
+            reader, slow_writer = await talk(port, b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+            await busy.wait()
+            idle = [await talk(port, b"GET /") for _ in range(6)]
+            await until(lambda: len(server) == 3)
+            answer, writer = await talk(port)
+            assert (await answer.readline()).startswith(b"HTTP/1.1 200")
+            assert await idle[0][0].read() == b"", "it was closed"
+            held.set()
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+            slow_writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_when_all_are_being_answered_a_newcomer_is_turned_away() -> None:
+    async def scenario() -> None:
+        held, entered = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def slow(request: web.BaseRequest) -> web.StreamResponse:
+            entered.release()
+            await held.wait()
+            return await hello(request)
+
+        async with opened(Bounds(connections=2, connections_of_one=2), slow) as (_, port):
+            kept = [await talk(port) for _ in range(2)]
+            for _ in kept:
+                await entered.acquire()
+            with contextlib.suppress(ConnectionError):
+                newcomer, _writer = await talk(port)
+                assert await newcomer.read() == b""
+            held.set()
+            for reader, _ in kept:
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_connection_ends_and_so_does_a_request_that_is_never_done() -> None:
+    async def scenario() -> None:
+        async def never(request: web.BaseRequest) -> web.StreamResponse:
+            if request.path == "/never":
+                await asyncio.Event().wait()
+            return await hello(request)
+
+        async with opened(Bounds(idle_seconds=0.3, work_seconds=1.5), never) as (server, port):
+            reader, _ = await talk(port)
+            assert b"hello" in await asyncio.wait_for(reader.read(), 20)
+            reader, _ = await talk(port, b"GET /never HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 503")
+            await until(lambda: len(server) == 0)
+
+    asyncio.run(scenario())
+
+
+def test_malformed_requests_are_answered_and_not_logged_but_our_own_faults_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async def fails(request: web.BaseRequest) -> web.StreamResponse:
+            await request.content.read()
+            raise ZeroDivisionError("our own fault")
+
+        async with opened(Bounds(), fails) as (_, port):
+            for request in (b"\x00\x00\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"):
+                reader, writer = await talk(port, request)
+                assert (await reader.readline()).split()[1] == b"400"
+                writer.close()
+            assert caplog.records == []
+            reader, writer = await talk(port)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 500")
+            writer.close()
+
+    asyncio.run(scenario())
+    assert [record.getMessage() for record in caplog.records] == ["a request for /healthz could not be answered"]
+
+
+def test_a_handshake_that_never_comes_ends() -> None:
+    async def scenario() -> None:
+        tls = webhook.Authority.derived(b"secret").serving(["127.0.0.1"])
+        async with opened(Bounds(head_seconds=0.4), hello, tls) as (server, port):
+            for reader, _ in [await talk(port, b""), await talk(port, b"GET / HTTP/1.1\r\n\r\n")]:
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.wait_for(reader.read(), 20)
+            await until(lambda: len(server) == 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_never_comes_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        async def reads(request: web.BaseRequest) -> web.StreamResponse:
+            body = await bounded_server.read_body(request, 100, 0.2)
+            return body if isinstance(body, web.Response) else web.Response(body=body)
+
+        async with opened(Bounds(), reads) as (_, port):
+            heads = {
+                b"Content-Length: 9": b"408",
+                b"Content-Length: 101": b"413",
+                b"Transfer-Encoding: chunked": b"411",
+            }
+            for head, status in heads.items():
+                reader, _ = await talk(port, b"POST / HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
+                assert (await reader.readline()).split()[1] == status
+
+    asyncio.run(scenario())
+
+
+# Nonsense.
+
+HEADS = st.lists(
+    st.sampled_from(
+        [
+            *(b"GET", b"POST", b" ", b"/healthz", b"/metrics", b"/", b"HTTP/1.1", b"HTTP/9.9", b"\r\n", b"\n", b"\x00"),
+            *(b"Host: x", b"Content-Length: 5", b"Content-Length: -1", b"Transfer-Encoding: chunked", b"a" * 9000),
+            *(b"Connection: Upgrade", b"Upgrade: websocket", b"Expect: 100-continue", b"PRI * HTTP/2.0", b"0", b"ffff"),
+        ]
+    )
+    | st.binary(max_size=20),
+    max_size=12,
+).map(b"".join)
+
+
+@pytest.fixture(scope="module")
+def probed() -> Iterator[Probes]:
+    with serving() as probes:
+        yield probes
+
+
+@given(HEADS)
+@settings(max_examples=60)
+def test_whatever_comes_the_probes_go_on(probed: Probes, request: bytes) -> None:
+    answer = call(probed.port, request, give_up=True)
+    assert answer == b"" or answer.startswith((b"HTTP/1.", b"HTTP/9.9"))
+    assert call(probed.port).startswith(b"HTTP/1.1 200 ")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda below: st.lists(below, max_size=4) | st.dictionaries(st.text(max_size=8), below, max_size=4),
+    max_leaves=20,
+)
+PARTS = ("apiVersion", "kind", "metadata", "spec", "template", "containers", "name", "workers", "command", "image")
+PARTS += ("aggregation", "dataset", "launcher", "runPolicy", "labels", "uri", "checkpoint", "env", "args", "cache")
+JOBS = st.recursive(
+    JSON | st.sampled_from(["worker", "topkube.dev/v1alpha1", "TrainingJob"]),
+    lambda below: st.dictionaries(st.sampled_from(PARTS), below, max_size=6) | st.lists(below, max_size=3),
+    max_leaves=40,
+)
+REVIEWS = st.fixed_dictionaries(
+    {
+        "request": st.fixed_dictionaries(
+            {"uid": st.just("1") | JSON, "operation": st.sampled_from(["CREATE", "UPDATE", "DELETE"]), "object": JOBS},
+            optional={"oldObject": JOBS, "namespace": JSON},
+        )
+    }
+)
+
+
+@given(st.binary(max_size=300) | (REVIEWS | JSON).map(lambda data: json.dumps(data).encode()))
+@example(b"[" * 100_000)
+@example(b'{"request": ' * 5_000)
+@example(b'{"request": {"uid": "1", "operation": "CREATE", "object": {"spec": {"workers": NaN}}}}')
+@example(b'{"request": {"uid": "1", "operation": "CREATE", "object": {"spec": {"workers": 1e999}}}}')
+@example(b'{"request": {"uid": "1", "operation": "CREATE", "object": {"kind": "\\ud800"}}}')
+@settings(max_examples=300)
+def test_whatever_comes_the_webhook_answers_with_a_short_review_or_a_400(body: bytes) -> None:
+    status, text = webhook.answer_review(body)
+    assert status in (200, 400)
+    assert len(text) < 64 << 10
+    if status == 200:
+        answer = json.loads(text)
+        assert answer["kind"] == "AdmissionReview"
+        assert isinstance(answer["response"]["allowed"], bool)
+        json.dumps(answer, allow_nan=False)
+
+
+def _job(**spec: Any) -> dict[str, Any]:
+    container = {"name": "worker", "image": "i:1", "command": ["a"]}
+    metadata = {"name": "t", "namespace": "n"}
+    given = {"template": {"spec": {"containers": [container]}}, **spec}
+    return {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": metadata, "spec": given}
+
+
+def _many(count: int) -> dict[str, int]:
+    return {f"a{index}": 1 for index in range(count)}
+
+
+def _containers(containers: list[Any]) -> dict[str, Any]:
+    return _job(template={"spec": {"containers": containers}})
+
+
+HEAVY: dict[str, Callable[[], dict[str, Any]]] = {
+    "unknown fields": lambda: _job(**_many(240_000)),
+    "unknown fields of a part": lambda: _job(aggregation=_many(90_000)),
+    "parts that are none": lambda: _job(runPolicy=_many(199), dataset=_many(199), aggregation=_many(199)),
+    "a long name": lambda: _job(**{"w" * 3_000_000: 1}),
+    "labels": lambda: {**_job(), "metadata": {"name": "t", "labels": _many(90_000)}},
+    "empty containers": lambda: _containers([{}] * 90_000),
+    "containers with one name": lambda: _containers([{"name": f"w{index}"} for index in range(45_000)]),
+    "arguments that are no text": lambda: _containers([{"name": "worker", "args": [1] * 90_000}]),
+    "variables": lambda: _containers([{"name": "worker", "env": [{}] * 90_000}]),
+    "a list of lists": lambda: _job(template={"x": [[[]]] * 400_000}),
+    "text": lambda: _job(dataset={"uri": "s3://" + "a" * 3_000_000}),
+}
+
+
+@pytest.mark.parametrize("body", HEAVY)
+def test_the_work_for_one_body_is_bounded(body: str) -> None:
+    """Bodies as large as they may be. 43 seconds each was what the review measured with 8 MiB."""
+    text = json.dumps({"request": {"uid": "1", "operation": "CREATE", "object": HEAVY[body]()}}, separators=(",", ":"))
+    assert len(text) < webhook.LARGEST_BODY
+    begun = time.process_time()
+    status, answer = webhook.answer_review(text.encode())
+    assert time.process_time() - begun < 4.0
+    assert status == 200
+    assert not json.loads(answer)["response"]["allowed"]
+    assert len(answer) < 64 << 10

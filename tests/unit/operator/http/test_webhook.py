@@ -1,0 +1,244 @@
+"""The webhook's server: its TLS, its answers, and the caBundle for the API server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import datetime
+import gzip
+import ipaddress
+import json
+import ssl
+import threading
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+from stored_jobs import JOB, changed
+
+from topkube.errors import ClusterError
+from topkube_operator.http import webhook
+from topkube_operator.http.webhook import PATH, Authority, serve
+
+SECRET = b"the operator's own secret"
+
+
+def trusting(bundle: str) -> ssl.SSLContext:
+    return ssl.create_default_context(cadata=base64.b64decode(bundle).decode())
+
+
+def review_of(job: Any) -> dict[str, Any]:
+    return {"kind": "AdmissionReview", "request": {"uid": "1", "operation": "CREATE", "object": job}}
+
+
+async def forget(_: str) -> None:
+    pass
+
+
+async def post(port: int, body: Any, trust: ssl.SSLContext, host: str = "127.0.0.1") -> tuple[int, str]:
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session,
+        session.post(f"https://{host}:{port}{PATH}", data=body, ssl=trust) as answer,
+    ):
+        return answer.status, await answer.text()
+
+
+def test_replicas_and_restarts_have_one_authority() -> None:
+    assert Authority.derived(SECRET).bundle == Authority.derived(SECRET).bundle
+    assert Authority.derived(SECRET).bundle != Authority.derived(b"another").bundle
+
+
+def test_it_answers_who_trusts_the_published_bundle() -> None:
+    async def scenario() -> None:
+        published = asyncio.get_running_loop().create_future()
+
+        async def publish(bundle: str) -> None:
+            published.set_result(bundle)
+
+        async with serve(SECRET, ["127.0.0.1"], publish, host="127.0.0.1", port=0) as port:
+            trust = trusting(await asyncio.wait_for(published, 10))
+            status, text = await post(port, json.dumps(review_of(JOB)), trust)
+            assert (status, json.loads(text)["response"]["allowed"]) == (200, True)
+            status, text = await post(port, json.dumps(review_of(changed("workers", 0))), trust)
+            assert "spec.workers: 0" in json.loads(text)["response"]["status"]["message"]
+
+    asyncio.run(scenario())
+
+
+def test_another_name_or_authority_is_not_trusted() -> None:
+    async def scenario() -> None:
+        async with serve(SECRET, webhook.service_names("hook", "ns"), forget, host="127.0.0.1", port=0) as port:
+            trust = trusting(Authority.derived(SECRET).bundle)
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await post(port, "{}", trust)  # we are called hook.ns.svc, not 127.0.0.1
+            trust.check_hostname = False
+            assert (await post(port, "{}", trust))[0] == 400
+            stranger = trusting(Authority.derived(b"another").bundle)
+            stranger.check_hostname = False
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await post(port, "{}", stranger)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"request": 1}',
+        '{"request": {}}',
+        "[" * 100_000,
+        '{"request": {"uid": "1", "object": "x"}}',
+    ],
+)
+def test_nonsense_is_answered(body: str) -> None:
+    """Whatever comes, the server lives on."""
+
+    async def scenario() -> None:
+        async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
+            trust = trusting(Authority.derived(SECRET).bundle)
+            assert (await post(port, body, trust))[0] in (200, 400)
+            assert (await post(port, json.dumps(review_of(JOB)), trust))[0] == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_no_object_can_have_is_refused() -> None:
+    """An object and its old self, of 1.5 MiB each, are taken; more is not even read."""
+
+    async def scenario() -> None:
+        async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
+            trust = trusting(Authority.derived(SECRET).bundle)
+            assert (await post(port, "x" * (webhook.LARGEST_BODY + 1), trust))[0] == 413
+            large = changed("template.spec.containers.0.args", ["x" * (3 << 19)])
+            review = {"request": {"uid": "1", "operation": "UPDATE", "object": large, "oldObject": large}}
+            status, text = await post(port, json.dumps(review), trust)
+            assert (status, json.loads(text)["response"]["allowed"]) == (200, True)
+
+    asyncio.run(scenario())
+
+
+def test_what_has_no_length_or_is_compressed_is_not_read() -> None:
+    async def scenario() -> None:
+        async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
+            trust = trusting(Authority.derived(SECRET).bundle)
+            url = f"https://127.0.0.1:{port}"
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session:
+                async with session.post(url + PATH, data=b"{}", ssl=trust, chunked=True) as answer:
+                    assert answer.status == 411
+                bomb = gzip.compress(b" " * (64 << 20))
+                headers = {"Content-Encoding": "gzip"}
+                async with session.post(url + PATH, data=bomb, ssl=trust, headers=headers) as answer:
+                    assert answer.status == 400
+                async with session.post(url + "/other", data=b"{}", ssl=trust) as answer:
+                    assert answer.status == 404
+                async with session.get(url + PATH, ssl=trust) as answer:
+                    assert answer.status == 405
+
+    asyncio.run(scenario())
+
+
+def test_large_reviews_do_not_delay_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one is under way and others wait; a small one is answered all the same."""
+    held, entered = threading.Event(), threading.Event()
+    answer_review = webhook.answer_review
+
+    def held_up(body: bytes) -> tuple[int, str]:
+        if len(body) > webhook.SMALL_BODY:
+            entered.set()
+            assert held.wait(20)
+        return answer_review(body)
+
+    monkeypatch.setattr(webhook, "answer_review", held_up)
+
+    async def scenario() -> None:
+        async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
+            trust = trusting(Authority.derived(SECRET).bundle)
+            large = json.dumps(review_of(JOB)) + " " * webhook.SMALL_BODY
+            waiting = [asyncio.create_task(post(port, large, trust)) for _ in range(webhook.LARGE_BODIES + 2)]
+            try:
+                assert await asyncio.to_thread(entered.wait, 10)
+                assert (await post(port, json.dumps(review_of(JOB)), trust))[0] == 200
+            finally:
+                held.set()
+            assert {status for status, _ in await asyncio.gather(*waiting)} == {200}
+
+    asyncio.run(scenario())
+
+
+def test_a_review_that_waits_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "WAIT_SECONDS", 0.1)
+    held = threading.Event()
+    monkeypatch.setattr(webhook, "answer_review", lambda body: (held.wait(20), (200, "{}"))[1])
+
+    async def scenario() -> None:
+        async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
+            try:
+                assert (await post(port, "{}", trusting(Authority.derived(SECRET).bundle)))[0] == 503
+            finally:
+                held.set()
+
+    asyncio.run(scenario())
+
+
+def test_the_bundle_is_published_again_and_failures_are_survived(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(webhook, "BUNDLE_SECONDS", 0.001)
+    calls: list[str] = []
+
+    async def scenario() -> None:
+        enough = asyncio.Event()
+
+        async def publish(bundle: str) -> None:
+            calls.append(bundle)
+            if len(calls) in (2, 3):
+                raise PermissionError("not yours")
+            if len(calls) >= 5:
+                enough.set()
+
+        async with serve(SECRET, ["127.0.0.1"], publish, host="127.0.0.1", port=0):
+            await asyncio.wait_for(enough.wait(), 10)
+
+    asyncio.run(scenario())
+    assert len(set(calls)) == 1
+    assert [record.getMessage().endswith("not yours") for record in caplog.records] == [True], "said once"
+
+
+def test_with_a_certificate_of_cert_managers_nothing_is_published(tmp_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "theirs")])
+    begin = datetime.datetime(2025, 1, 1)
+    alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    certificate = webhook._certificate(name, name, key.public_key(), 1, begin, datetime.datetime(2100, 1, 1))
+    pem = certificate.add_extension(alternative, False).sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    (tmp_path / "tls.crt").write_bytes(pem)
+    (tmp_path / "tls.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+
+    async def publish(_: str) -> None:
+        raise AssertionError("somebody else looks after the bundle")
+
+    async def scenario() -> None:
+        async with serve(SECRET, [], publish, host="127.0.0.1", port=0, certificate=tmp_path) as port:
+            status, _ = await post(port, json.dumps(review_of(JOB)), ssl.create_default_context(cadata=pem.decode()))
+            assert status == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_certificate_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serve(SECRET, [], forget, certificate=tmp_path):
+            pass
+
+    with pytest.raises(ClusterError, match="cert-manager"):
+        asyncio.run(scenario())

@@ -1,0 +1,255 @@
+"""`plan` keeps new pods away from nodes with a fault, and from nodes on which attempts failed first repeatedly."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from simulated import RANK_FAILED, START, Simulated, job, running
+
+from topkube.errors import JobError
+from topkube_operator.children.avoidance import avoid_nodes
+from topkube_operator.model.nodes import NodeFailure, find_fault, read_node_failures
+
+HOUR = 3600
+ROOM = "0/4 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
+BACKOFF = {"backoffLimit": 99}
+
+
+def _avoided(world: Simulated) -> list[str]:
+    return [entry["name"] for entry in world.status().get("avoidedNodes", [])]
+
+
+def _fail(world: Simulated, node: str, **failure: Any) -> None:
+    """Let a rank of worker 0 fail on `node`, and begin the next attempt."""
+    name = max(name for name in world.pods if "worker-0" in name)
+    world.change(name, node=node)
+    world.end_launcher(1, {**RANK_FAILED, "pod": name, "rank": 0, **failure})
+    world.reconcile()
+
+
+def _on(node: str, world: Simulated) -> list[str]:
+    return [pod.name for pod in world.pods.values() if pod.node == node and pod.deletion is None and not pod.has_ended]
+
+
+def _others(*entries: tuple[str, int], minutes: int = 5, node: str = "node-c") -> tuple[NodeFailure, ...]:
+    at = START - timedelta(minutes=minutes)
+    return tuple(NodeFailure(node, job, count, "Error", at) for job, count in entries)
+
+
+def test_the_second_failure_of_a_job_on_a_node_moves_it_elsewhere() -> None:
+    world = running(workers=1, runPolicy=BACKOFF)
+    _fail(world, "node-c")
+    assert (_avoided(world), world.status()["firstFailure"]["node"]) == ([], "node-c")
+    assert world.status()["nodeFailures"] == [
+        {"name": "node-c", "count": 1, "reason": "Error", "lastFailureTime": "2026-01-01T00:00:00Z"}
+    ]
+    world.wait(100)
+    world.to_running()
+    _fail(world, "node-c")
+    world.wait(100)
+    world.to_running()
+    assert _avoided(world) == ["node-c"]
+    entry = world.status()["avoidedNodes"][0]
+    assert (entry["reason"], entry["until"]) == ("Error", "2026-01-01T01:01:40Z")
+    assert "2 attempts of this job failed there first" in entry["message"]
+    assert world.events.count("NodesAvoided") == 1
+    assert _on("node-c", world) == [], "the worker that lives there is replaced too"
+    assert world.status()["phase"] == "Running"
+
+
+def test_an_avoided_node_is_used_again_after_an_hour() -> None:
+    world = running(workers=1, runPolicy=BACKOFF)
+    _fail(world, "node-c", reason="HardwareFault")
+    world.to_running()
+    assert _avoided(world) == ["node-c"], "one fault of the hardware is enough"
+    world.say("Running")
+    assert world.reconcile().requeue == HOUR
+    world.wait(HOUR)
+    world.say("Running")
+    world.reconcile()
+    assert _avoided(world) == []
+    _fail(world, "node-c")
+    world.to_running()
+    assert world.status()["nodeFailures"][0]["count"] == 1, "the earlier failure does not count any more"
+    assert _avoided(world) == []
+
+
+@pytest.mark.parametrize("reason", ["OOMKilled", "SyntaxError", "Terminated"])
+def test_what_the_job_or_the_cluster_caused_does_not_count_against_the_node(reason: str) -> None:
+    rules = [{"action": "Restart", "onReasons": ["SyntaxError"]}]
+    world = running(workers=1, runPolicy={**BACKOFF, "failurePolicy": {"rules": rules}})
+    for _ in range(3):
+        _fail(world, "node-c", reason=reason)
+        world.wait(400)
+        world.to_running()
+    assert "nodeFailures" not in world.status()
+    assert _avoided(world) == []
+
+
+def test_a_lost_node_is_avoided_when_it_is_back() -> None:
+    world = running(workers=1, runPolicy=BACKOFF)
+    world.change("train-worker-0-1", node="node-c")
+    world.lost.add("node-c")
+    world.wait(60)
+    world.reconcile()
+    assert world.status()["firstFailure"]["reason"] == "NodeLost"
+    world.lost.clear()
+    world.to_running()
+    assert _avoided(world) == ["node-c"]
+
+
+@pytest.mark.parametrize(
+    ("failures", "is_avoided"),
+    [
+        (_others(("a", 1), ("b", 2)), True),
+        (_others(("a", 1), ("b", 1), ("c", 1)), True),
+        (_others(("a", 50)), False),
+        (_others(("a", 1), ("b", 1)), False),
+        (_others(("a", 9), ("b", 9), minutes=61), False),
+    ],
+    ids=["three of two jobs", "three of three jobs", "one job alone", "too few", "too long ago"],
+)
+def test_failures_of_several_other_jobs_count(failures: tuple[NodeFailure, ...], is_avoided: bool) -> None:
+    world = Simulated(job())
+    world.node_failures = failures
+    world.to_running()
+    assert _avoided(world) == (["node-c"] if is_avoided else [])
+    assert all(avoided == ({"node-c"} if is_avoided else set()) for avoided in world.avoided.values())
+    assert world.status()["phase"] == "Running"
+
+
+def test_failures_of_other_jobs_move_no_worker_that_runs() -> None:
+    world = running(workers=1, runPolicy=BACKOFF)
+    world.change("train-worker-0-1", node="node-c")
+    world.node_failures = _others(("a", 9), ("b", 9))
+    world.end_launcher(1, {**RANK_FAILED, "pod": None, "rank": None})
+    world.to_running()
+    assert _avoided(world) == ["node-c"]
+    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1"]
+    world.node_faults = {"node-c": "KernelDeadlock"}
+    world.end_launcher(1, {**RANK_FAILED, "pod": None, "rank": None})
+    world.reconcile()
+    world.wait(5)
+    world.to_running()
+    assert sorted(name for name, pod in world.pods.items() if not pod.deletion) == [
+        "train-launcher-3",
+        "train-worker-0-3",
+    ]
+
+
+def test_a_node_with_a_fault_is_avoided_and_comes_first() -> None:
+    world = Simulated(job(spread="None"))
+    world.node_failures = _others(("a", 9), ("b", 9), node="node-a")
+    world.node_faults = {"node-b": "ReadonlyFilesystem"}
+    world.to_running()
+    assert world.status()["avoidedNodes"] == [
+        {
+            "name": "node-b",
+            "reason": "ReadonlyFilesystem",
+            "message": "the node reports the condition ReadonlyFilesystem",
+        }
+    ], "only a third of the nodes is avoided"
+    assert world.reconcile().is_empty
+    assert _on("node-b", world) == []
+
+
+def test_a_job_that_needs_every_node_avoids_none() -> None:
+    world = Simulated(job(workers=4, spread="Node"))
+    world.node_faults = {"node-b": "ReadonlyFilesystem"}
+    world.reconcile()
+    assert _avoided(world) == []
+
+
+@pytest.mark.parametrize("crash_after", [None, 1])
+def test_pods_that_find_no_other_node_may_use_the_avoided_nodes_after_a_minute(crash_after: int | None) -> None:
+    """`crash_after`: the operator is killed after it has written the status, before it deletes a pod."""
+    world = Simulated(job())
+    world.node_faults = {"node-b": "KernelDeadlock"}
+    world.reconcile()
+    world.schedule()
+    waiting = "train-worker-1-1"
+    world.change(waiting, node="", scheduled=None, scheduling_message=ROOM)
+    world.run()
+    assert world.reconcile().requeue == 60
+    world.wait(60)
+    world.crash_after = crash_after
+    world.reconcile()
+    status = world.status()
+    assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 0, 1)
+    assert (status["firstFailure"]["reason"], status["firstFailure"]["pod"]) == ("AvoidedNodeNeeded", waiting)
+    assert _avoided(world) == []
+    world.to_running()
+    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1", "train-worker-1-2"]
+    assert world.avoided["train-worker-1-2"] == set()
+    assert world.status()["phase"] == "Running"
+
+
+def test_waiting_for_the_avoided_nodes_does_not_count_against_max_disruptions() -> None:
+    world = Simulated(job(runPolicy={"failurePolicy": {"maxDisruptions": 0}}))
+    world.node_faults = {"node-b": "KernelDeadlock"}
+    world.reconcile()
+    world.change("train-worker-1-1", scheduling_message=ROOM)
+    world.wait(60)
+    world.reconcile()
+    assert (world.status()["attempt"], world.status()["phase"]) == (2, "Restarting")
+
+
+def test_nothing_is_avoided_when_nothing_runs() -> None:
+    world = running(workers=1, runPolicy=BACKOFF)
+    _fail(world, "node-c", reason="HardwareFault")
+    assert _avoided(world) == ["node-c"]
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    assert _avoided(world) == []
+    world.run()
+    world.policy_edit(suspend=False)
+    world.to_running()
+    assert _avoided(world) == ["node-c"], "the job remembers"
+    world.end_launcher(0)
+    world.reconcile()
+    assert _avoided(world) == []
+    assert world.status()["nodeFailures"], "other jobs remember"
+
+
+def test_the_rule_is_added_to_every_term_of_the_templates_own_affinity() -> None:
+    zone = {"key": "zone", "operator": "In", "values": ["a"]}
+    required = {"nodeSelectorTerms": [{"matchExpressions": [zone]}, {"matchFields": []}]}
+    pod: Any = {
+        "metadata": {"annotations": {}},
+        "spec": {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}},
+    }
+    avoid_nodes(pod, ["b", "a"])
+    rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["a", "b"]}
+    assert required["nodeSelectorTerms"] == [
+        {"matchExpressions": [zone, rule]},
+        {"matchFields": [], "matchExpressions": [rule]},
+    ]
+    assert pod["metadata"]["annotations"] == {"topkube.dev/avoided-nodes": "a,b"}
+    plain: Any = {"metadata": {"annotations": {}}, "spec": {}}
+    avoid_nodes(plain, [])
+    assert plain == {"metadata": {"annotations": {}}, "spec": {}}
+    required["nodeSelectorTerms"] = {}  # type: ignore[assignment]
+    with pytest.raises(JobError, match="nodeSelectorTerms: is not a list"):
+        avoid_nodes(pod, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("conditions", "fault"),
+    [
+        ([("Ready", "True"), ("MemoryPressure", "True"), ("EtcdIsVoter", "True")], ""),
+        ([("KernelDeadlock", "False"), ("ReadonlyFilesystem", "True")], "ReadonlyFilesystem"),
+        ([("AcceleratedHardwareReady", "True")], ""),
+        ([("AcceleratedHardwareReady", "False")], "AcceleratedHardwareReady"),
+        ([("GpuXidError", "True")], "GpuXidError"),
+    ],
+)
+def test_conditions_that_report_a_fault(conditions: list[tuple[str, str]], fault: str) -> None:
+    entries = [{"type": kind, "status": status} for kind, status in conditions]
+    assert find_fault(entries, ["GpuXidError"]) == fault
+
+
+@pytest.mark.parametrize("status", [None, 3, {"nodeFailures": 3}, {"nodeFailures": [3, {}, {"name": "a"}]}])
+def test_a_malformed_status_has_no_failures(status: Any) -> None:
+    assert read_node_failures("uid", status) == ()

@@ -1,0 +1,89 @@
+"""Children that something else changes back: they are written less and less often, reported, and forgotten
+afterwards."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkube_operator.planning.contests import Contests, describe_contest
+
+DAY = 86400
+
+
+def _policy(port: int = 1) -> dict[str, Any]:
+    return {"kind": "NetworkPolicy", "metadata": {"name": "train-worker"}, "spec": {"ingress": [{"port": port}]}}
+
+
+KEY = ("NetworkPolicy", "train-worker")
+
+
+def _fight(contests: Contests, seconds: float, step: float = 1.0) -> list[float]:
+    """Somebody changes the child back at once; it is written whenever it may be. Return the times."""
+    times, now = list[float](), 0.0
+    while now < seconds:
+        if KEY not in contests.paused(now):
+            message = "somebody" if contests.must_be_reported(_policy(), now) else ""
+            contests.count_write(_policy(), now, message)
+            times.append(now)
+        now += step
+    return times
+
+
+def test_writes_of_the_same_content_wait_twice_as_long_each_time_up_to_five_minutes() -> None:
+    times = _fight(Contests(), DAY / 4)
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    assert pauses[:9] == [1, 1, 2, 4, 8, 16, 32, 64, 128]
+    assert set(pauses[10:]) == {300}
+
+
+def test_at_the_third_write_the_fight_is_named() -> None:
+    contests = Contests()
+    for number in range(3):
+        assert not contests.troubles()
+        assert contests.must_be_reported(_policy(), number) == (number == 2)
+        contests.count_write(_policy(), number, "somebody" if number == 2 else "")
+    assert contests.troubles()[KEY].message == "somebody"
+    assert not contests.must_be_reported(_policy(), 3), "once is enough"
+
+
+def test_other_content_is_no_fight() -> None:
+    contests = Contests()
+    for attempt in range(50):
+        assert not contests.must_be_reported(_policy(attempt), attempt)
+        contests.count_write(_policy(attempt), attempt)
+        assert not contests.paused(attempt)
+
+
+def test_what_is_over_is_forgotten_and_looked_at_then() -> None:
+    contests = Contests()
+    for number in range(3):
+        contests.count_write(_policy(), number, "somebody")
+    now, looks = 2.0, 0
+    while (look := contests.seconds_to_next_change(now)) is not None:
+        now, looks = now + look, looks + 1
+        contests.paused(now)
+    assert not contests.troubles()
+    assert looks == 2, "when it may be written, and when it is over"
+    assert 600 <= now <= 700
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=200))
+def test_no_child_is_written_more_than_a_handful_of_times_a_minute(waits: list[float]) -> None:
+    contests, now, times = Contests(), 0.0, list[float]()
+    for wait in waits:
+        now += wait
+        if KEY not in contests.paused(now):
+            contests.count_write(_policy(), now)
+            times.append(now)
+    assert all(len([time for time in times if begin <= time < begin + 60]) <= 8 for begin in times)
+
+
+def test_the_words_name_who_and_what() -> None:
+    stored = {**_policy(2), "metadata": {"name": "train-worker", "managedFields": [{"manager": "kyverno"}]}}
+    assert "changes ingress[0]" in describe_contest(stored, _policy())
+    assert "kyverno (its managed fields)" in describe_contest(stored, _policy())
+    assert "deletes it" in describe_contest(None, _policy())

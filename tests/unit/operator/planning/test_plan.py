@@ -1,0 +1,322 @@
+"""`plan` by example: the life of a job from its creation to its deletion."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from datetime import timedelta
+
+import pytest
+from simulated import NODES, RANK_FAILED, Simulated, job, running
+
+
+def test_a_job_walks_through_its_phases() -> None:
+    world = Simulated(job())
+    world.reconcile()
+    assert sorted(world.pods) == ["train-launcher-1", "train-worker-0-1", "train-worker-1-1"]
+    assert world.status()["phase"] == "Pending"
+    world.schedule()
+    world.reconcile()
+    assert world.condition("Scheduled")["status"] == "True"
+    world.run()
+    world.say("Waiting", missing=(1,))
+    world.reconcile()
+    assert (world.status()["phase"], world.status()["workersReady"]) == ("Starting", "1/2")
+    assert "train-worker-1-1" in world.condition("Running")["message"]
+    world.say("Running")
+    world.reconcile()
+    assert (world.status()["phase"], world.status()["workersReady"]) == ("Running", "2/2")
+    world.wait(60)
+    world.end_launcher(0)
+    world.reconcile()
+    status = world.status()
+    assert (status["phase"], status["completionTime"]) == ("Succeeded", "2026-01-01T00:01:00Z")
+    assert status["workersReady"] == "2/2", "a job that has succeeded does not look as if its workers were missing"
+    assert status["replicaStatuses"]["launcher"]["succeeded"] == 1
+    assert world.events == ["PodsCreated", "Running", "Succeeded"]
+
+
+def test_no_phase_is_skipped_where_ranks_run_before_anybody_looks() -> None:
+    world = Simulated(job())
+    world.reconcile()
+    world.schedule()
+    world.run()
+    world.say("Running")
+    phases = [world.status()["phase"]]
+    while not (plan := world.plan()).is_empty:
+        world.carry_out(plan)
+        phases.append(world.status()["phase"])
+    assert list(dict.fromkeys(phases)) == ["Pending", "Starting", "Running"]
+
+
+def test_the_attempt_is_in_the_status_before_anything_is_made() -> None:
+    world = Simulated(job())
+    plan = world.plan()
+    assert plan.status["attempt"] == 1
+    kinds = [[manifest["kind"] for manifest in stage] for stage in plan.apply]
+    assert kinds == [["Secret", "Service", "NetworkPolicy", "NetworkPolicy"]]
+    world.carry_out(plan)
+    kinds = [[manifest["kind"] for manifest in stage] for stage in world.plan().apply]
+    assert kinds == [["Pod", "Pod"], ["Pod"]]
+    assert world.plan().apply[-1][0]["metadata"]["name"] == "train-launcher-1"
+
+
+def test_killed_between_any_two_writes_the_operator_goes_on() -> None:
+    def life(crash: int | None) -> Simulated:
+        world = Simulated(job())
+        world.crash_after = crash
+        world.to_running()
+        world.end_launcher(1, RANK_FAILED)
+        world.to_running()
+        world.end_launcher(0)
+        for _ in range(2):
+            world.reconcile()
+            world.wait(20)
+            world.run()
+        return world
+
+    whole = life(None)
+    assert (whole.status()["attempt"], whole.status()["restarts"], whole.status()["phase"]) == (2, 1, "Succeeded")
+    for crash in range(40):
+        world = life(crash)
+        assert not world.violations
+        for field in ("phase", "attempt", "restarts", "disruptions", "firstFailure"):
+            assert world.status()[field] == whole.status()[field], (crash, field)
+        assert sorted(world.pods) == sorted(whole.pods), crash
+
+
+def test_only_dead_pods_are_replaced() -> None:
+    world = running(workers=3)
+    before = {name: pod.uid for name, pod in world.pods.items()}
+    world.end("train-worker-1-1", 137, ended_reason="Error")
+    world.end_launcher(1, {"pod": "train-worker-1-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
+    world.reconcile()
+    world.run()
+    names = ["train-launcher-2", "train-worker-0-1", "train-worker-1-2", "train-worker-2-1"]
+    assert sorted(world.pods) == names
+    assert {world.pods[name].uid for name in names[1::2]} == {before[name] for name in names[1::2]}
+    failure = world.status()["firstFailure"]
+    assert (failure["pod"], failure["reason"], failure["exitCode"]) == ("train-worker-1-1", "Error", 137)
+    assert world.status()["restarts"] == 1
+
+
+def test_the_service_leads_to_the_launcher_of_the_attempt_at_the_same_address() -> None:
+    world = running()
+    address = world.children["Service", "train"].content["clusterIP"]
+    world.end_launcher(1, RANK_FAILED)
+    world.reconcile()
+    service = world.children["Service", "train"].content
+    assert service["clusterIP"] == address
+    assert service["selector"]["topkube.dev/attempt"] == "2"
+    del world.children["Service", "train"]
+    world.reconcile()
+    assert world.children["Service", "train"].content["clusterIP"] == address
+
+
+def test_a_secret_that_was_deleted_comes_back_with_the_same_bytes() -> None:
+    world = running()
+    before = world.children["Secret", "train-credentials"].content
+    del world.children["Secret", "train-credentials"]
+    world.reconcile()
+    assert world.children["Secret", "train-credentials"].content == before
+
+
+def test_restarts_are_used_up() -> None:
+    world = Simulated(job(runPolicy={"backoffLimit": 2}))
+    for attempt in (1, 2, 3):
+        world.wait(600)
+        world.to_running()
+        assert world.status()["attempt"] == attempt
+        world.end_launcher(1, RANK_FAILED)
+    world.reconcile()
+    status = world.status()
+    assert (status["phase"], status["restarts"], status["attempt"]) == ("Failed", 2, 3)
+    failed = world.condition("Failed")
+    assert failed["reason"] == "BackoffLimitExceeded"
+    assert "rank 3 failed" in failed["message"]
+    assert status["firstFailure"]["rank"] == 3
+
+
+def seconds_until_launcher(world: Simulated, attempt: int, looks_every: float | None = None) -> float:
+    """Look until the launcher of `attempt` has been made, as often as the plan asks for it; return the seconds."""
+    began = world.now
+    while f"train-launcher-{attempt}" not in world.pods:
+        plan = world.reconcile()
+        if f"train-launcher-{attempt}" not in world.pods:
+            assert plan.requeue is not None
+            world.wait(looks_every or plan.requeue)
+    return (world.now - began).total_seconds()
+
+
+@pytest.mark.parametrize("looks_every", [1, None])
+def test_quick_restarts_wait_longer_and_longer_whoever_looks(looks_every: float | None) -> None:
+    """`None`: nobody looks before the plan asks for it."""
+    world = Simulated(job(runPolicy={"backoffLimit": 9}))
+    waits = []
+    for number in range(2, 10):
+        world.to_running()
+        world.end_launcher(1, RANK_FAILED)
+        waits.append(seconds_until_launcher(world, number, looks_every))
+    assert waits == [0, 5, 10, 20, 40, 80, 160, 300]
+
+
+def test_pods_that_kubelets_refuse_are_made_anew_after_the_same_pauses() -> None:
+    """Such a pod never had a container, so nothing says when it failed."""
+    world = Simulated(job())
+    waits = []
+    for number in range(1, 4):
+        world.reconcile()
+        world.schedule()
+        world.change(f"train-worker-0-{number}", phase="Failed", reason="UnexpectedAdmissionError", message="no GPU")
+        waits.append(seconds_until_launcher(world, number + 1))
+    assert waits == [0, 5, 10]
+    assert world.status()["disruptions"] == 3
+
+
+@pytest.mark.parametrize(("policy", "left"), [("Running", 3), ("All", 0), ("None", 4)])
+def test_pods_after_the_end(policy: str, left: int) -> None:
+    world = running(workers=3, runPolicy={"cleanPodPolicy": policy})
+    world.end_launcher(0)
+    world.end("train-worker-0-1", 0)
+    world.end("train-worker-1-1", 0)
+    world.reconcile()
+    world.wait(10)  # worker 2 does not end by itself
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert len(world.pods) == left
+    assert bool(world.children) == (policy == "None")
+    counts = world.status()["replicaStatuses"]
+    assert (counts["launcher"]["succeeded"], counts["workers"]["succeeded"]) == (1, 2)
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_a_deadline_ends_the_run_even_where_pods_are_kept(colocate: bool) -> None:
+    policy = {"cleanPodPolicy": "None", "activeDeadlineSeconds": 100}
+    world = running(runPolicy=policy, launcher={"colocate": colocate})
+    launcher = world.launcher()
+    assert launcher is not None
+    world.wait(100)
+    world.reconcile()
+    assert world.status()["phase"] == "Failed"
+    world.run()
+    world.reconcile()
+    assert launcher.name not in world.pods, "it would train on"
+    assert "train-worker-1-1" in world.pods
+
+
+def test_a_finished_job_is_deleted_after_its_time_to_live() -> None:
+    world = running(runPolicy={"ttlSecondsAfterFinished": 100})
+    world.end_launcher(0)
+    world.reconcile()
+    world.wait(99)
+    world.reconcile()
+    assert world.job is not None
+    world.wait(1)
+    world.reconcile()
+    assert world.job is None
+
+
+@pytest.mark.parametrize("slow", [-7200.0, 0.0, 7200.0])
+def test_the_time_to_live_follows_the_operators_clock_and_not_a_nodes(slow: float) -> None:
+    """The clock of the launcher's node is two hours slow, or fast."""
+    world = running(runPolicy={"ttlSecondsAfterFinished": 100})
+    world.wait(10)
+    world.end_launcher(0)
+    pod = world.launcher()
+    assert pod is not None
+    ended = dataclasses.replace(pod.launcher_container, ended=world.now + timedelta(seconds=slow))
+    world.change(pod.name, containers={**pod.containers, "launcher": ended})
+    world.reconcile()
+    assert world.status()["completionTime"] == "2026-01-01T00:00:10Z"
+    world.wait(99)
+    world.reconcile()
+    assert world.job is not None, "its status and logs are still wanted"
+    world.wait(1)
+    world.reconcile()
+    assert world.job is None
+
+
+def test_a_colocated_launcher_lives_in_worker_0() -> None:
+    world = running(launcher={"colocate": True})
+    assert sorted(world.pods) == ["train-worker-0-1", "train-worker-1-1"]
+    selector = world.children["Service", "train"].content["selector"]
+    assert selector["topkube.dev/worker-index"] == "0"
+    world.end_launcher(1, RANK_FAILED)
+    world.reconcile()
+    world.run()
+    assert sorted(world.pods) == ["train-worker-0-2", "train-worker-1-1"]
+    world.to_running()
+    world.end_launcher(0)
+    world.reconcile()
+    assert world.status()["phase"] == "Succeeded"
+
+
+def test_times_of_conditions_move_only_when_they_change() -> None:
+    world = running()
+    before = world.condition("Running")
+    world.wait(100)
+    world.edit(runPolicy={"backoffLimit": 7})
+    world.reconcile()
+    after = world.condition("Running")
+    assert after["lastTransitionTime"] == before["lastTransitionTime"]
+    assert (before["observedGeneration"], after["observedGeneration"]) == (1, 2)
+    assert world.status()["observedGeneration"] == 2
+
+
+def test_progress_is_not_urgent_and_transitions_are() -> None:
+    world = running()
+    world.say("Running")
+    assert world.report is not None
+    world.report = dataclasses.replace(world.report, progress={"step": 7, "totalSteps": 10})
+    plan = world.plan()
+    assert (dict(plan.status), plan.urgency) == ({"progress": {"step": 7, "totalSteps": 10}}, "progress")
+    world.report = dataclasses.replace(world.report, progress=None, joined=1, missing=(0,))
+    assert world.plan().urgency == "soon"
+    world.end_launcher(0)
+    assert world.plan().urgency == "now"
+
+
+def test_everything_can_be_written_as_json() -> None:
+    world = Simulated(job(workers=len(NODES)))
+    while not (plan := world.plan()).is_empty:
+        json.dumps([plan.status, plan.apply])
+        world.carry_out(plan)
+
+
+# The node cache.
+
+
+def test_a_namespace_without_a_node_cache_is_refused_with_words_until_it_has_one() -> None:
+    dataset = {"uri": "s3://bucket/imagenet", "cache": {"medium": "Node"}}
+    world = Simulated(job(dataset=dataset))
+    world.reconcile()
+    condition = world.condition("Created")
+    assert (condition["status"], condition["reason"]) == ("False", "NodeCacheNotAllowed")
+    assert "namespace team has no node cache" in condition["message"]
+    assert "until then use Ephemeral or Memory" in condition["message"]
+    assert world.status()["phase"] == "Pending"
+    assert world.pods == {}
+    assert world.events.count("NodeCacheNotAllowed") == 1
+    world.node_cache = True
+    world.to_running()
+    assert world.status()["phase"] == "Running"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_condition_and_an_event_until_the_next_is_written() -> None:
+    world = running()
+
+    def report(**progress: int) -> dict[str, str]:
+        assert world.report is not None
+        world.report = dataclasses.replace(world.report, progress={"step": 9, **progress})
+        world.reconcile()
+        return {key: world.condition("CheckpointFailed").get(key, "") for key in ("status", "reason")}
+
+    assert report(checkpointStep=4) == {"status": "", "reason": ""}, "a job without a failure has no such condition"
+    failed = {"status": "True", "reason": "CheckpointFailed"}
+    assert report(checkpointStep=4, failedCheckpoints=1) == failed
+    message = "1 checkpoint of attempt 1 could not be written; the newest checkpoint is of step 4"
+    assert world.condition("CheckpointFailed")["message"].startswith(message)
+    assert report(checkpointStep=4, failedCheckpoints=1) == failed
+    assert world.events.count("CheckpointFailed") == 1
+    assert report(checkpointStep=8, failedCheckpoints=1) == {"status": "False", "reason": "CheckpointWritten"}

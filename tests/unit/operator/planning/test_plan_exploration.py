@@ -1,0 +1,228 @@
+"""`plan` in all states that a job with one worker reaches in a few steps, in every order of events."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from simulated import RANK_FAILED, Crash, Simulated, job
+
+from topkube.timestamps import parse_timestamp
+from topkube_operator.model.observed import Container, Pod
+
+DEPTH = 5
+"""Steps from the beginning. Each further one takes five times as long: 6 takes a minute."""
+DEPTH_WITH_POLICY = 5
+"""The same with a failure policy, which has more kinds of steps."""
+_FAR = 400.0
+"""Seconds beyond which times are alike."""
+
+
+def _killed_after(writes: int) -> Callable[[Simulated], None]:
+    """The operator does so many writes of its plan, and is killed."""
+
+    def act(world: Simulated) -> None:
+        world.crash_after = writes
+        plan = world.plan()
+        with contextlib.suppress(Crash):
+            world.carry_out(plan)
+        world.crash_after = None
+        _restart(world)
+
+    return act
+
+
+def _on(role: str, act: Callable[[Simulated, str], object]) -> Callable[[Simulated], None]:
+    def found(world: Simulated) -> None:
+        for name in [name for name in world.pods if role in name][-1:]:
+            act(world, name)
+
+    return found
+
+
+def _nodes_act(world: Simulated) -> None:
+    world.schedule()
+    world.run()
+
+
+def _restart(world: Simulated) -> None:
+    """Another operator: it knows what is stored, and nothing else."""
+    world.report, world.removed_at, world.last_seen, world.logs, world.troubles = None, {}, {}, {}, {}
+
+
+def _suspend(world: Simulated) -> None:
+    assert world.job is not None
+    world.policy_edit(suspend=not world.job["spec"]["runPolicy"].get("suspend", False))
+
+
+def _delete(world: Simulated) -> None:
+    assert world.job is not None
+    world.job = {**world.job, "metadata": {**world.job["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+
+
+STEPS: dict[str, Callable[[Simulated], object]] = {
+    "the operator acts": lambda world: world.reconcile(),
+    "it is killed after a write": _killed_after(1),
+    "it is killed after two writes": _killed_after(2),
+    "another operator begins": _restart,
+    "nodes act": _nodes_act,
+    "the launcher says that ranks run": lambda world: world.say("Running"),
+    "the launcher succeeds": lambda world: world.end_launcher(0),
+    "the launcher fails": lambda world: world.end_launcher(1, {**RANK_FAILED, "pod": "train-worker-0-1"}),
+    "a launcher is deleted": _on("launcher", lambda world, name: world.delete("Pod", name, world.pods[name].uid)),
+    "a worker vanishes": _on("worker", lambda world, name: world.remove(name)),
+    "suspended or resumed": _suspend,
+    "the job is deleted": _delete,
+    "time passes": lambda world: world.wait(30),
+}
+
+
+def _find_no_room(world: Simulated) -> None:
+    """The worker gets a node, and the launcher finds none: a partial gang."""
+    world.schedule()
+    for name in [name for name, pod in world.pods.items() if "launcher" in name and pod.phase == "Pending"]:
+        world.change(name, node="", scheduled=None, scheduling_message="no room")
+
+
+def _block_image(world: Simulated, name: str) -> None:
+    if world.pods[name].phase == "Pending":
+        waiting = {world.pods[name].main_container: Container(waiting="ImagePullBackOff")}
+        world.change(name, containers=waiting)
+
+
+POLICY_STEPS: dict[str, Callable[[Simulated], object]] = {
+    **STEPS,
+    "the launcher finds no room": _find_no_room,
+    "an image cannot be pulled": _on("worker", _block_image),
+    "the script is wrong": lambda world: world.end_launcher(1, {**RANK_FAILED, "reason": "SyntaxError"}),
+    "the hardware is broken": lambda world: world.end_launcher(
+        1, {**RANK_FAILED, "pod": "train-worker-0-1", "reason": "HardwareFault"}
+    ),
+    "a node reports a fault": lambda world: setattr(world, "node_faults", {"node-a": "KernelDeadlock"}),
+    "nodes are healthy": lambda world: setattr(world, "node_faults", {}),
+}
+FAILURE_POLICY = {
+    "rules": [
+        {"action": "Ignore", "onReasons": ["HardwareFault"]},
+        {"action": "Restart", "onReasons": ["ImagePullBackOff"]},
+    ],
+    "maxDisruptions": 1,
+    "pendingTimeoutSeconds": 20,
+}
+
+
+def _copied(world: Simulated) -> Simulated:
+    """Return a copy of the world. Parts that a step replaces as a whole are shared."""
+    made = copy.copy(world)
+    made.job = {**world.job, "metadata": dict(world.job["metadata"])} if world.job else None
+    for name in ("pods", "children", "removed_at", "last_seen", "troubles", "logs", "avoided"):
+        setattr(made, name, dict(getattr(world, name)))
+    made.freed, made.violations, made.events = set(world.freed), list(world.violations), []
+    return made
+
+
+def _state(world: Simulated) -> str:
+    """Return the part of a world that determines its future. Times count from now; UIDs do not count."""
+
+    def ago(time: datetime | None) -> float | None:
+        return None if time is None else min((world.now - time).total_seconds(), _FAR)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items() if key != "message"}
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return ago(parse_timestamp(value)) if isinstance(value, str) and value.startswith("2026-") else value
+
+    def seen(pod: Pod) -> list[Any]:
+        ends = {name: (ago(one.started), one.exit_code, ago(one.ended)) for name, one in pod.containers.items()}
+        waits = [pod.avoids_nodes, pod.scheduling_message, ago(pod.scheduled)]
+        return [pod.phase, pod.node, ago(pod.deletion), ends, pod.has_finalizer, ago(pod.created), *waits]
+
+    report = None if world.report is None else (world.report.attempt, ago(world.report.heard))
+    pods = {name: seen(pod) for name, pod in sorted(world.pods.items())}
+    requests = (
+        None if world.job is None else (world.job["spec"]["runPolicy"], "deletionTimestamp" in world.job["metadata"])
+    )
+    rest = [
+        world.node_faults,
+        sorted(world.freed),
+        sorted(world.removed_at),
+        sorted(world.last_seen),
+        sorted(map(str, world.children)),
+    ]
+    return json.dumps([plain(world.status()), requests, pods, report, rest], sort_keys=True)
+
+
+def _check(before: Simulated, after: Simulated, path: tuple[str, ...]) -> None:
+    old, new = before.status(), after.status()
+    assert not after.violations, (path, after.violations)
+    for count in ("attempt", "restarts", "disruptions"):
+        assert new.get(count, 0) >= old.get(count, 0), path
+    assert len(new.get("recentDisruptions", ())) <= 2, path
+    assert len(new.get("avoidedNodes", ())) <= 1, path
+    if old.get("phase") in ("Succeeded", "Failed"):
+        assert new["phase"] == old["phase"], path
+    launchers = [
+        pod.name for pod in after.pods.values() if pod.role == "launcher" and pod.is_active and not pod.deletion
+    ]
+    assert len(launchers) <= 1, path
+    assert after.job is not None
+    if path[-1] != "the operator acts":
+        return
+    plan = after.plan()
+    assert plan.is_empty, (path, plan)
+    if "deletionTimestamp" in after.job["metadata"]:
+        assert not [pod.name for pod in after.pods.values() if pod.has_finalizer], path
+        return
+    waits = plan.requeue is not None or any(pod.is_active or pod.has_finalizer for pod in after.pods.values())
+    assert waits or new["phase"] in ("Succeeded", "Failed", "Suspended"), (path, "nothing would wake the operator")
+
+
+def _explore(start: Simulated, steps: dict[str, Callable[[Simulated], object]], depth: int) -> int:
+    """Check all worlds within `depth` steps from `start`. Return how many there are."""
+    start.reconcile()
+    worlds: dict[str, tuple[Simulated, tuple[str, ...]]] = {_state(start): (start, ())}
+    known = set(worlds)
+    for _ in range(depth):
+        found: dict[str, tuple[Simulated, tuple[str, ...]]] = {}
+        for world, path in worlds.values():
+            for name, step in steps.items():
+                after = _copied(world)
+                step(after)
+                _check(world, after, (*path, name))
+                state = _state(after)
+                if state not in known:
+                    known.add(state)
+                    found[state] = (after, (*path, name))
+        worlds = found
+    return len(known)
+
+
+def test_no_order_of_events_breaks_a_promise() -> None:
+    start = Simulated(job(workers=1, runPolicy={"backoffLimit": 1}))
+    assert _explore(start, STEPS, DEPTH) > 500
+
+
+def test_no_order_of_events_breaks_a_promise_of_a_job_with_a_failure_policy() -> None:
+    start = Simulated(job(workers=1, runPolicy={"backoffLimit": 1, "failurePolicy": FAILURE_POLICY}))
+    assert _explore(start, POLICY_STEPS, DEPTH_WITH_POLICY) > 500
+
+
+def test_the_steps_of_the_failure_policy_reach_its_endings() -> None:
+    """The exploration would prove nothing if these states were out of its reach."""
+    for steps, reason in (
+        (["the launcher finds no room", "time passes", "the operator acts"], "PendingTimeout"),
+        (["an image cannot be pulled", "the operator acts"], "ImagePullBackOff"),
+        (["nodes act", "the script is wrong", "the operator acts"], "SyntaxError"),
+        (["nodes act", "the hardware is broken", "the operator acts"], "HardwareFault"),
+    ):
+        world = Simulated(job(workers=1, runPolicy={"backoffLimit": 1, "failurePolicy": FAILURE_POLICY}))
+        world.reconcile()
+        for step in steps:
+            POLICY_STEPS[step](world)
+        assert world.status()["firstFailure"]["reason"] == reason

@@ -1,0 +1,420 @@
+"""`plan` by example: the cause of a failure, whether the cluster caused it, and how it is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from simulated import RANK_FAILED, START, Simulated, job, running
+
+from topkube.launch import contract
+from topkube_operator.model.observed import Container, Pod, Policy
+
+VICTIM = "train-worker-1-1"
+DISRUPTIONS = {
+    "deleted": (lambda world: world.delete("Pod", VICTIM, world.pods[VICTIM].uid), "Deleted"),
+    "preempted": (
+        lambda world: world.change(VICTIM, disruption="PreemptionByScheduler", deletion=world.now),
+        "Preempted",
+    ),
+    "evicted": (lambda world: world.change(VICTIM, phase="Failed", reason="Evicted", message="low on disk"), "Evicted"),
+    "evicted, as newer kubelets say it": (
+        lambda world: world.change(
+            VICTIM,
+            phase="Failed",
+            reason="Evicted",
+            message="The node was low on resource: memory.",
+            disruption="TerminationByKubelet",
+        ),
+        "Evicted",
+    ),
+    "drained": (
+        lambda world: world.change(VICTIM, disruption="EvictionByEvictionAPI", deletion=world.now),
+        "Evicted",
+    ),
+    "its node is tainted": (
+        lambda world: world.change(VICTIM, disruption="DeletionByTaintManager", deletion=world.now),
+        "Evicted",
+    ),
+    "its node was removed": (
+        lambda world: world.change(VICTIM, phase="Failed", disruption="DeletionByPodGC"),
+        "NodeLost",
+    ),
+    "lost": (lambda world: world.lost.add(world.pods[VICTIM].node), "NodeLost"),
+    "gone": (lambda world: world.remove(VICTIM), "Deleted"),
+}
+
+
+@pytest.mark.parametrize(("trouble", "reason"), DISRUPTIONS.values(), ids=DISRUPTIONS)
+def test_disruptions_do_not_use_up_restarts(trouble: Any, reason: str) -> None:
+    world = running(runPolicy={"backoffLimit": 0})
+    world.change("train-worker-1-1", node="node-x")
+    trouble(world)
+    world.end_launcher(1, {"pod": "train-worker-1-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
+    world.reconcile()
+    status = world.status()
+    assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 0, 1), status
+    assert status["firstFailure"]["reason"] == reason
+    assert "train-worker-1-2" in world.pods
+
+
+def test_an_eviction_for_what_the_pod_itself_used_is_a_failure() -> None:
+    world = running()
+    words = "Usage of EmptyDir volume exceeds the limit 1Gi"
+    world.change("train-worker-0-1", phase="Failed", reason="Evicted", message=words)
+    world.end_launcher(1, {"pod": "train-worker-0-1", "reason": "WorkerLost", "exitCode": 1})
+    world.reconcile()
+    assert (world.status()["restarts"], world.status()["disruptions"]) == (1, 0)
+
+
+def test_a_worker_killed_for_memory_is_said_to_be() -> None:
+    world = running()
+    world.end("train-worker-0-1", 137, ended_reason="OOMKilled")
+    world.end_launcher(1, {"pod": "train-worker-0-1", "reason": "WorkerLost", "exitCode": 1})
+    world.reconcile()
+    failure = world.status()["firstFailure"]
+    assert (failure["reason"], failure["exitCode"]) == ("OOMKilled", 137)
+    assert failure["logTail"] == "the log of train-worker-0-1"
+
+
+def test_a_rank_killed_for_memory_in_a_living_pod_is_said_to_be_and_the_pod_stays() -> None:
+    world = running()
+    failure = {"pod": "train-worker-1-1", "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": "last words"}
+    world.end_launcher(1, failure)
+    world.reconcile()
+    told = {**failure, "node": "node-a", "message": "ended by signal 9 (exit code 137)"}
+    assert world.status()["firstFailure"] == told
+    assert "train-worker-1-1" in world.pods
+
+
+def test_a_lost_worker_is_replaced_though_its_pod_looks_alive() -> None:
+    world = running()
+    world.change("train-worker-1-1", node="node-x")
+    world.end_launcher(1, {"pod": "train-worker-1-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
+    assert world.reconcile().requeue == 5.0  # its kubelet may still say what happened
+    world.wait(5)
+    world.reconcile()
+    assert (world.status()["disruptions"], world.status()["restarts"]) == (1, 0)
+    assert world.pods["train-worker-1-1"].deletion is not None
+    assert "train-worker-1-2" in world.pods
+    world.lost.add("node-x")  # it never goes, and is in nobody's way
+    world.to_running()
+    assert world.status()["phase"] == "Running"
+
+
+def test_the_launcher_may_die_without_a_word() -> None:
+    world = running()
+    world.end("train-launcher-1", 137)
+    world.reconcile()
+    failure = world.status()["firstFailure"]
+    assert (failure["pod"], failure["exitCode"], world.status()["attempt"]) == ("train-launcher-1", 137, 2)
+    world.to_running()
+    world.remove("train-launcher-2")
+    world.reconcile()
+    assert world.status()["disruptions"] == 1
+    assert "train-launcher-3" in world.pods or world.condition("Restarting")["status"] == "True"
+
+
+def test_a_launcher_has_a_while_to_notice_that_a_worker_died() -> None:
+    world = running()
+    world.end("train-worker-0-1", 1)
+    plan = world.reconcile()
+    assert world.status()["attempt"] == 1
+    assert plan.requeue == 10.0
+    world.wait(10)
+    world.say("Running")
+    world.reconcile()
+    assert world.status()["attempt"] == 2
+    assert world.status()["firstFailure"]["pod"] == "train-worker-0-1"
+
+
+def test_a_worker_whose_node_is_said_to_be_lost_may_well_be_training() -> None:
+    world = running()
+    world.change("train-worker-0-1", node="node-x")
+    world.lost.add("node-x")
+    world.say("Running")
+    world.reconcile()
+    assert world.status()["attempt"] == 1
+    world.wait(60)  # and now the launcher has not answered either
+    world.reconcile()
+    assert world.status()["attempt"] == 2
+
+
+def test_workers_that_do_not_call_are_named() -> None:
+    world = Simulated(job(), Policy(seed=b"s" * 32, rendezvous_seconds=60))
+    world.reconcile()
+    world.schedule()
+    world.wait(86400)  # waiting in a queue is not waiting for a call
+    world.run()
+    world.say("Waiting", missing=(1,))
+    assert world.reconcile().requeue == 30.0
+    assert "Likely causes" not in world.condition("Running")["message"]
+    world.wait(30)
+    assert world.reconcile().requeue == 30.0
+    message = world.condition("Running")["message"]
+    for words in ("1 of 2 workers", "NetworkPolicy", "Next: kubectl logs train-worker-1-1"):
+        assert words in message
+    world.wait(30)
+    world.say("Waiting", missing=(1,))
+    world.reconcile()
+    failure = world.status()["firstFailure"]
+    assert (failure["reason"], failure["pod"]) == ("RendezvousTimeout", "train-worker-1-1")
+    assert world.status()["attempt"] == 2
+    assert "train-worker-1-2" in world.pods
+
+
+def test_an_image_that_cannot_be_pulled_is_pending_with_the_reason_and_fails_at_the_deadline() -> None:
+    world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100}))
+    world.reconcile()
+    world.schedule()
+    for waiting, message in [("ErrImagePull", "no such host"), ("ImagePullBackOff", "Back-off"), ("ErrImagePull", "x")]:
+        world.change("train-worker-0-1", containers={"worker": Container(waiting=waiting, waiting_message=message)})
+        world.reconcile()
+        assert world.status()["phase"] == "Pending"
+        assert world.condition("Running")["reason"] == "ImagePullBackOff"
+    assert world.events.count("ImagePullBackOff") == 1
+    world.wait(100)
+    world.reconcile()
+    assert (world.status()["phase"], world.condition("Failed")["reason"]) == ("Failed", "DeadlineExceeded")
+    failure = world.status()["firstFailure"]
+    assert (failure["reason"], failure["pod"]) == ("ImagePullBackOff", "train-worker-0-1")
+
+
+def test_the_schedulers_words_are_shown() -> None:
+    world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100}))
+    world.reconcile()
+    world.change("train-worker-1-1", scheduling_message="0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
+    world.reconcile()
+    assert world.condition("Scheduled")["reason"] == "Unschedulable"
+    assert "Insufficient nvidia.com/gpu" in world.condition("Scheduled")["message"]
+    assert world.status()["phase"] == "Pending"
+    world.wait(100)
+    world.reconcile()
+    assert world.status()["firstFailure"]["reason"] == "Unschedulable"
+
+
+def test_a_gate_is_not_called_a_lack_of_room() -> None:
+    """Kubernetes 1.27 and later: somebody holds the pod back, and the scheduler has not looked at it."""
+    world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100}))
+    world.reconcile()
+    words = "Scheduling is blocked due to non-empty scheduling gates"
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": words}
+    seen = Pod.from_object({"metadata": {"name": "gated"}, "status": {"conditions": [gated]}})
+    world.change(WORKER, scheduling_message=seen.scheduling_message, scheduling_reason=seen.scheduling_reason)
+    world.reconcile()
+    assert world.condition("Scheduled")["reason"] == world.condition("Running")["reason"] == "SchedulingGated"
+    assert words in world.condition("Scheduled")["message"]
+    world.wait(100)
+    world.reconcile()
+    assert world.status()["firstFailure"]["reason"] == "SchedulingGated"
+
+
+def test_a_log_tail_is_kept_within_bounds() -> None:
+    world = running(runPolicy={"backoffLimit": 0})
+    world.logs["train-launcher-1"] = "\n".join(f"{number} " + "ü" * 300 for number in range(50))
+    world.end("train-launcher-1", 9)
+    world.reconcile()
+    tail = world.status()["firstFailure"]["logTail"]
+    assert len(tail.encode()) <= 4096
+    assert len(tail.splitlines()) <= 20
+    assert tail.splitlines()[-1].startswith("49 ")
+
+
+LONG_LOG = "\n".join(f"line {number} " + "é" * 150 for number in range(60))
+TAIL = LONG_LOG.encode()[-4000:].decode(errors="ignore")  # what a launcher's last words can hold
+WORKER = "train-worker-1-1"
+
+
+def _ends(code: int, **more: Any) -> Callable[[Simulated], None]:
+    """Worker 1's pod ends, and the launcher has lost it."""
+
+    def act(world: Simulated) -> None:
+        world.end(WORKER, code, **more)
+        world.end_launcher(1, {"pod": WORKER, "reason": "WorkerLost", "message": "its connection was closed"})
+
+    return act
+
+
+def _says(**failure: Any) -> Callable[[Simulated], None]:
+    """The launcher ends with these words about worker 1."""
+    return lambda world: world.end_launcher(1, {"pod": WORKER, "exitCode": 1, "logTail": TAIL, **failure})
+
+
+def _waits(seconds: float, **change: Any) -> Callable[[Simulated], None]:
+    def act(world: Simulated) -> None:
+        world.change(WORKER, **change)
+        world.reconcile()
+        world.wait(seconds)
+
+    return act
+
+
+def _does_not_call(world: Simulated) -> None:
+    world.say("Waiting", missing=(1,))
+    world.reconcile()
+    world.wait(700)
+    world.say("Waiting", missing=(1,))
+
+
+def _node_lost(world: Simulated) -> None:
+    world.change(WORKER, node="node-x")
+    world.lost.add("node-x")
+    world.report = None
+    world.wait(60)
+
+
+def _never_began(prepare: Container) -> Callable[[Simulated], None]:
+    """Worker 1's init container fails: its own container waits for ever."""
+
+    def act(world: Simulated) -> None:
+        containers = {"prepare": prepare, "worker": Container(waiting="PodInitializing")}
+        world.change(WORKER, phase="Failed", ready=False, containers=containers)
+        world.say("Waiting", missing=(1,))
+
+    return act
+
+
+IMAGE = {"worker": Container(waiting="ImagePullBackOff", waiting_message="Back-off pulling image", image="none/such:1")}
+DETAIL = {"worker": Container(waiting="ErrImagePull", waiting_message="manifest unknown")}
+OWN_MEMORY = {"pod": WORKER, "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": TAIL}
+CAUSES: dict[str, tuple[Callable[[Simulated], None], str, int | None, str, bool]] = {
+    "exit code": (_ends(7), "Error", 7, "exit code 7", True),
+    "exit code of a rank": (_says(reason="Error", rank=3, exitCode=7), "Error", 7, "exit code 7", True),
+    "a signal": (_ends(139), "Error", 139, "signal 11", True),
+    "memory of the container": (_ends(137, ended_reason="OOMKilled"), "OOMKilled", 137, "memory", True),
+    "memory, in a living pod": (lambda world: world.end_launcher(1, OWN_MEMORY), "OOMKilled", 137, "", True),
+    "memory, by the worker's words": (
+        _ends(
+            137,
+            ended_message=contract.Ending(
+                attempt=1, state="Failed", exit_code=137, index=1, oom_kills=2, first_failure=None
+            ).message(),
+        ),
+        "OOMKilled",
+        137,
+        "memory",
+        True,
+    ),
+    "a hung collective": (
+        _says(reason="CollectiveTimeout", rank=3, message="rank 3 never arrived"),
+        "CollectiveTimeout",
+        1,
+        "rank 3 never arrived",
+        True,
+    ),
+    "a stall": (_says(reason="Stalled", rank=2, message="waited for: rank 2"), "Stalled", 1, "rank 2", True),
+    "no such command": (
+        _says(reason="CommandNotFound", rank=2, exitCode=127, message="'trian' is not there"),
+        "CommandNotFound",
+        127,
+        "'trian' is not there",
+        True,
+    ),
+    "evicted for its own use": (
+        lambda world: world.change(WORKER, phase="Failed", reason="Evicted", message="EmptyDir exceeds the limit 1Gi"),
+        "Evicted",
+        None,
+        "exceeds the limit",
+        True,
+    ),
+    "evicted": (
+        lambda world: world.change(WORKER, phase="Failed", reason="Evicted", message="The node was low on memory."),
+        "Evicted",
+        None,
+        "low on memory",
+        True,
+    ),
+    "preempted": (
+        lambda world: world.change(
+            WORKER,
+            disruption="PreemptionByScheduler",
+            disruption_message="preempting to accommodate a higher priority pod",
+            deletion=world.now,
+        ),
+        "Preempted",
+        None,
+        "a higher priority pod",
+        False,
+    ),
+    "an init container": (
+        _never_began(Container(started=START, exit_code=3, ended=START, ended_reason="Error")),
+        "Error",
+        3,
+        "container prepare: ended with exit code 3",
+        True,
+    ),
+    "an init container's memory": (
+        _never_began(Container(started=START, exit_code=137, ended=START, ended_reason="OOMKilled")),
+        "OOMKilled",
+        137,
+        "container prepare: exceeded its memory limit",
+        True,
+    ),
+    "its node is lost": (_node_lost, "NodeLost", None, "node-x", False),
+    "deleted": (lambda world: world.remove(WORKER), "Deleted", None, "removed", False),
+    "does not call": (_does_not_call, "RendezvousTimeout", None, WORKER, True),
+}
+PENDING: dict[str, tuple[Callable[[Simulated], None], str, str]] = {
+    "the image": (_waits(0, containers=IMAGE), "ImagePullBackOff", "the image none/such:1 cannot be pulled"),
+    "the image, in its registry's words": (_waits(0, containers=DETAIL), "ImagePullBackOff", "manifest unknown"),
+    "no room": (_waits(0, scheduling_message="0/3 nodes: 3 Insufficient cpu."), "Unschedulable", "3 Insufficient cpu."),
+    "nothing else": (_waits(0), "DeadlineExceeded", "activeDeadlineSeconds (100)"),
+}
+
+
+def _kept_after_cleanup(world: Simulated) -> None:
+    """The pods go, and what is known of the failure stays as it is."""
+    failure = dict(world.status()["firstFailure"])
+    for _ in range(3):
+        world.wait(60)
+        world.reconcile()
+        world.run()
+    assert (world.status()["phase"], world.pods) == ("Failed", {})
+    assert world.status()["firstFailure"] == failure
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_every_cause_is_named_with_its_last_words_which_outlive_the_pods(cause: str) -> None:
+    act, reason, code, words, has_log = CAUSES[cause]
+    world = running(runPolicy={"backoffLimit": 0, "cleanPodPolicy": "All"})
+    world.logs = {name: LONG_LOG for name in world.pods}
+    act(world)
+    for _ in range(3):
+        world.reconcile()
+        if world.status().get("firstFailure"):
+            break
+        world.wait(15)
+        world.run()
+    failure = world.status()["firstFailure"]
+    assert (failure["reason"], failure.get("exitCode"), failure["pod"]) == (reason, code, WORKER)
+    assert words in failure["message"]
+    assert ("logTail" in failure) == has_log
+    if has_log:
+        assert len(failure["logTail"].encode()) <= 4096
+        assert len(failure["logTail"].splitlines()) <= 20
+        assert failure["logTail"].splitlines()[-1].startswith("line 59 ")
+    world.lost.clear()
+    if world.status()["phase"] != "Failed":  # a disruption: the next attempt fails for good
+        world.wait(100)
+        world.to_running()
+        world.end_launcher(1, {**RANK_FAILED, "pod": None})
+        world.reconcile()
+    _kept_after_cleanup(world)
+
+
+@pytest.mark.parametrize("cause", PENDING)
+def test_what_never_began_fails_at_the_deadline_by_what_it_waited_for(cause: str) -> None:
+    act, reason, words = PENDING[cause]
+    world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100, "cleanPodPolicy": "All"}))
+    world.reconcile()
+    act(world)
+    world.reconcile()
+    assert world.status()["phase"] == "Pending"
+    world.wait(100)
+    world.reconcile()
+    failure = world.status()["firstFailure"]
+    assert (world.status()["phase"], failure["reason"]) == ("Failed", reason)
+    assert words in failure["message"]
+    assert words in world.condition("Failed")["message"]
+    _kept_after_cleanup(world)

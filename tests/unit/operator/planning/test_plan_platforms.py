@@ -1,0 +1,95 @@
+"""`plan` beside other controllers: Kueue's pod groups, foreign finalizers, pods of earlier jobs on lost nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from simulated import RANK_FAILED, Simulated, job, running
+
+from topkube_operator.model.observed import Child, Trouble
+
+
+def _in_group() -> Simulated:
+    data = job(runPolicy={"backoffLimit": 1})
+    data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    world = Simulated(data)
+    world.to_running()
+    assert {pod.pod_group for pod in world.pods.values()} == {"train"}
+    return world
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_kueue_group_is_told_that_it_has_ended(code: int) -> None:
+    world = _in_group()
+    if code:
+        world.policy_edit(backoffLimit=0)
+    world.end_launcher(code, RANK_FAILED if code else None)
+    world.reconcile()
+    assert world.status()["phase"] == ("Failed" if code else "Succeeded")
+    assert not [pod.name for pod in world.pods.values() if pod.is_retriable]
+
+
+def test_pods_without_a_kueue_group_are_not_annotated() -> None:
+    world = running()
+    world.end_launcher(0)
+    assert not world.plan().end_groups
+    world.reconcile()
+    assert all(pod.is_retriable for pod in world.pods.values())
+
+
+def test_a_replacement_in_a_kueue_group_waits_until_the_replaced_pod_has_ended() -> None:
+    world = _in_group()
+    world.end_launcher(1, RANK_FAILED)
+    world.end("train-worker-1-1", 1)
+    world.change("train-launcher-1", phase="Running")  # its sidecar runs on, so Kueue counts the pod
+    world.reconcile()
+    assert world.status()["attempt"] == 2
+    assert not [name for name in world.pods if name.endswith("-2")]
+    assert "train-launcher-1" in world.condition("Created")["message"]
+    world.run()
+    world.reconcile()
+    assert {name for name in world.pods if name.endswith("-2")} == {"train-launcher-2", "train-worker-1-2"}
+    assert world.pods["train-worker-0-1"].deletion is None
+
+
+def test_what_a_foreign_finalizer_keeps_is_deleted_once() -> None:
+    world = running()
+    key = ("Service", "train")
+    world.children[key] = dataclasses.replace(world.children[key], is_being_deleted=True)
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    world.run()
+    for _ in range(3):
+        plan = world.plan()
+        assert key not in {(deletion.kind, deletion.name) for deletion in plan.delete}
+        world.reconcile()
+    assert list(world.children) == [key]
+    kept = {"metadata": {"name": "a", "uid": "u", "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+    assert Child.from_object("Service", kept).is_being_deleted
+
+
+def test_a_pod_that_a_foreign_finalizer_keeps_is_deleted_once() -> None:
+    world = running(runPolicy={"cleanPodPolicy": "All"})
+    world.change("train-worker-1-1", finalizers=("example.com/keep",))
+    world.end_launcher(0)
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert list(world.pods) == ["train-worker-1-1"]
+    assert not world.plan().delete
+    assert world.pods["train-worker-1-1"].removable_from is None
+
+
+def test_a_pod_of_an_earlier_job_on_a_lost_node_does_not_block_a_job_of_the_same_name() -> None:
+    world = Simulated(job())
+    world.reconcile()
+    del world.pods["train-worker-1-1"], world.pods["train-launcher-1"]
+    world.job["status"]["conditions"] = [  # type: ignore[index]
+        entry for entry in world.status()["conditions"] if entry["type"] != "Created"
+    ]
+    world.troubles = {("Pod", "train-worker-1-1"): Trouble("Stranded", "its node is lost")}
+    world.to_running()
+    assert (world.status()["phase"], world.status()["attempt"], world.status()["restarts"]) == ("Running", 2, 0)
+    assert set(world.pods) == {"train-worker-0-1", "train-worker-1-2", "train-launcher-2"}
+    assert not world.violations

@@ -1,0 +1,223 @@
+"""`plan` beside a played Kueue that admits, evicts and frees whole jobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from played_kueue import WORKLOAD, PlayedKueue
+from simulated import RANK_FAILED, Simulated, job
+
+from topkube_operator.model.observed import Policy, Trouble
+
+POLICY = Policy(seed=b"s" * 32, workloads="kueue.x-k8s.io/v1beta1")
+SPOT = {
+    "nodeLabels": {"pool": "spot"},
+    "nodeTaints": [{"key": "spot"}],
+    "tolerations": [{"key": "spot", "operator": "Exists"}],
+}
+
+
+def queued(labels: dict[str, str] | None = None, policy: Policy = POLICY, **spec: Any) -> tuple[Simulated, PlayedKueue]:
+    data = job(**spec)
+    data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team", **(labels or {})}
+    world = Simulated(data, policy)
+    kueue = PlayedKueue(world, {"spot": SPOT})
+    world.reconcile()
+    return world, kueue
+
+
+def admitted(**spec: Any) -> tuple[Simulated, PlayedKueue]:
+    world, kueue = queued(**spec)
+    kueue.admit()
+    world.to_running()
+    assert world.status()["phase"] == "Running"
+    return world, kueue
+
+
+def test_a_job_with_a_queue_asks_for_admission_and_has_no_pods_until_then() -> None:
+    world, kueue = queued(launcher={"resources": {"requests": {"cpu": "1"}}})
+    assert (world.status()["phase"], world.pods, list(world.children)) == ("Suspended", {}, [WORKLOAD])
+    assert (world.condition("Suspended")["reason"], world.status().get("attempt")) == ("Queued", 0)
+    sets = {pods["name"]: (pods["count"], pods["template"]["spec"]) for pods in kueue.spec["podSets"]}
+    assert (kueue.spec["queueName"], {name: count for name, (count, _) in sets.items()}) == (
+        "team",
+        {"launcher": 1, "worker": 2},
+    )
+    assert sets["launcher"][1]["containers"][0]["resources"] == {"requests": {"cpu": "1"}}
+    assert "podAntiAffinity" in sets["worker"][1]["affinity"]
+    assert "env" not in sets["worker"][1]["containers"][0], "neither tokens nor plans"
+    kueue.refuse("no quota for cpu")
+    world.reconcile()
+    assert "no quota for cpu" in world.condition("Suspended")["message"]
+    assert not world.plan().status
+
+
+def test_an_admitted_job_runs_where_kueue_puts_it_and_says_that_it_does() -> None:
+    world, kueue = queued()
+    update = {"name": "worker", "labels": {"booking": "b-1"}, "nodeSelector": {"zone": "a"}}
+    kueue.admit([{"name": "check", "state": "Ready", "podSetUpdates": [update]}])
+    world.to_running()
+    assert (world.status()["phase"], world.status()["attempt"]) == ("Running", 1)
+    assert (world.events.count("Admitted"), world.events.count("Resumed")) == (1, 0)
+    worker, launcher = world.manifests["train-worker-1-1"], world.manifests["train-launcher-1"]
+    assert worker["spec"]["nodeSelector"] == {"pool": "spot", "zone": "a"}
+    assert launcher["spec"]["nodeSelector"] == {"pool": "spot"}
+    for pod in (worker, launcher):
+        assert pod["spec"]["tolerations"] == SPOT["tolerations"]
+        assert "kueue.x-k8s.io/queue-name" not in pod["metadata"]["labels"], "Kueue would queue each pod again"
+    assert worker["metadata"]["labels"]["booking"] == "b-1"
+    assert (kueue.condition("PodsReady")["status"], kueue.condition("PodsReady")["reason"]) == ("True", "Started")
+    assert world.plan().is_empty
+
+
+@pytest.mark.parametrize(("code", "reason"), [(0, "Succeeded"), (1, "Failed")])
+def test_the_end_gives_the_quota_back_when_no_pod_runs(code: int, reason: str) -> None:
+    world, kueue = admitted(runPolicy={"backoffLimit": 0})
+    world.end_launcher(code, RANK_FAILED if code else None)
+    world.reconcile()
+    assert world.status()["phase"] == reason
+    assert kueue.holds_quota(), "the workers still run"
+    world.wait(30)
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert (kueue.holds_quota(), kueue.condition("Finished")["reason"]) == (False, reason)
+    assert list(world.children) == [WORKLOAD], "it shows how the job ended"
+
+
+@pytest.mark.parametrize(("reason", "requeued"), [("Preempted", "True"), ("PodsReadyTimeout", "False")])
+def test_an_eviction_removes_all_pods_then_gives_the_quota_back(reason: str, requeued: str) -> None:
+    world, kueue = admitted()
+    kueue.evict(reason)
+    world.reconcile()
+    assert kueue.holds_quota(), "until the ranks have saved their state"
+    assert world.condition("Suspended")["reason"] == "Evicted"
+    world.run()
+    world.reconcile()
+    assert (world.pods, list(world.children), kueue.holds_quota()) == ({}, [WORKLOAD], False)
+    assert kueue.workload is not None
+    assert "admission" not in kueue.workload.content["status"]
+    for kind in ("Admitted", "PodsReady"):
+        assert kueue.condition(kind)["status"] == "False"
+    assert kueue.condition("Requeued")["status"] == requeued
+    world.wait(60)
+    kueue.admit()
+    world.to_running()
+    status = world.status()
+    assert (status["phase"], status["attempt"], status["restarts"], status["disruptions"]) == ("Running", 2, 0, 0)
+    assert not world.violations
+
+
+def test_suspending_gives_the_quota_back_and_resuming_asks_again() -> None:
+    world, kueue = admitted()
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    assert kueue.holds_quota()
+    world.run()
+    world.reconcile()
+    assert (world.pods, world.children, kueue.holds_quota()) == ({}, {}, False)
+    world.policy_edit(suspend=False)
+    world.reconcile()
+    assert (world.condition("Suspended")["reason"], world.pods) == ("Queued", {})
+    kueue.admit()
+    world.to_running()
+    assert (world.status()["phase"], world.status()["attempt"]) == ("Running", 2)
+
+
+def test_a_restart_stays_admitted_and_says_that_it_recovers() -> None:
+    world, kueue = admitted()
+    world.end_launcher(1, RANK_FAILED)
+    world.end("train-worker-1-1", 1)
+    world.reconcile()
+    assert (kueue.condition("PodsReady")["status"], kueue.condition("PodsReady")["reason"]) == (
+        "False",
+        "WaitForRecovery",
+    )
+    assert kueue.holds_quota()
+    world.to_running()
+    assert world.manifests["train-worker-1-2"]["spec"]["nodeSelector"] == {"pool": "spot"}
+    assert (kueue.condition("PodsReady")["status"], kueue.condition("PodsReady")["reason"]) == ("True", "Recovered")
+
+
+def test_a_deleted_workload_stops_the_job_which_asks_again() -> None:
+    world, kueue = admitted()
+    world.children.pop(WORKLOAD)
+    world.reconcile()
+    assert world.condition("Suspended")["reason"] == "Queued"
+    assert all(pod.deletion is not None for pod in world.pods.values())
+    assert kueue.workload is None, "not before the pods are gone"
+    world.run()
+    world.reconcile()
+    assert (world.pods, list(world.children)) == ({}, [WORKLOAD])
+
+
+@pytest.mark.parametrize(
+    ("labels", "template", "reference"),
+    [
+        ({"kueue.x-k8s.io/priority-class": "urgent"}, {}, ("WorkloadPriorityClass", "urgent")),
+        ({}, {"priorityClassName": "high"}, ("PriorityClass", "high")),
+    ],
+)
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+def test_the_priority_is_that_of_the_jobs_class(
+    labels: dict[str, str], template: dict[str, str], reference: tuple[str, str], version: str
+) -> None:
+    data = job()
+    data["spec"]["template"]["spec"] |= template
+    data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team", **labels}
+    world = Simulated(data, Policy(seed=b"s" * 32, workloads=f"kueue.x-k8s.io/{version}"))
+    world.objects[reference] = {"value": 1000}
+    world.reconcile()
+    spec = PlayedKueue(world).spec
+    assert spec["priority"] == 1000
+    kind, name = reference
+    group = "kueue.x-k8s.io" if kind.startswith("Workload") else "scheduling.k8s.io"
+    if version == "v1beta1":
+        assert (spec["priorityClassName"], spec["priorityClassSource"]) == (name, f"{group}/{kind.lower()}")
+    else:
+        assert spec["priorityClassRef"] == {"group": group, "kind": kind, "name": name}
+
+
+def test_a_flavor_that_cannot_be_read_is_named_and_no_pod_is_made() -> None:
+    world, kueue = queued()
+    world.objects.clear()
+    kueue.admit()
+    plan = world.reconcile()
+    assert world.condition("Created")["reason"] == "FlavorNotFound"
+    assert (world.pods, plan.requeue) == ({}, 10.0)
+
+
+def test_a_workload_that_cannot_be_made_is_named() -> None:
+    world, _ = queued()
+    world.children.clear()
+    world.troubles[WORKLOAD] = Trouble("Refused", "no right")
+    plan = world.plan()
+    conditions = {entry["type"]: entry for entry in plan.status["conditions"]}
+    assert conditions["Suspended"]["reason"] == "Refused"
+
+
+def test_a_queued_job_may_change_its_queue() -> None:
+    world, kueue = queued()
+    assert world.job is not None
+    world.job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "other"
+    world.reconcile()
+    assert kueue.spec["queueName"] == "other"
+
+
+def test_a_colocated_launcher_is_a_pod_set_of_its_own() -> None:
+    world, kueue = queued(launcher={"colocate": True})
+    assert [(pods["name"], pods["count"]) for pods in kueue.spec["podSets"]] == [("launcher", 1), ("worker", 1)]
+    kueue.admit()
+    world.reconcile()
+    assert world.manifests["train-worker-0-1"]["metadata"]["labels"]["kueue.x-k8s.io/podset"] == "launcher"
+
+
+@pytest.mark.parametrize("labels", [{}, {"kueue.x-k8s.io/pod-group-name": "mine"}])
+def test_without_workloads_or_with_a_pod_group_the_pods_have_the_labels(labels: dict[str, str]) -> None:
+    policy = POLICY if labels else Policy(seed=b"s" * 32)
+    world, _ = queued(labels, policy)
+    assert world.pods
+    assert WORKLOAD not in world.children
+    pod = world.manifests["train-worker-0-1"]["metadata"]["labels"]
+    assert pod["kueue.x-k8s.io/queue-name"] == "team"

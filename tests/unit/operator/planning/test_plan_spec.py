@@ -1,0 +1,357 @@
+"""`plan` by example: invalid, changed, suspended and unmanaged specs, and names that are in use."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from simulated import RANK_FAILED, Simulated, job, running
+
+from topkube_operator.model.observed import Trouble
+from topkube_operator.planning import admission
+
+
+def test_suspended_at_creation_then_resumed_then_suspended_again() -> None:
+    world = Simulated(job(runPolicy={"suspend": True, "activeDeadlineSeconds": 100}))
+    world.reconcile()
+    assert (world.status()["phase"], world.pods, world.children) == ("Suspended", {}, {})
+    assert "startTime" not in world.status()
+    world.wait(1000)
+    world.policy_edit(suspend=False)
+    world.edit(template={"spec": {**job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}})
+    world.to_running()
+    assert (world.status()["phase"], world.status()["attempt"]) == ("Running", 1)
+    assert world.condition("Suspended")["status"] == "False"
+    world.wait(90)
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert (world.status()["phase"], world.pods, world.children) == ("Suspended", {}, {})
+    world.policy_edit(suspend=False)
+    world.to_running()
+    world.wait(90)  # the deadline counts from the resumption
+    world.reconcile()
+    status = world.status()
+    assert (status["phase"], status["attempt"], status["restarts"]) == ("Running", 2, 0)
+    world.wait(10)
+    world.reconcile()
+    assert world.status()["phase"] == "Failed"
+    assert world.events.count("Resumed") == 2
+
+
+def test_while_suspended_ranks_save_their_state_nobody_else_may_reach_them() -> None:
+    world = running()
+    guards = set(world.children)
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    assert all(pod.deletion is not None for pod in world.pods.values())
+    assert set(world.children) == guards, "they guard pods that still run"
+    world.run()
+    world.reconcile()
+    assert (world.pods, world.children) == ({}, {})
+
+
+def test_a_lost_node_does_not_keep_what_a_suspended_job_has() -> None:
+    world = running()
+    world.change("train-worker-1-1", node="node-x")
+    world.lost.add("node-x")
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert (list(world.pods), world.children) == (["train-worker-1-1"], {})
+
+
+def test_somebody_elses_job_is_left_alone() -> None:
+    world = Simulated(job(runPolicy={"managedBy": "kueue.x-k8s.io/multikueue"}))
+    assert world.reconcile().is_empty
+    assert (world.status(), world.pods) == ({}, {})
+
+
+def test_a_foreign_object_with_our_name_is_reported_and_not_touched() -> None:
+    world = Simulated(job())
+    world.foreign.add(("Service", "train"))
+    world.reconcile()
+    world.reconcile()
+    created = world.condition("Created")
+    assert (created["status"], created["reason"]) == ("False", "ForeignObject")
+    assert "Service train" in created["message"]
+    assert not world.pods
+    world.foreign.clear()
+    world.to_running()
+    assert world.status()["phase"] == "Running"
+    assert world.events.count("ForeignObject") == 1
+
+
+def test_what_the_api_server_refuses_is_shown() -> None:
+    world = Simulated(job())
+    world.reconcile()
+    world.remove("train-launcher-1")
+    assert world.job is not None
+    world.job["status"]["conditions"] = []
+    world.troubles = {("Pod", "train-launcher-1"): Trouble("Refused", "exceeded quota: gpus")}
+    plan = world.plan()
+    created = next(condition for condition in plan.status["conditions"] if condition["type"] == "Created")
+    assert (created["reason"], created["message"]) == ("Refused", "Pod train-launcher-1: exceeded quota: gpus")
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [{"workers": 0}, {"workers": "two"}, {"template": {}}, {"template": "x"}, {"aggregation": {"density": 2}}],
+)
+def test_an_invalid_spec_is_said_and_nothing_is_made_until_it_is_corrected(nonsense: dict[str, Any]) -> None:
+    world = Simulated(job())
+    valid_spec = dict(world.job["spec"]) if world.job else {}
+    world.edit(**nonsense)
+    assert world.reconcile().is_empty
+    failed = world.condition("Failed")
+    assert (world.status()["phase"], failed["reason"], world.pods) == ("Failed", "InvalidSpec", {})
+    assert f"spec.{next(iter(nonsense))}" in failed["message"]
+    assert world.events == ["InvalidSpec"]
+    world.edit(**{name: valid_spec.get(name, {}) for name in nonsense})
+    world.to_running()
+    assert world.status()["phase"] == "Running"
+    assert world.condition("Failed")["status"] == "False"
+
+
+def test_a_running_job_edited_to_nonsense_keeps_its_pods_and_goes_on_when_corrected() -> None:
+    world = running()
+    pods = dict(world.pods)
+    world.edit(workers=0)
+    world.reconcile()
+    assert (world.status()["phase"], world.pods) == ("Failed", pods)
+    world.edit(workers=2)
+    world.reconcile()
+    assert (world.status()["phase"], world.status()["attempt"], world.pods) == ("Running", 1, pods)
+
+
+@pytest.mark.parametrize("nonsense", [None, "x", [], {"attempt": "many", "conditions": "x", "phase": 3}])
+def test_a_stored_status_of_nonsense_is_written_anew(nonsense: Any) -> None:
+    world = running()
+    assert world.job is not None
+    world.job["status"] = nonsense
+    plan = world.plan()
+    assert plan.status["attempt"] == 1
+    assert not [manifest for stage in plan.apply for manifest in stage if manifest["kind"] == "Pod"]
+
+
+def test_an_invalid_job_is_deleted_after_its_time_to_live() -> None:
+    world = Simulated(job(workers=0, runPolicy={"ttlSecondsAfterFinished": 100}))
+    assert world.reconcile().requeue == 100.0
+    assert world.status()["completionTime"] == "2026-01-01T00:00:00Z"
+    world.wait(99)
+    world.reconcile()
+    assert world.job is not None
+    world.wait(1)
+    world.reconcile()
+    assert world.job is None
+
+
+@pytest.mark.parametrize("ttl", ["soon", -1, True, None, 2.5])
+def test_a_time_to_live_of_nonsense_is_none(ttl: Any) -> None:
+    world = Simulated(job(workers=0, runPolicy={"ttlSecondsAfterFinished": ttl}))
+    world.wait(10**6)
+    assert world.reconcile().is_empty
+
+
+def test_a_corrected_job_has_not_ended() -> None:
+    world = Simulated(job(workers=0, runPolicy={"ttlSecondsAfterFinished": 100}))
+    world.reconcile()
+    world.wait(50)
+    world.edit(workers=2)
+    world.to_running()
+    assert world.status()["phase"] == "Running"
+    assert "completionTime" not in world.status()
+    world.wait(1000)
+    world.reconcile()
+    assert world.job is not None
+
+
+def test_a_job_that_trains_on_behind_a_nonsensical_spec_is_not_deleted_under_it() -> None:
+    world = running(runPolicy={"ttlSecondsAfterFinished": 10})
+    world.edit(workers=0)
+    world.wait(1000)
+    world.reconcile()
+    assert (world.status()["phase"], len(world.pods)) == ("Failed", 3)
+    for name in list(world.pods):
+        world.end(name, 0)
+    world.reconcile()
+    world.wait(10)
+    world.reconcile()
+    assert world.job is None
+
+
+def test_a_finished_job_edited_to_nonsense_is_still_cleaned_up_and_deleted() -> None:
+    world = running(runPolicy={"cleanPodPolicy": "All", "ttlSecondsAfterFinished": 100})
+    world.end_launcher(0)
+    world.reconcile(rounds=1)
+    world.edit(workers=0)
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert (world.status()["phase"], world.pods, world.children) == ("Succeeded", {}, {})
+    world.wait(100)
+    world.reconcile()
+    assert world.job is None
+
+
+def test_a_change_that_admission_would_refuse_is_refused_in_its_words_and_not_followed() -> None:
+    world = running(runPolicy={"backoffLimit": 5})
+    assert world.job is not None
+    before = dict(world.job)
+    template = {"spec": {"containers": [{"name": "worker", "image": "image:2", "command": ["python"]}]}}
+    world.edit(template=template, workers=3)
+    words = admission.refusal(world.job, before)
+    assert "spec.workers: cannot be changed from 2 to 3" in words
+    world.reconcile()
+    failed = world.condition("Failed")
+    assert (failed["status"], failed["reason"], failed["message"]) == ("False", "ChangeRefused", words)
+    assert world.events.count("ChangeRefused") == 1
+    assert (world.status()["phase"], world.status()["workersReady"]) == ("Running", "2/2")
+    world.end_launcher(1, RANK_FAILED)
+    world.to_running()
+    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1", "train-worker-1-1"]
+    assert world.status()["acceptedSpec"]["workers"] == 2
+    assert world.events.count("ChangeRefused") == 1
+    world.edit(template=job()["spec"]["template"], workers=2)
+    world.reconcile()
+    assert world.condition("Failed")["reason"] == "Corrected"
+
+
+def test_beside_a_refused_change_what_takes_effect_at_once_does() -> None:
+    world = running()
+    world.edit(workers=3)
+    world.policy_edit(suspend=True, backoffLimit=0)
+    world.reconcile()
+    world.run()
+    world.reconcile()
+    assert (world.status()["phase"], world.pods) == ("Suspended", {})
+    world.policy_edit(suspend=False)
+    world.to_running()
+    assert (world.status()["phase"], world.status()["workersReady"]) == ("Running", "2/2")
+    world.end_launcher(1, RANK_FAILED)
+    world.reconcile()
+    assert world.status()["phase"] == "Failed"
+    assert world.condition("Failed")["reason"] == "BackoffLimitExceeded"
+    world.edit(slotsPerWorker=9)
+    world.reconcile()
+    assert world.condition("Failed")["reason"] == "BackoffLimitExceeded"
+
+
+def test_where_pods_go_may_change_while_the_job_is_suspended_and_only_then() -> None:
+    placed = {"spec": {**job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}}
+    world = running()
+    world.edit(template=placed)
+    world.reconcile()
+    assert "only while the job is suspended" in world.condition("Failed")["message"]
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    assert world.condition("Failed")["reason"] == "Corrected"
+    world.policy_edit(suspend=False)
+    world.run()
+    world.to_running()
+    assert world.status()["acceptedSpec"]["template"] == placed
+    world.edit(template=job()["spec"]["template"])  # and what goes, goes from the stored copy too
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    assert "nodeSelector" not in world.status()["acceptedSpec"]["template"]["spec"]
+
+
+def test_null_and_absent_are_the_same_and_no_change() -> None:
+    world = running()
+    template = {"spec": {**job()["spec"]["template"]["spec"], "nodeSelector": None}, "metadata": None}
+    world.edit(template=template, dataset=None)
+    world.reconcile()
+    assert world.condition("Failed") == {}
+
+
+def test_nothing_of_an_earlier_failure_stays_in_the_status() -> None:
+    """The status is written as a merge patch, in which a field that is left out stays."""
+    world = running()
+    world.end_launcher(1, {**RANK_FAILED, "logTail": "old words"})
+    world.to_running()
+    assert world.status()["firstFailure"]["rank"] == 3
+    world.remove("train-worker-0-1")
+    world.wait(100)
+    world.end_launcher(1, {"pod": "train-worker-0-1", "reason": "WorkerLost", "message": "silent"})
+    world.reconcile()
+    failure = world.status()["firstFailure"]
+    assert failure["reason"] == "Deleted"
+    assert not {"rank", "exitCode", "logTail"} & set(failure), failure
+
+
+# Specs too large to be kept twice.
+
+LARGEST_OBJECT = 3 << 19
+"""Bytes: what etcd takes of one object, 1.5 MiB."""
+
+
+def large_template(image: str = "image:1", **spec: Any) -> dict[str, Any]:
+    container = {"name": "worker", "image": image, "command": ["python", "-c", "x" * 900_000]}
+    return {"spec": {"containers": [container], **spec}}
+
+
+def test_a_large_spec_does_not_block_its_first_status() -> None:
+    world = running(template=large_template())
+    assert len(json.dumps(world.job)) < LARGEST_OBJECT
+    assert world.status()["acceptedSpec"]["workers"] == 2
+    assert len(json.dumps(world.status())) < 16 << 10
+
+
+def test_of_a_large_spec_what_may_change_may_change() -> None:
+    world = running(template=large_template())
+    world.policy_edit(backoffLimit=7)
+    world.reconcile()
+    assert world.condition("Failed") == {}
+    world.policy_edit(suspend=True)
+    world.reconcile()
+    world.edit(template=large_template(nodeSelector={"pool": "spot"}))
+    world.reconcile()
+    assert world.condition("Failed") == {}
+    world.policy_edit(suspend=False)
+    world.run()
+    world.to_running()
+    assert (world.status()["phase"], world.condition("Failed")) == ("Running", {})
+    world.edit(workers=3)  # all but the templates is kept as it is, and followed
+    world.reconcile()
+    assert "spec.workers: cannot be changed from 2 to 3" in world.condition("Failed")["message"]
+    assert (world.status()["phase"], world.status()["workersReady"]) == ("Running", "2/2")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (large_template("image:2"), "spec.template: cannot be changed"),
+        (large_template(nodeSelector={"pool": "spot"}), "spec.template: where pods go can be changed only while"),
+    ],
+)
+def test_a_refused_change_of_a_large_template_stops_the_job_where_it_is_until_it_is_taken_back(
+    template: dict[str, Any], words: str
+) -> None:
+    world = running(template=large_template())
+    pods = dict(world.pods)
+    world.edit(template=template)
+    assert world.reconcile().is_empty
+    failed = world.condition("Failed")
+    assert (world.status()["phase"], failed["reason"], world.pods) == ("Failed", "InvalidSpec", pods)
+    assert words in failed["message"]
+    assert "revert the change" in failed["message"]
+    world.edit(template=large_template())
+    world.to_running()
+    assert (world.status()["phase"], world.condition("Failed")["status"]) == ("Running", "False")
+    world.end_launcher(0)
+    world.reconcile()
+    world.edit(template=template)
+    world.reconcile()
+    assert world.status()["phase"] == "Succeeded"
+
+
+def test_a_large_launcher_template_is_held_too() -> None:
+    launcher = {"metadata": {"annotations": {"note": "n" * 200_000}}, "spec": {"serviceAccountName": "a"}}
+    world = running(launcher={"template": launcher})
+    assert len(json.dumps(world.status())) < 16 << 10
+    world.edit(launcher={})
+    world.reconcile()
+    assert "spec.launcher.template: cannot be changed" in world.condition("Failed")["message"]

@@ -1,0 +1,234 @@
+"""`plan` causes no storms: restarts are paced whatever is missing, and additions of others to our objects stay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated import RANK_FAILED, Simulated, job, running
+
+from topkube_operator.model.observed import Trouble, difference, satisfies
+
+HOUR = 3600
+MOST_IN_AN_HOUR = 20
+"""Quick attempts: pauses of 0, 5, 10, 20, 40, 80, 160 s and then of 300 s."""
+
+
+def _vanish(world: Simulated, name: str) -> None:
+    if name in world.pods:
+        world.remove(name)
+
+
+def _launcher_name(world: Simulated) -> str:
+    return f"train-launcher-{world.status().get('attempt', 0)}"
+
+
+def _fail_launcher(world: Simulated, skew: int) -> None:
+    """The launcher fails on a node whose clock is wrong."""
+    now, world.now = world.now, world.now + timedelta(seconds=skew)
+    world.schedule()
+    world.run()
+    world.end_launcher(1, RANK_FAILED)
+    world.now = now
+
+
+TROUBLES: dict[str, Callable[[Simulated], Any]] = {
+    "the launcher is gone": lambda world: _vanish(world, _launcher_name(world)),
+    "a worker is gone": lambda world: _vanish(
+        world, max((item for item in world.pods if "worker-0" in item), default="")
+    ),
+    "all pods are gone": lambda world: [_vanish(world, name) for name in list(world.pods)],
+    "a pod is refused": lambda world: [
+        world.change(name, phase="Failed", reason="UnexpectedAdmissionError") for name in list(world.pods)[-1:]
+    ],
+    "ranks fail on a node whose clock is fast": lambda world: _fail_launcher(world, HOUR),
+    "ranks fail on a node whose clock is slow": lambda world: _fail_launcher(world, -HOUR),
+    "the operator is new": lambda world: [item.clear() for item in (world.removed_at, world.last_seen)],
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_while_the_clock_stands_still_there_are_two_attempts_at_most(trouble: str) -> None:
+    world = Simulated(job(runPolicy={"backoffLimit": 1000}))
+    for _ in range(200):
+        world.reconcile()
+        TROUBLES[trouble](world)
+    assert world.status()["attempt"] <= 3, "the third is announced, and its pods wait"
+    assert not any(name.endswith("-3") for name in world.pods)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.sampled_from(sorted(TROUBLES)), min_size=1, max_size=4), st.sampled_from([1, 4, 7]))
+def test_attempts_of_an_hour_are_few_whatever_goes_wrong(troubles: list[str], every: int) -> None:
+    world = Simulated(job(runPolicy={"backoffLimit": 1000}))
+    attempts = set()
+    for step in range(HOUR // every // 4):
+        world.reconcile()
+        TROUBLES[troubles[step % len(troubles)]](world)
+        attempts.add(world.status()["attempt"])
+        world.wait(every)
+    assert len(attempts) <= MOST_IN_AN_HOUR, attempts
+    assert not world.violations
+
+
+def _seconds_until(world: Simulated, name: str) -> float:
+    began = world.now
+    while name not in world.pods:
+        plan = world.reconcile()
+        if name not in world.pods:
+            assert plan.requeue is not None
+            world.wait(plan.requeue)
+    return (world.now - began).total_seconds()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_good_run_makes_the_pauses_short_again(answers: bool) -> None:
+    """`answers`: whether the operator reaches the launcher. If it does not, the launcher's container stands for it."""
+    world = Simulated(job(runPolicy={"backoffLimit": 99}))
+    for number in range(2, 9):
+        world.reconcile()
+        world.schedule()
+        world.run()
+        world.end_launcher(1, RANK_FAILED)
+        waited = _seconds_until(world, f"train-launcher-{number}")
+    assert waited == 160
+    world.schedule()
+    world.run()
+    if answers:
+        world.say("Running")
+    world.reconcile()
+    world.wait(60)
+    world.end_launcher(1, RANK_FAILED)
+    assert _seconds_until(world, "train-launcher-9") == 0
+    waits = []
+    for number in (10, 11, 12):
+        world.to_running()
+        world.end_launcher(1, RANK_FAILED)
+        waits.append(_seconds_until(world, f"train-launcher-{number}"))
+    assert waits == [5, 10, 20]
+
+
+def test_an_older_definition_of_the_job_that_drops_the_count_still_gets_pauses() -> None:
+    world = running(runPolicy={"backoffLimit": 99})
+    for number in range(2, 6):
+        world.wait(61)
+        world.end_launcher(1, RANK_FAILED)
+        _seconds_until(world, f"train-launcher-{number}")
+        world.to_running()
+    assert world.job is not None
+    assert world.job["status"].pop("restartsInARow") == 1
+    world.end_launcher(1, RANK_FAILED)
+    assert _seconds_until(world, "train-launcher-6") == 40
+
+
+def test_what_a_former_leader_made_late_is_removed_while_the_attempt_runs() -> None:
+    world = running()
+    world.end("train-worker-1-1", 1)
+    world.end_launcher(1, RANK_FAILED)
+    world.wait(20)
+    world.to_running()
+    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1", "train-worker-1-2"]
+    old = {name: world.last_seen[name] for name in ("train-launcher-1", "train-worker-1-1")}
+    world.wait(5)
+    for name, pod in old.items():
+        world.pods[name] = world.last_seen[name] = pod
+        world.change(
+            name, uid=f"late-{name}", created=world.now, phase="Pending", containers={}, node="", deletion=None
+        )
+    world.reconcile()
+    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1", "train-worker-1-2"]
+    assert (world.status()["attempt"], world.status()["phase"]) == (2, "Running")
+
+
+def test_a_worker_that_was_made_after_the_launcher_does_not_stand_for_the_one_that_it_waits_for() -> None:
+    """The former leader took worker 1 for lost and asked for another; this one kept it."""
+    world = running()
+    world.end_launcher(1, RANK_FAILED)
+    world.wait(20)
+    world.to_running()
+    assert "train-worker-1-1" in world.pods
+    world.wait(5)
+    late = {"name": "train-worker-1-2", "uid": "late", "attempt": 2, "created": world.now, "phase": "Pending"}
+    world.pods["train-worker-1-2"] = dataclasses.replace(world.pods["train-worker-1-1"], node="", **late)
+    world.reconcile()
+    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1", "train-worker-1-1"]
+    assert world.status()["attempt"] == 2
+
+
+# What others add.
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from("abc"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def _with_more(draw: Any, value: Any) -> Any:
+    """`value` with fields and entries that somebody added."""
+    if isinstance(value, dict):
+        more = {f"added-{number}": 1 for number in range(draw(st.integers(0, 2)))}
+        return {**more, **{key: _with_more(draw, item) for key, item in value.items()}}
+    if isinstance(value, list):
+        items = [_with_more(draw, item) for item in value]
+        for _ in range(draw(st.integers(0, 2))):
+            items.insert(draw(st.integers(0, len(items))), {"added": True})
+        return items
+    return value
+
+
+@given(PLAIN, st.data())
+def test_what_is_added_to_our_part_of_an_object_is_no_reason_to_write_it(wanted: Any, data: st.DataObject) -> None:
+    assert satisfies(_with_more(data.draw, wanted), wanted)
+
+
+@pytest.mark.parametrize(
+    ("actual", "wanted", "path"),
+    [
+        ({"a": [1, 2]}, {"a": [1, 2]}, None),
+        ({"a": [3, 2, 1]}, {"a": [1, 2]}, None),
+        ({"a": [1]}, {"a": [1, 1]}, ".a[1]"),
+        ({"a": {"b": 1}}, {"a": {"b": 2}}, ".a.b"),
+        ({"a": []}, {"a": [{"b": 1}]}, ".a[0]"),
+        ({}, {"a": {"b": 2}}, ".a"),
+        ({"a": "x"}, {"a": ["x"]}, ".a"),
+    ],
+)
+def test_what_is_missing_has_a_path(actual: Any, wanted: Any, path: str | None) -> None:
+    assert difference(actual, wanted) == path
+
+
+def test_a_rule_that_a_policy_engine_adds_stays() -> None:
+    world = running()
+    policy = world.children["NetworkPolicy", "train-worker"]
+    rule = {"from": [{"podSelector": {"matchLabels": {"app": "scanner"}}}]}
+    policy.content["ingress"].append(rule)  # type: ignore[index]
+    assert world.reconcile().is_empty
+    policy.content["ingress"].pop(0)  # type: ignore[index]
+    world.reconcile()
+    assert len(world.children["NetworkPolicy", "train-worker"].content["ingress"]) == 2
+
+
+def test_a_child_that_somebody_changes_back_is_named_and_left_for_a_while() -> None:
+    world = running()
+    key = ("NetworkPolicy", "train-worker")
+    world.children[key].content["ingress"].clear()  # type: ignore[index]
+    world.paused.add(key)
+    world.troubles[key] = Trouble("Contested", "something changes ingress[0]")
+    world.reconcile()
+    created = world.condition("Created")
+    assert (created["status"], created["reason"]) == ("True", "Contested")
+    assert "NetworkPolicy train-worker: something changes ingress[0]" in created["message"]
+    assert world.events.count("Contested") == 1
+    assert world.status()["phase"] == "Running"
+    world.paused.clear()
+    world.reconcile()
+    assert world.children[key].content["ingress"]
+    world.troubles.clear()
+    world.reconcile()
+    assert world.condition("Created")["reason"] == "PodsCreated"

@@ -1,0 +1,44 @@
+"""A stored TrainingJob, and changes of it, for the tests of admission and of the webhook."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+JOB: dict[str, Any] = {
+    "apiVersion": "topkube.dev/v1alpha1",
+    "kind": "TrainingJob",
+    "metadata": {
+        "name": "tiny",
+        "namespace": "team",
+        "uid": "u",
+        "selfLink": "/a",
+        "managedFields": [{"manager": "k"}],
+    },
+    "spec": {
+        "workers": 2,
+        "slotsPerWorker": 1,
+        "template": {
+            "metadata": {"labels": {"team": "a"}},
+            "spec": {
+                "containers": [{"name": "worker", "image": "i:1", "command": ["python", "t.py"]}],
+                "nodeSelector": {"disk": "fast"},
+            },
+        },
+        "checkpoint": {"claimName": "c"},
+    },
+}
+
+
+def changed(path: str, value: Any, job: dict[str, Any] = JOB) -> dict[str, Any]:
+    """Return `job` with `value` at spec.`path`. None removes the field."""
+    new = copy.deepcopy(job)
+    place, *rest = path.split("."), new["spec"]
+    part = rest[0]
+    for key in place[:-1]:
+        part = part[int(key)] if isinstance(part, list) else part.setdefault(key, {})
+    if value is None:
+        part.pop(place[-1], None)
+    else:
+        part[place[-1]] = value
+    return new

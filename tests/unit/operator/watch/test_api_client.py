@@ -1,0 +1,58 @@
+"""The API client without an API server: how it reads answers, and what its patches contain."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from typing import Any
+
+import pytest
+import urllib3
+
+from topkube_operator.model import names
+from topkube_operator.watch.api_client import Cluster, _error_of
+
+
+@pytest.mark.parametrize(
+    ("header", "least", "most"),
+    [
+        (None, 0, 0),
+        ("", 0, 0),
+        ("7", 7, 7),
+        ("1.5", 1.5, 1.5),
+        ("-3", 0, 0),
+        ("nan", 0, 0),
+        ("inf", 0, 0),
+        ("soon", 0, 0),
+        ("86400", 300, 300),
+        (timedelta(seconds=250), 100, 250),
+        (timedelta(days=-1), 0, 0),
+    ],
+)
+def test_retry_after_is_read_and_bounded(header: str | timedelta | None, least: float, most: float) -> None:
+    if isinstance(header, timedelta):
+        header = format_datetime(datetime.now(UTC) + header, usegmt=True)
+    body = json.dumps({"message": "too many requests", "reason": "TooManyRequests"}).encode()
+    headers = {} if header is None else {"Retry-After": header}
+    error = _error_of(urllib3.HTTPResponse(body, status=429, headers=headers), "POST", "/api/v1/pods")
+    assert (error.status, error.reason) == (429, "TooManyRequests")
+    assert least <= error.wait <= most
+
+
+def test_our_finalizer_is_removed_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call that depends on no version: other controllers write the pod too."""
+    sent: dict[str, Any] = {}
+
+    def call(method: str, path: str, body: Any, **more: Any) -> dict[str, Any]:
+        sent.update(method=method, path=path, body=body, **more)
+        return {}
+
+    cluster = Cluster.__new__(Cluster)
+    monkeypatch.setattr(cluster, "acting", lambda: True, raising=False)
+    monkeypatch.setattr(cluster, "call", call)
+    monkeypatch.setattr(cluster, "_paths", {"Pod": ("v1", "pods")}, raising=False)
+    cluster.remove_finalizer("team", "train-launcher-1", "uid-1")
+    assert (sent["method"], sent["path"]) == ("PATCH", "/api/v1/namespaces/team/pods/train-launcher-1")
+    assert sent["content"] == "application/strategic-merge-patch+json"
+    assert sent["body"]["metadata"] == {"uid": "uid-1", "$deleteFromPrimitiveList/finalizers": [names.ENDING]}

@@ -1,0 +1,167 @@
+"""Which objects belong to a job: forged and foreign ones have no effect on cache, plans and deletions."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from house import House, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated import START, Simulated, job, running
+
+from topkube.job import API_VERSION, KIND
+from topkube_operator.model import names
+from topkube_operator.model.observed import Observed, Policy
+from topkube_operator.planning import planner
+from topkube_operator.watch.watch_cache import Owner, WatchCache, find_owner
+
+OWNER = Owner("team", "train", "uid-1")
+NAMED = st.sampled_from(["team", "train", "uid-1", "TrainingJob", "", "other", "Job"])
+KINDS = ("Pod", "Service", "Secret", "NetworkPolicy", "PodGroup")
+
+
+def ended_pod(role: str = "launcher", attempt: int = 1) -> dict[str, Any]:
+    """A pod with the job's labels and owner reference whose containers ended with exit code 0."""
+    name = f"train-{role}-{attempt}"
+    ended = {"exitCode": 0, "startedAt": "2026-01-01T00:00:00Z", "finishedAt": "2026-01-01T00:00:09Z"}
+    labels = {names.JOB_NAME: "train", names.ROLE: role, names.ATTEMPT: str(attempt), names.WORKER_INDEX: "0"}
+    metadata = {
+        "name": name,
+        "namespace": "team",
+        "uid": f"uid-of-{name}",
+        "resourceVersion": "7",
+        "labels": labels,
+        "annotations": {names.DEFAULT_CONTAINER: role, names.WORKERS: "2"},
+        "ownerReferences": [names.owner("train", "uid-1")],
+    }
+    statuses = [{"name": role, "state": {"terminated": ended}}]
+    return {"kind": "Pod", "metadata": metadata, "status": {"phase": "Succeeded", "containerStatuses": statuses}}
+
+
+FORGERIES: dict[str, st.SearchStrategy[Any]] = {
+    "namespace": NAMED.filter(lambda text: text not in ("team", "")),
+    "apiVersion": st.sampled_from(
+        ["v1", "topkube.dev", "batch/v1", "evil.dev/v1alpha1", "topkube.dev.evil/v1", "", None]
+    ),
+    "kind": NAMED.filter(lambda text: text != KIND),
+    "name": NAMED.filter(lambda text: text != "train"),
+    "uid": NAMED.filter(lambda text: text != "uid-1"),
+    "controller": st.sampled_from([False, None, "true", 1]),
+}
+
+
+@st.composite
+def forged_objects(draw: st.DrawFn) -> dict[str, Any]:
+    """An object that looks like a child of the job, except for one or more parts of its ownership."""
+    item = ended_pod(draw(st.sampled_from(["launcher", "worker"])), draw(st.integers(1, 3)))
+    parts = draw(st.lists(st.sampled_from(sorted(FORGERIES)), min_size=1, unique=True))
+    for part in parts:
+        value = draw(FORGERIES[part])
+        place = item["metadata"] if part == "namespace" else item["metadata"]["ownerReferences"][0]
+        place[part] = value
+    return item
+
+
+def seen(store: WatchCache) -> Observed:
+    return store.observe(OWNER, Policy(seed=b"s" * 32), None, {}, {})
+
+
+@given(st.lists(st.tuples(st.sampled_from(KINDS), forged_objects()), max_size=4))
+def test_forged_objects_are_neither_stored_nor_planned_with(forged: list[tuple[str, dict[str, Any]]]) -> None:
+    stored, empty = WatchCache(), WatchCache()
+    for kind, item in forged:
+        key = stored.put(kind, item)
+        assert key != OWNER.key or find_owner(item) != OWNER
+        name = (item["metadata"]["namespace"], item["metadata"]["name"])
+        assert stored.child(kind, name, OWNER) is None
+    assert seen(stored) == seen(empty)
+    attempt_runs = running().job
+    for world in (job(), attempt_runs):
+        assert world is not None
+        now = START + timedelta(seconds=60)
+        assert planner.plan(world, seen(stored), now) == planner.plan(world, seen(empty), now)
+    for kind, item in forged:
+        stored.remove(kind, (item["metadata"]["namespace"], item["metadata"]["name"]), item["metadata"]["uid"])
+    assert not seen(stored).removed_at
+    assert not seen(stored).last_seen
+
+
+@given(forged_objects(), st.sampled_from(KINDS))
+def test_a_forged_object_neither_replaces_nor_removes_a_real_child(forged: dict[str, Any], kind: str) -> None:
+    store = WatchCache()
+    genuine = ended_pod()
+    store.put(kind, genuine)
+    before = seen(store)
+    forged["metadata"].update(uid="uid-of-the-forgery", resourceVersion="99")
+    same_place = forged["metadata"]["namespace"] == "team" and forged["metadata"]["name"] == "train-launcher-1"
+    store.put(kind, forged)
+    if not same_place:  # two objects never share kind, namespace and name
+        assert seen(store) == before
+        store.remove(kind, (forged["metadata"]["namespace"], forged["metadata"]["name"]), "uid-of-the-forgery")
+        assert seen(store) == before
+
+
+def test_pods_of_a_deleted_job_of_another_namespace_are_not_left_behind() -> None:
+    store = WatchCache()
+    item = ended_pod()
+    item["metadata"].update(namespace="evil", deletionTimestamp="2026-01-01T00:00:00Z")
+    store.put("Pod", item)
+    assert store.find_stuck_pods(OWNER.key) == []
+
+
+def test_a_child_whose_owner_was_taken_away_is_no_child_any_more() -> None:
+    store = WatchCache()
+    item = ended_pod()
+    assert store.put("Pod", item) == OWNER.key
+    item["metadata"].update(ownerReferences=[], resourceVersion="8")
+    assert store.put("Pod", item) == OWNER.key, "the job has to look again"
+    assert seen(store).pods == ()
+
+
+def test_every_version_of_our_group_owns() -> None:
+    item = ended_pod()
+    assert find_owner(item) == OWNER
+    item["metadata"]["ownerReferences"][0]["apiVersion"] = "topkube.dev/v1"
+    assert find_owner(item) == OWNER
+    assert API_VERSION.startswith("topkube.dev/")
+
+
+@pytest.fixture
+def house() -> Any:
+    house = House()
+    yield house
+    house.controller.stop()
+
+
+def test_a_pod_of_another_namespace_neither_ends_the_job_nor_is_deleted(house: House) -> None:
+    """The attack of the review: our labels, the victim's UID, exit code 0."""
+    house.create_job()
+    wait_until(lambda: "train-launcher-1" in house.server.names("Pod") and house.is_idle())
+    forged = ended_pod()
+    forged["metadata"].update(name="a-launcher-1", namespace="evil", uid="uid-of-evil")
+    forged["metadata"]["ownerReferences"] = [names.owner("train", "uid-of-train")]
+    house.server.keep(copy.deepcopy(forged))
+    house.store.put("Pod", forged)
+    house.controller.reconcile(("team", "train"))
+    assert house.condition("Succeeded") == {}
+    assert ("Pod", "evil", "a-launcher-1") in house.server.objects
+
+
+def test_an_object_of_our_name_with_a_forged_owner_is_not_adopted(house: House) -> None:
+    forged = {"kind": "Service", "metadata": {"name": "train", "namespace": "team"}, "spec": {"clusterIP": "10.0.0.1"}}
+    reference = {**names.owner("train", "uid-of-train"), "apiVersion": "evil.dev/v1"}
+    forged["metadata"]["ownerReferences"] = [reference]  # type: ignore[index]
+    house.server.keep(forged)
+    house.create_job()
+    wait_until(lambda: house.condition("Created").get("reason") == "ForeignObject")
+    assert "train-launcher-1" not in house.server.names("Pod")
+
+
+def test_the_simulated_world_still_ends_by_its_own_launcher() -> None:
+    world: Simulated = running()
+    world.end_launcher(0)
+    world.reconcile()
+    assert world.status()["phase"] == "Succeeded"

@@ -1,0 +1,366 @@
+"""The watch cache and the work queue with late, repeated and lost messages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated import job
+
+from topkube.job.cached_dataset import object_name
+from topkube.timestamps import format_timestamp
+from topkube_operator.model import names
+from topkube_operator.model.observed import Observed, Pod, Policy
+from topkube_operator.watch import watch_cache as store_module
+from topkube_operator.watch.watch_cache import Owner, WatchCache
+from topkube_operator.watch.work_queue import WorkQueue
+
+KEY = ("team", "train")
+
+
+def child(name: str, version: int, uid: str = "", owner: str = "uid-1", **more: Any) -> dict[str, Any]:
+    metadata = {
+        "name": name,
+        "namespace": "team",
+        "uid": uid or f"uid-of-{name}",
+        "resourceVersion": str(version),
+        "ownerReferences": [names.owner("train", owner)],
+        "labels": {names.JOB_NAME: "train", names.ROLE: "worker", names.WORKER_INDEX: "0", names.ATTEMPT: "1"},
+    }
+    return {"metadata": metadata, **more}
+
+
+def stored(version: int, uid: str = "uid-1", **more: Any) -> dict[str, Any]:
+    metadata = {"name": "train", "namespace": "team", "uid": uid, "resourceVersion": str(version)}
+    return {"metadata": {**metadata, "managedFields": ["long"]}, **more}
+
+
+def node(name: str, ready: str) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "status": {"conditions": [{"type": "Ready", "status": ready}]}}
+
+
+def seen(store: WatchCache, owner: str = "uid-1") -> Observed:
+    return store.observe(Owner("team", "train", owner), Policy(), None, {}, {})
+
+
+def ended(name: str, second: int) -> dict[str, Any]:
+    at = f"2026-01-01T00:00:{second:02}Z"
+    return {"name": name, "state": {"terminated": {"exitCode": 1, "startedAt": at, "finishedAt": at}}}
+
+
+def running(name: str) -> dict[str, Any]:
+    return {"name": name, "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
+
+
+def test_an_older_message_changes_nothing() -> None:
+    store = WatchCache()
+    assert store.put("Pod", child("a", 5, status={"phase": "Running"})) == KEY
+    assert store.put("Pod", child("a", 4, status={"phase": "Pending"})) is None
+    assert store.put("Pod", child("a", 5)) is None
+    assert seen(store).pods[0].phase == "Running"
+    assert store.put_job(stored(7))
+    assert not store.put_job(stored(6))
+    assert store.job(KEY) == {
+        "metadata": {"name": "train", "namespace": "team", "uid": "uid-1", "resourceVersion": "7"}
+    }
+
+
+def test_only_ended_pods_that_are_being_deleted_are_left_behind() -> None:
+    """Stuck pods of an existing job, of a removed job and of an earlier job are found. Running pods are not."""
+    store = WatchCache()
+    for name, phase in (("runs", "Running"), ("ended", "Failed"), ("done", "Succeeded")):
+        pod_object = child(name, 5, status={"phase": phase})
+        pod_object["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        store.put("Pod", pod_object)
+    store.put("Pod", child("kept", 5, status={"phase": "Failed"}))
+
+    def left() -> list[str]:
+        return sorted(pod.name for pod in store.find_stuck_pods(KEY))
+
+    store.put_job(stored(1))
+    assert left() == ["done", "ended"]
+    store.remove_job(KEY, "uid-1")
+    assert left() == ["done", "ended"]
+    store.put_job(stored(9, uid="uid-2"))  # the next job of this name
+    assert left() == ["done", "ended"]
+    for name in ("runs", "ended", "done", "kept"):
+        store.remove("Pod", ("team", name), f"uid-of-{name}")
+    assert left() == []
+
+
+@pytest.mark.parametrize(
+    ("status", "second"),
+    [
+        # It was asked to end at second 0, and has until second 30.
+        ({"phase": "Failed", "containerStatuses": [ended("worker", 4), ended("sidecar", 7)]}, 12),
+        ({"phase": "Succeeded", "containerStatuses": [ended("worker", 58)]}, 35),
+        ({"phase": "Failed", "reason": "Evicted"}, 35),
+        ({"phase": "Pending", "containerStatuses": [{"name": "worker", "state": {"waiting": {}}}]}, 5),
+        ({"phase": "Pending"}, 5),
+        ({"phase": "Pending", "initContainerStatuses": [running("prepare")]}, None),
+        ({"phase": "Pending", "initContainerStatuses": [ended("prepare", 1)]}, None),
+        ({"phase": "Running", "containerStatuses": [running("worker")]}, None),
+        ({"phase": "Running", "containerStatuses": [ended("worker", 4), running("sidecar")]}, None),
+        ({"phase": "Running"}, None),
+        ({"phase": "Unknown"}, None),
+    ],
+)
+def test_a_pod_is_overdue_when_nothing_of_it_runs_any_more(status: dict[str, Any], second: int | None) -> None:
+    pod = child("a", 5, status=status)
+    assert Pod.from_object(pod).removable_from is None, "nobody deletes it"
+    pod["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:30Z", "deletionGracePeriodSeconds": 30}
+    overdue = Pod.from_object(pod).removable_from
+    assert overdue == (None if second is None else datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=second))
+
+
+def test_a_late_answer_does_not_raise_the_dead() -> None:
+    store = WatchCache()
+    store.put("Pod", child("a", 5))
+    assert store.remove("Pod", ("team", "a"), "uid-of-a") == KEY
+    assert store.put("Pod", child("a", 6)) is None
+    assert not seen(store).pods
+    assert "a" in seen(store).removed_at
+    assert store.put("Pod", child("a", 9, uid="another")) == KEY
+    store.put_job(stored(7))
+    store.remove_job(KEY, "uid-1")
+    assert not store.put_job(stored(8))
+    assert store.put_job(stored(9, uid="uid-2"))
+
+
+def test_a_removal_of_an_earlier_object_of_that_name_does_not_remove_the_later_one() -> None:
+    store = WatchCache()
+    store.put("Pod", child("a", 9, uid="later"))
+    assert store.remove("Pod", ("team", "a"), "earlier") is None
+    assert [pod.uid for pod in seen(store).pods] == ["later"]
+    store.put_job(stored(9, uid="uid-2"))
+    store.remove_job(KEY, "uid-1")
+    assert store.job(KEY) is not None
+
+
+def test_a_list_takes_away_what_a_broken_watch_did_not_tell() -> None:
+    store = WatchCache()
+    for name in ("a", "b"):
+        store.put("Pod", child(name, 5))
+    other = child("c", 5)
+    other["metadata"]["namespace"] = "elsewhere"
+    store.put("Pod", other)
+    assert store.replace("Pod", "team", [child("b", 5)]) == {KEY}
+    assert {pod.name for pod in seen(store).pods} == {"b"}
+    assert store.replace("Pod", None, []) == {KEY, ("elsewhere", "train")}
+
+
+def test_what_the_job_does_not_control_is_not_seen() -> None:
+    store = WatchCache()
+    pod = child("a", 5)
+    pod["metadata"]["ownerReferences"][0]["controller"] = False
+    assert store.put("Pod", pod) is None
+    store.put("Pod", child("b", 5, owner="uid-of-an-earlier-job"))
+    assert not seen(store).pods
+    assert store.child("Pod", ("team", "b"), Owner("team", "train", "uid-1")) is None
+
+
+def test_secrets_are_kept_as_digests() -> None:
+    store = WatchCache()
+    store.put("Secret", child("train-credentials", 5, data={"key": "c2VjcmV0"}))
+    assert "c2VjcmV0" not in repr(seen(store).children)
+
+
+def test_a_node_is_lost_when_nobody_hears_from_it_and_not_when_it_is_new() -> None:
+    store = WatchCache()
+    store.put("Pod", child("a", 5, spec={"nodeName": "node-a"}))
+    assert seen(store).lost_nodes == frozenset()
+    assert store.put_node(node("node-a", "True")) == {KEY}
+    assert store.put_node(node("node-a", "False")) == set()  # its kubelet speaks, if only of trouble
+    assert seen(store).lost_nodes == frozenset()
+    assert store.put_node(node("node-a", "Unknown")) == {KEY}
+    assert seen(store).lost_nodes == {"node-a"}
+    store.put_node(node("node-a", "True"))
+    assert store.replace_nodes([node("node-b", "True")]) == {KEY}
+    assert seen(store).lost_nodes == {"node-a"}
+
+
+def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
+    store = WatchCache(["GpuXidError"])
+    now = format_timestamp(datetime.now(UTC))
+    faulty = node("node-a", "True")
+    faulty["status"]["conditions"].append({"type": "GpuXidError", "status": "True"})
+    faulty["metadata"]["labels"] = {"kubernetes.io/hostname": "host-a"}
+    store.put_node(faulty)
+    cordoned = {**node("node-b", "True"), "spec": {"unschedulable": True}}
+    store.put_node(cordoned)
+    store.put_node(node("node-c", "Unknown"))
+    failures = [
+        {"name": "node-b", "count": 2, "reason": "Error", "lastFailureTime": now},
+        {"name": "node-c", "count": 2, "reason": "Error", "lastFailureTime": "2020-01-01T00:00:00Z"},
+    ]
+    store.put_job(stored(1, status={"nodeFailures": failures}))
+    other = {**stored(2, uid="uid-2", status={"nodeFailures": failures})}
+    other["metadata"]["name"] = "other"
+    store.put_job(other)
+    found = seen(store)
+    assert found.node_faults == {"node-a": "GpuXidError"}
+    assert found.nodes == 1
+    assert found.hostnames == {"node-a": "host-a", "node-b": "node-b", "node-c": "node-c"}
+    assert [(failure.node, failure.job, failure.count) for failure in found.node_failures] == [("node-b", "uid-2", 2)]
+    store.put_node(node("node-a", "True"))
+    store.remove_job(("team", "other"), "uid-2")
+    found = seen(store)
+    assert (found.node_faults, found.node_failures) == ({}, ())
+
+
+def test_a_key_is_worked_on_by_one_and_comes_again_when_there_was_news() -> None:
+    queue = WorkQueue()
+    queue.add(KEY)
+    queue.add(KEY)
+    assert queue.get() == KEY
+    queue.add(KEY)
+    queue.add(("team", "other"))
+    assert queue.get() == ("team", "other")
+    queue.done(("team", "other"))
+    queue.done(KEY)
+    assert queue.get() == KEY
+    queue.done(KEY)
+    assert queue.oldest() == 0
+    threading.Timer(0.05, queue.close).start()
+    assert queue.get() is None
+
+
+def test_the_earliest_of_several_appointments_counts() -> None:
+    queue = WorkQueue()
+    begun = time.monotonic()
+    queue.add_after(KEY, 100)
+    queue.add_after(KEY, 0.05)
+    queue.add_after(KEY, 50)
+    assert queue.get() == KEY
+    assert 0.04 < time.monotonic() - begun < 20
+    queue.done(KEY)
+    queue.add_after(("team", "late"), 100)
+    queue.add(("team", "soon"))
+    assert queue.get() == ("team", "soon")
+
+
+# The node cache.
+
+
+def _claim(namespace: str, phase: str = "Bound", **metadata: Any) -> dict[str, Any]:
+    known = {"name": "topkube-node-cache", "namespace": namespace, "uid": f"claim-{namespace}", **metadata}
+    return {"metadata": known, "status": {"phase": phase}}
+
+
+def _cached(uri: str, nodes: dict[str, int]) -> dict[str, Any]:
+    nodes_status = [{"name": name, "percent": percent} for name, percent in nodes.items()]
+    metadata = {"name": object_name(uri), "namespace": "team"}
+    return {"metadata": metadata, "spec": {"uri": uri}, "status": {"nodes": nodes_status}}
+
+
+def _node(name: str, ready: str = "True") -> dict[str, Any]:
+    labels = {"kubernetes.io/hostname": f"host-of-{name}"}
+    return {
+        "metadata": {"name": name, "labels": labels},
+        "status": {"conditions": [{"type": "Ready", "status": ready}]},
+    }
+
+
+def test_jobs_see_the_node_cache_of_their_namespace_and_the_nodes_that_are_warm_and_alive() -> None:
+    store, uri = WatchCache(), "s3://bucket/x"
+    stored_job = job(dataset={"uri": uri})
+    stored_job["metadata"]["resourceVersion"] = "1"
+    store.put_job(stored_job)
+
+    def seen() -> tuple[bool, dict[str, int]]:
+        observed = store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}, stored_job)
+        return observed.node_cache, dict(observed.warm)
+
+    store.replace_nodes([_node("a"), _node("b"), _node("dead", "Unknown")])
+    store.put_cached(_cached(uri, {"a": 100, "b": 20, "dead": 100, "gone": 100}))
+    assert seen() == (False, {})
+    assert store.put_claim(_claim("team", "Pending")) == set()
+    assert store.put_claim(_claim("elsewhere")) == set()
+    assert store.put_claim(_claim("team")) == {("team", "train")}, "jobs that wait for it are looked at"
+    assert store.put_claim(_claim("team")) == set()
+    assert seen() == (True, {"host-of-a": 100, "host-of-b": 20})
+    store.put_cached(_cached("s3://bucket/other", {"b": 100}))
+    assert seen()[1] == {"host-of-a": 100, "host-of-b": 20}
+    store.replace_cached(None, [])
+    assert seen() == (True, {})
+    assert store.put_claim(_claim("team", deletionTimestamp="2026-01-01T00:00:00Z")) == {("team", "train")}
+    assert seen() == (False, {})
+    store.put_claim(_claim("team"))
+    assert store.replace_claims(None, []) == {("team", "train")}
+
+
+def test_a_claim_of_another_name_is_no_node_cache() -> None:
+    store = WatchCache()
+    store.put_claim(_claim("team", name="mine"))
+    assert not store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}, job()).node_cache
+
+
+# Nothing grows for ever.
+
+
+def test_an_appointment_that_an_earlier_one_replaces_is_not_kept() -> None:
+    """A deadline 6 hours away, and progress every 15 seconds: for an hour."""
+    queue = WorkQueue()
+    for round_ in range(240):
+        queue.add_after(KEY, 6 * 3600 - 15 * round_)
+        assert queue.count_scheduled() == 1
+    for round_ in range(240):
+        for number in range(50):
+            queue.add_after(("team", str(number)), 6 * 3600 - 15 * round_)
+    assert queue.count_scheduled() <= 76
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.0, 1e6)), max_size=200))
+def test_the_queue_keeps_the_earliest_appointment_of_each_key(appointments: list[tuple[int, float]]) -> None:
+    queue, earliest = WorkQueue(), dict[int, float]()
+    now = time.monotonic()
+    for number, seconds in appointments:
+        queue.add_after(("team", str(number)), 1000 + seconds)
+        earliest[number] = min(seconds, earliest.get(number, seconds))
+    assert queue.count_scheduled() <= len(earliest) + len(earliest) // 2
+    kept = {key: due for due, key in sorted(queue._later, reverse=True)}
+    assert {int(name): round(due - now - 1000) for (_, name), due in kept.items()} == pytest.approx(earliest, abs=3)
+
+
+def test_a_hundred_thousand_burials_take_no_longer_each_than_ten_thousand() -> None:
+    def seconds(count: int) -> float:
+        store = WatchCache()
+        begun = time.process_time()
+        for number in range(count):
+            store.remove("Pod", ("team", f"pod-{number}"), f"uid-{number}")
+        return time.process_time() - begun
+
+    few = seconds(9_000)
+    assert seconds(27_000) < 20 * few + 0.5
+
+
+def test_what_went_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_MOST_REMEMBERED", 10)
+    monkeypatch.setattr(store_module, "_REMEMBERED", timedelta(0))
+    store = WatchCache()
+    for number in range(100):
+        store.put("Pod", child(f"pod-{number}", 5))
+        store.remove("Pod", ("team", f"pod-{number}"), f"uid-of-pod-{number}")
+    assert len(store._removed) == len(store._removals) == 11
+    assert len(seen(store).removed_at) == 11
+    assert "pod-99" in seen(store).removed_at
+
+
+def test_nodes_that_were_removed_are_forgotten_unless_a_pod_is_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster that grows and shrinks all day gives each node another name."""
+    store = WatchCache()
+    store.put("Pod", child("a", 5, spec={"nodeName": "node-0"}))
+    for number in range(100):
+        store.put_node(node(f"node-{number}", "True"))
+        store.remove_node(f"node-{number}")
+    monkeypatch.setattr(store_module, "_REMEMBERED", timedelta(0))
+    store.remove_node("node-99")
+    assert set(store._nodes) == set(store._hostnames) == {"node-0"}
+    assert seen(store).lost_nodes == {"node-0"}
+    store.put_node(node("node-0", "True"))
+    assert seen(store).lost_nodes == set()

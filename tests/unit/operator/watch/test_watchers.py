@@ -1,0 +1,196 @@
+"""Watchers on a small simulated API server: no hot loop, and a restore of the cluster from a backup is detected."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from house import wait_until
+from simulated import job
+
+from topkube.job import KIND
+from topkube_operator.model import names
+from topkube_operator.model.observed import Policy
+from topkube_operator.watch import watchers
+from topkube_operator.watch.api_client import ApiError
+from topkube_operator.watch.watch_cache import Owner, WatchCache
+from topkube_operator.watch.watchers import Watchers
+from topkube_operator.watch.work_queue import Key
+
+Thing = dict[str, Any]
+
+
+class Api:
+    """Lists what it holds, and answers a watch as `on_watch` says."""
+
+    def __init__(self, on_watch: Callable[[str], Iterator[Thing]]) -> None:
+        self.version, self.items, self.on_watch = 1000, list[Thing](), on_watch
+        self.lists = list[tuple[float, str]]()
+        self.watches = list[tuple[str, str]]()
+
+    def list(self, kind: str, namespace: str | None, selector: str = "", **_: Any) -> tuple[list[Thing], str]:
+        self.lists.append((time.monotonic(), kind))
+        return [item for item in self.items if item["kind"] == kind], str(self.version)
+
+    def watch(self, kind: str, namespace: str | None, selector: str, version: str) -> Iterator[Thing]:
+        self.watches.append((kind, version))
+        yield from self.on_watch(kind)
+
+    def get(self, kind: str, namespace: str, name: str) -> Thing:
+        return next(item for item in self.items if (item["kind"], item["metadata"]["name"]) == (kind, name))
+
+
+def _follow(api: Api, store: WatchCache, kinds: tuple[str, ...] = ("Pod",)) -> Watchers:
+    cluster: Any = api
+    return Watchers(cluster, store, [], kinds, list)
+
+
+def _run(following: Watchers) -> threading.Thread:
+    thread = threading.Thread(target=following._follow, args=("Pod", None), daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("ends", ["410", "at once, without a word"])
+def test_a_watch_that_ends_at_once_is_begun_again_after_growing_pauses(ends: str) -> None:
+    def on_watch(kind: str) -> Iterator[Thing]:
+        if ends == "410":
+            raise ApiError(410, "too old resource version")
+        yield from ()
+
+    api = Api(on_watch)
+    following = _follow(api, WatchCache())
+    began = time.monotonic()
+    thread = _run(following)
+    wait_until(lambda: len(api.watches) >= 3)
+    assert time.monotonic() - began >= 0.2 * 0.8 + 0.4 * 0.8
+    following.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_watcher_waits_for_as_long_as_the_server_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_watch(kind: str) -> Iterator[Thing]:
+        raise ApiError(429, "too many requests", wait=40.0)
+        yield
+
+    following = _follow(Api(on_watch), WatchCache())
+    waits = list[float]()
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        following._stopped.set()
+        return True
+
+    monkeypatch.setattr(following, "_stopped", _Stopped(wait))
+    following._follow("Pod", None)
+    assert 30 < waits[0] < 70
+
+
+class _Stopped:
+    """An event that notes how long somebody waits for it."""
+
+    def __init__(self, wait: Callable[[float], bool]) -> None:
+        self.wait, self._set = wait, False
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+
+
+def _pod(version: int, phase: str) -> Thing:
+    reference = {
+        "kind": KIND,
+        "apiVersion": "topkube.dev/v1alpha1",
+        "name": "train",
+        "uid": "uid-1",
+        "controller": True,
+    }
+    metadata = {"name": "a", "namespace": "team", "uid": "uid-of-a", "resourceVersion": str(version)}
+    labels = {names.ROLE: "worker", names.WORKER_INDEX: "0", names.ATTEMPT: "1"}
+    return {
+        "kind": "Pod",
+        "metadata": {**metadata, "ownerReferences": [reference], "labels": labels},
+        "status": {"phase": phase},
+    }
+
+
+def _job(version: int, workers: int) -> Thing:
+    new_job = job(workers=workers)
+    new_job["metadata"]["resourceVersion"] = str(version)
+    return new_job
+
+
+def test_a_cluster_that_was_restored_from_a_backup_is_noticed_and_taken_as_it_is() -> None:
+    """Versions go back: what is known looks newer than what is there, and watches are silent."""
+    held = threading.Event()
+
+    def on_watch(kind: str) -> Iterator[Thing]:
+        held.wait(20)
+        yield from ()
+
+    api, store = Api(on_watch), WatchCache()
+    api.items = [_pod(990, "Running"), _job(991, 3)]
+    following = _follow(api, store)
+    store.put_job(_job(991, 3))
+    for kind, namespace in following._tasks:
+        following._list(kind, namespace)
+    following.audit()
+    assert [pod.phase for pod in store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
+        "Running"
+    ]
+    store.remove("Pod", ("team", "b"), "uid-of-b")  # went after the backup, and is back
+    back = _pod(480, "Pending")
+    back["metadata"] |= {"name": "b", "uid": "uid-of-b"}
+    api.version, api.items = 500, [_pod(470, "Pending"), back, _job(471, 2)]
+    changed_keys: set[Key] = following.audit()
+    assert ("team", "train") in changed_keys
+    assert [pod.phase for pod in store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
+        "Pending",
+        "Pending",
+    ]
+    known = store.job(("team", "train"))
+    assert known is not None
+    assert (known["spec"]["workers"], known["metadata"]["resourceVersion"]) == (2, "471")
+    lists = len(api.lists)
+    following.audit()
+    assert len(api.lists) == lists + 1, "it is over"
+
+
+def test_a_watch_from_before_the_restore_begins_anew_from_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchers, "_SHORT_WATCH", 0.0)
+    go = threading.Semaphore(0)
+
+    def on_watch(kind: str) -> Iterator[Thing]:
+        go.acquire()
+        yield from ()
+
+    api, store = Api(on_watch), WatchCache()
+    following = _follow(api, store)
+    thread = _run(following)
+    wait_until(lambda: api.watches == [("Pod", "1000")])
+    following._check_version(KIND, None, "1000")
+    api.version = 500
+    following._check_version(KIND, None, "500")
+    go.release()
+    wait_until(lambda: len(api.watches) == 2)
+    assert api.watches[1] == ("Pod", "500")
+    following.stop()
+    go.release()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_job_whose_change_no_watch_told_of_is_read_again() -> None:
+    api, store = Api(lambda kind: iter(())), WatchCache()
+    api.items = [_job(991, 3)]
+    following = _follow(api, store)
+    following.audit()
+    api.items = [_job(995, 3)]
+    assert following.audit() == {("team", "train")}
+    assert following.audit() == set()

@@ -1,0 +1,186 @@
+"""Streams and an allocator that exist only as bookkeeping: they find what a GPU would corrupt.
+
+Every tensor operation runs on the CPU at once. The bookkeeping treats it as work that its thread put into the current
+stream. Vector clocks record which work of one stream waits for which work of another stream. As torch's allocator on a
+GPU, a stream owns the memory that was allocated while it was current. `Streams.hazards` lists:
+- two streams that use the same memory, one of them to write it, if neither waits for the other;
+- memory that is freed while a stream other than its owner uses it, unless the tensor was recorded for that stream
+  (`record_stream`) or the owner waits for the work. The owner would give the memory to its next tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_HOST_WAITS = ("_local_scalar_dense", "is_nonzero", "equal")
+Clock = dict[str, int]
+
+
+@dataclass
+class FakeEvent:
+    clock: Clock
+
+
+@dataclass
+class FakeStream:
+    """A stream. `clock` holds, per stream, how much of its work is done before the next work of this stream."""
+
+    name: str
+    streams: Streams
+    clock: Clock = field(default_factory=dict)
+
+    def record_event(self) -> FakeEvent:
+        self.streams.find_freed()
+        return FakeEvent(dict(self.clock))
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.streams.find_freed()
+        merge(self.clock, event.clock)
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.wait_event(other.record_event())
+
+
+@dataclass
+class Memory:
+    """The memory of a tensor: its owner, and the last read and the last write of each stream."""
+
+    owner: FakeStream
+    alive: StorageWeakRef
+    made_by: str
+    reads: Clock = field(default_factory=dict)
+    writes: Clock = field(default_factory=dict)
+    recorded: set[str] = field(default_factory=set)
+
+
+class Streams:
+    """All streams of a test, and the memory that was allocated while `watch` was active."""
+
+    def __init__(self) -> None:
+        self.hazards: list[str] = []
+        self.devices: list[tuple[str, Any]] = []
+        """The calls of `set_device`: name of the thread, device."""
+        self._default = FakeStream("default", self)
+        self._current = threading.local()
+        self._host: Clock = {}
+        self._memory: dict[int, Memory] = {}
+        self._lock = threading.RLock()
+
+    # ---- what replaces torch.cuda
+
+    def current(self, _device: Any = None) -> FakeStream:
+        stream: FakeStream = getattr(self._current, "stream", self._default)
+        return stream
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before = self.current()
+        self._current.stream = stream
+        yield
+        self._current.stream = before
+
+    def set_device(self, device: Any) -> None:
+        self.devices.append((threading.current_thread().name, device))
+
+    def record_stream(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        self._memory_of(tensor).recorded.add(stream.name)
+
+    # ---- bookkeeping
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Observe the operations of this thread."""
+        with _Observer(self):
+            yield
+
+    def watched(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            with self.watch():
+                return work()
+
+        return run
+
+    def note(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        """Note an operation of the current stream."""
+        with self._lock:
+            self.find_freed()
+            stream = self.current()
+            merge(stream.clock, self._host)
+            stream.clock[stream.name] = now = stream.clock.get(stream.name, 0) + 1
+            for tensor in read:
+                memory = self._memory_of(tensor, name)
+                self._check(memory, memory.writes, stream, name)
+                memory.reads[stream.name] = now
+            for tensor in written:
+                memory = self._memory_of(tensor, name)
+                self._check(memory, memory.writes | memory.reads, stream, name)
+                memory.writes[stream.name] = now
+            if name.split(".")[0] in _HOST_WAITS:
+                merge(self._host, stream.clock)
+
+    def find_freed(self) -> None:
+        """Check the memory that was freed since the last operation."""
+        with self._lock:
+            for key, memory in [(key, memory) for key, memory in self._memory.items() if memory.alive.expired()]:
+                del self._memory[key]
+                owner = memory.owner
+                merge(owner.clock, self._host)
+                for name, time in (memory.reads | memory.writes).items():
+                    if name != owner.name and name not in memory.recorded and owner.clock.get(name, 0) < time:
+                        self.hazards.append(f"{memory.made_by} of {owner.name} was freed while {name} used it")
+
+    def _memory_of(self, tensor: torch.Tensor, made_by: str = "a tensor") -> Memory:
+        storage = tensor.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        if memory is None or memory.alive.expired():
+            memory = self._memory[storage._cdata] = Memory(self.current(), StorageWeakRef(storage), made_by)
+        return memory
+
+    def _check(self, memory: Memory, others: Clock, stream: FakeStream, name: str) -> None:
+        for other, time in others.items():
+            if other != stream.name and stream.clock.get(other, 0) < time:
+                self.hazards.append(f"{name} in {stream.name} does not wait for {other}: {memory.made_by}")
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    """Raise each entry of `clock` to that of `other`."""
+    for name, time in other.items():
+        clock[name] = max(clock.get(name, 0), time)
+
+
+class _Observer(TorchDispatchMode):
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        passed = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False), **(kwargs or {}))
+        read: list[torch.Tensor] = []
+        written: list[torch.Tensor] = []
+        for argument in func._schema.arguments:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            (written if is_written else read).extend(_tensors(passed.get(argument.name)))
+        known = {tensor.untyped_storage()._cdata for tensor in [*read, *written]}
+        made = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in known]
+        if any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns):
+            return result  # a view: no work
+        self._streams.note(str(func._schema.name).removeprefix("aten::"), read, written + made)
+        return result
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            found += [leaf._indices(), leaf._values()] if leaf.is_sparse else [leaf]
+    return found

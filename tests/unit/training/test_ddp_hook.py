@@ -1,0 +1,92 @@
+"""The hook for DistributedDataParallel: real ranks under torchrun, compared with HiTopKComm in NumPy."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import topkube
+from topkube.errors import TrainingError
+
+SCRIPT = Path(__file__).with_name("ddp_hook_script.py")
+DENSITY, NODES, LOCAL = 0.1, 2, 2
+
+
+def run_ranks(folder: Path, wire: str = "fp32", overflow: int = -1) -> list[Any]:
+    """Return (weights, steps) of each rank."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    ended = subprocess.run(
+        [*torchrun, str(SCRIPT), str(folder), wire, str(overflow)], capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(NODES * LOCAL)]
+
+
+class Reference:
+    """HiTopKComm of one bucket over two nodes, with error feedback."""
+
+    def __init__(self) -> None:
+        self.residuals: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
+
+    def mean(self, gradients: list[np.ndarray[Any, Any]], dense: bool) -> np.ndarray[Any, Any]:
+        count = len(gradients[0])
+        length = math.ceil(count / LOCAL)
+        padded = [np.pad(gradient, (0, LOCAL * length - count)) for gradient in gradients]
+        result = np.zeros(LOCAL * length, np.float32)
+        for place in range(LOCAL):
+            part = slice(place * length, (place + 1) * length)
+            for node in range(NODES):
+                shard = np.zeros(length, np.float32)
+                for rank in range(node * LOCAL, (node + 1) * LOCAL):
+                    shard += padded[rank][part]
+                shard *= np.float32(1 / (NODES * LOCAL))
+                if dense:
+                    result[part] += shard
+                    continue
+                total = shard + self.residuals.get((node, place), np.zeros(length, np.float32))
+                chosen = np.argsort(-np.abs(total), kind="stable")[: max(1, math.ceil(round(DENSITY * length, 6)))]
+                result[part][chosen] += total[chosen]
+                total[chosen] = 0
+                self.residuals[node, place] = total
+        return result[:count]
+
+
+@pytest.mark.parametrize("overflow", [-1, 3])
+def test_every_bucket_is_the_mean_of_hitopkcomm(tmp_path: Path, overflow: int) -> None:
+    ranks = run_ranks(tmp_path, overflow=overflow)
+    references: dict[int, Reference] = {}
+    for step in range(6):
+        buckets = sorted(ranks[0][1][step])
+        assert step == 0 or len(buckets) > 1, "the test needs several buckets"
+        for index in buckets:
+            gradients = [steps[step][index][0].numpy() for _, steps in ranks]
+            means = [steps[step][index][1].numpy() for _, steps in ranks]
+            for mean in means[1:]:
+                np.testing.assert_array_equal(mean, means[0], "all ranks hold the same mean")
+            if step == overflow:
+                assert not np.isfinite(means[0]).all(), "GradScaler must see it on every rank"
+                continue  # the residuals are those of the step before
+            reference = references.setdefault(index, Reference())
+            np.testing.assert_array_equal(means[0], reference.mean(gradients, dense=step == 0))
+    for weights, _ in ranks[1:]:
+        assert torch.equal(weights, ranks[0][0])
+
+
+def test_sixteen_bit_values_keep_all_ranks_equal(tmp_path: Path) -> None:
+    ranks = run_ranks(tmp_path, "bf16")
+    assert all(torch.equal(weights, ranks[0][0]) for weights, _ in ranks[1:])
+    sparse = ranks[0][1][3][0][1]
+    assert 0 < torch.count_nonzero(sparse) <= 2 * (DENSITY * len(sparse) + 2)
+
+
+def test_the_hook_needs_a_process_group() -> None:
+    with pytest.raises(TrainingError, match="is not initialized"):
+        topkube.ddp_hook()

@@ -1,0 +1,142 @@
+"""Momentum correction on one rank: what is sent is the way that SGD with momentum would have gone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import topkube
+from topkube.errors import ArgumentError
+
+MOMENTUM, RATE, DENSITY, STEPS = 0.8, 0.05, 0.1, 12
+
+
+@pytest.fixture(autouse=True)
+def world() -> None:
+    topkube.init()
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 2))
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    x = torch.randn(8, 30, generator=torch.Generator().manual_seed(step))
+    return ((model(x) - x[:, :2]) ** 2).mean()
+
+
+def wrapped(model: nn.Module, plain: torch.optim.Optimizer, **options: object) -> topkube.DistributedOptimizer:
+    settings = {"aggregation": "hitopk", "density": DENSITY, "warmup_steps": 0, "wire": "fp32"}
+    return topkube.DistributedOptimizer(
+        plain, model.named_parameters(), **{**settings, "momentum_correction": True, **options}
+    )
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_it_is_what_the_paper_says(decay: float) -> None:
+    """Against Lin et al., algorithm 1 with factor masking, written down step by step. Biases and the small last layer
+    are exchanged dense: they are plain SGD with momentum."""
+    model, reference = model_of(), model_of()
+    optimizer = wrapped(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM, weight_decay=decay))
+    large, *rest = reference.parameters()
+    plain = torch.optim.SGD(rest, RATE, MOMENTUM, weight_decay=decay)
+    velocity, residual = torch.zeros(1200), torch.zeros(1200)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        loss_of(reference, step).backward()
+        assert large.grad is not None
+        velocity = MOMENTUM * velocity + large.grad.view(-1)
+        residual += velocity
+        sent = residual.abs().topk(math.ceil(1200 * DENSITY)).indices
+        update = torch.zeros(1200)
+        update[sent] = residual[sent]
+        residual[sent] = velocity[sent] = 0
+        with torch.no_grad():
+            large -= RATE * (update.view_as(large) + decay / (1 - MOMENTUM) * large)
+        plain.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_takes_what_arrives_without_a_first_moment_of_its_own(kind: type[torch.optim.Optimizer]) -> None:
+    options = {"lr": 0.01, "weight_decay": 0.05, "eps": 1e-6}
+    model, reference = model_of(), model_of()
+    optimizer = wrapped(model, kind(model.parameters(), betas=(MOMENTUM, 0.99), **options))
+    large, *rest = reference.parameters()
+    plain = kind([{"params": [large], "betas": (0.0, 0.99)}, {"params": rest, "betas": (MOMENTUM, 0.99)}], **options)
+    velocity, residual = torch.zeros(1200), torch.zeros(1200)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        loss_of(reference, step).backward()
+        assert large.grad is not None
+        velocity = MOMENTUM * velocity + (1 - MOMENTUM) * large.grad.view(-1)
+        residual += velocity
+        sent = residual.abs().topk(math.ceil(1200 * DENSITY)).indices
+        update = torch.zeros(1200)
+        update[sent] = residual[sent]
+        residual[sent] = velocity[sent] = 0
+        large.grad = update.view_as(large)
+        plain.step()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_dense_training_keeps_the_optimizers_own_momentum() -> None:
+    model, reference = model_of(), model_of()
+    optimizer = wrapped(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM), aggregation="dense")
+    plain = torch.optim.SGD(reference.parameters(), RATE, MOMENTUM)
+    for step in range(5):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        loss_of(reference, step).backward()
+        plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def test_a_step_that_is_not_finite_leaves_the_velocity_as_it_was() -> None:
+    model = model_of()
+    optimizer = wrapped(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM))
+
+    def velocity() -> torch.Tensor:
+        [(_, values)] = optimizer.state_dict()["topkube"]["residuals"]["pieces"]["0.weight velocity"]
+        return values
+
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = velocity()
+    assert before.any()
+    (loss_of(model, 3) * torch.nan).backward()
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert torch.equal(velocity(), before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.Adagrad(p),
+        lambda p: torch.optim.AdamW(p, betas=(0.0, 0.99)),
+        lambda p: torch.optim.SGD(p, RATE),
+        lambda p: torch.optim.SGD(p, RATE, MOMENTUM, nesterov=True),
+        lambda p: torch.optim.SGD(p, RATE, MOMENTUM, dampening=0.1),
+    ],
+)
+def test_other_optimizers_are_refused(make) -> None:
+    model = model_of()
+    with pytest.raises(ArgumentError, match="momentum correction does not support this"):
+        wrapped(model, make(model.parameters()))

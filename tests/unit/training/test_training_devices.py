@@ -1,0 +1,178 @@
+"""One GPU per rank, a single device per optimizer."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import topkube
+from topkube.collectives.device import node_group as node_group_module
+from topkube.collectives.device.node_group import node_group, refuse_mig
+from topkube.errors import ArgumentError, DeviceError
+from topkube.processors import bind_near_pci, near_pci
+from topkube.settings import Settings
+from topkube.training.exchange.buckets import Parameter
+from topkube.training.exchange.devices import exchange_device, gpu_of
+from topkube.world import World
+
+
+def parameter(device: str) -> Parameter:
+    return Parameter(0, "w", torch.nn.Parameter(torch.zeros(3, device=device)))
+
+
+def test_a_ranks_gpu_is_that_of_its_local_rank() -> None:
+    world = replace(topkube.world.init(), host_rank=3, host_size=4)
+    assert gpu_of(world, 8) == 3
+    assert gpu_of(world, 4) == 3
+    assert gpu_of(world, 1) == 0  # CUDA_VISIBLE_DEVICES was set rank by rank; NodeGroup compares the GPUs themselves
+    # TOPKUBE_RANKS_PER_NODE=4,4 on a machine with eight GPUs: each rank has a GPU of its own.
+    second = [replace(world, local_rank=i, local_size=4, host_rank=4 + i, host_size=8) for i in range(4)]
+    assert [gpu_of(rank, 8) for rank in second] == [4, 5, 6, 7]
+    with pytest.raises(DeviceError, match=r"has 4 ranks and 2 GPUs.*slotsPerWorker: 2"):
+        gpu_of(world, 2)
+
+
+def test_a_rank_is_bound_to_the_processors_near_its_gpu(tmp_path: Path) -> None:
+    gpu = tmp_path / "0000:3b:00.0"
+    gpu.mkdir()
+    (gpu / "local_cpulist").write_text("0-1,64,70-72\n")
+    assert near_pci(gpu.name, tmp_path) == {0, 1, 64, 70, 71, 72}
+    assert near_pci("0000:ff:00.0", tmp_path) == frozenset()
+    affinity = os.sched_getaffinity(0)
+    first = min(affinity)
+    try:
+        (gpu / "local_cpulist").write_text("4000")
+        bind_near_pci(gpu.name, tmp_path)
+        assert os.sched_getaffinity(0) == affinity
+        (gpu / "local_cpulist").write_text(f"{first},4000")
+        bind_near_pci(gpu.name, tmp_path)
+        assert os.sched_getaffinity(0) == {first}
+    finally:
+        os.sched_setaffinity(0, affinity)
+
+
+def test_parts_of_a_gpu_and_sharded_parameters_are_refused() -> None:
+    refuse_mig("NVIDIA H100 80GB HBM3")
+    with pytest.raises(DeviceError, match=r"MIG 1g.10gb is a part of a GPU.*whole GPUs"):
+        refuse_mig("NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    tensor = SimpleNamespace(device=torch.device("cuda", 0), placements=(), to_local=None)
+    sharded: Any = SimpleNamespace(name="layer.weight", tensor=tensor)
+    with pytest.raises(ArgumentError, match=r"layer.weight is a DTensor on cuda:0"):
+        exchange_device([sharded], Settings())
+    tensor.device = torch.device("cpu")
+    assert exchange_device([sharded], Settings()) is None
+
+
+class FakeNccl:
+    """What NodeGroup uses of torch's ProcessGroupNCCL."""
+
+    class Options:
+        _timeout = timedelta(0)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.options, self.ended = options, 0
+
+    def shutdown(self) -> None:
+        self.ended += 1
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A node of two ranks with GPUs, as its first rank sees it."""
+    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid="GPU-1")
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(node_group_module, "_check_own_gpu", lambda *_: None)
+    return replace(topkube.world.init(), local_size=2, deadline_seconds=60.0, cache={}, at_end=[])
+
+
+def test_the_watchdog_of_nccl_waits_twice_as_long_as_topkube(nccl: World) -> None:
+    group = node_group(nccl, torch.device("cuda", 0))
+    assert group._group.options._timeout == timedelta(seconds=120)
+
+
+def test_a_process_has_one_communicator_per_device_and_ends_it(nccl: World) -> None:
+    group = node_group(nccl, torch.device("cuda", 0))
+    assert node_group(nccl, torch.device("cuda", 0)) is group
+    communicator = group._group
+    for close in nccl.at_end:
+        close()
+    assert communicator.ended == 1
+    group.close()
+    assert communicator.ended == 1
+
+
+def test_two_series_of_collectives_do_not_mix(nccl: World) -> None:
+    group = node_group(nccl, torch.device("cuda", 0))
+    training, script = object(), object()
+    group.claim(training)
+    group.claim(training)
+    with pytest.raises(ArgumentError, match=r"while backward\(\) exchanges gradients"):
+        group.claim(script)
+    group.release()
+    group.claim(script)
+
+
+@pytest.mark.parametrize(("backend", "is_refused"), [("nccl", True), ("cpu:gloo,cuda:nccl", True), ("gloo", False)])
+def test_a_default_group_of_nccl_beside_ours_is_refused(
+    nccl: World, monkeypatch: pytest.MonkeyPatch, backend: str, is_refused: bool
+) -> None:
+    group = node_group(nccl, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    with pytest.raises(DeviceError, match="default group uses NCCL") if is_refused else nullcontext():
+        group.claim(object())
+    group.release()
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    group.claim(object())
+
+
+def test_without_a_gpu_the_device_is_the_cpu() -> None:
+    topkube.init()
+    if torch.cuda.is_available():
+        assert topkube.device().type == "cuda"
+    else:
+        assert topkube.device() == torch.device("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("selection", ["topk", "mstopk"])
+def test_one_process_with_one_gpu_trains_as_through_gloo_on_the_cpu(
+    selection: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(Settings.__dataclass_fields__["node_exchange"].metadata["variable"], "torch")
+    topkube.init()
+    trained = []
+    for device in ("cpu", "cuda"):
+        weight = torch.nn.Parameter(torch.zeros(70_001, device=device))
+        optimizer = topkube.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=0.5), [("weight", weight)],
+            aggregation="hitopk", density=0.01, wire="bf16", selection=selection, warmup_steps=0,
+        )  # fmt: skip
+        for step in range(4):
+            target = torch.randn(70_001, generator=torch.Generator().manual_seed(step)).to(device)
+            (weight * target).sum().backward()  # the gradient is `target`: the same bits on both
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(weight.detach().cpu())
+    assert bool(trained[0].any())
+    assert torch.equal(*trained)
+
+
+def test_gradients_are_reduced_where_they_lie() -> None:
+    assert exchange_device([parameter("cpu")], Settings()) is None
+    assert exchange_device([], Settings()) is None
+    assert exchange_device([parameter("cpu")], Settings(node_exchange="torch")) == torch.device("cpu")
+    with pytest.raises(ArgumentError, match=r"cpu, meta.*a single device"):
+        exchange_device([parameter("cpu"), parameter("meta")], Settings())

@@ -1,0 +1,185 @@
+"""LARS, LAMB, master weights and the parallel tensor operator against their papers' formulas, written plainly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from topkube.errors import ArgumentError
+from topkube.training.optimizers.lamb import LAMB
+from topkube.training.optimizers.lars import LARS
+from topkube.training.optimizers.mixed_precision import MasterWeights
+from topkube.training.optimizers.parallel_tensor import norms, shares
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 3, bias=False))
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 6, dtype: torch.dtype = torch.float32) -> None:
+    device = next(model.parameters()).device
+    for step in range(steps):
+        torch.manual_seed(100 + step)
+        x = torch.randn(5, 7).to(device, dtype)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class PlainLARS:
+    """Algorithm 1, one tensor after another."""
+
+    def __init__(self, model: nn.Module, lr: float, momentum: float, weight_decay: float, trust: float) -> None:
+        self.model, self.lr, self.momentum, self.decay, self.trust = model, lr, momentum, weight_decay, trust
+        self.velocity = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for name, p in self.model.named_parameters():
+            assert p.grad is not None
+            if p.ndim > 1:
+                rate = self.trust * p.norm() / (p.grad.norm() + self.decay * p.norm())
+                change = rate * self.lr * (p.grad + self.decay * p)
+            else:
+                change = self.lr * p.grad
+            self.velocity[name] = self.momentum * self.velocity[name] + change
+            p -= self.velocity[name]
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+
+class PlainLAMB:
+    """Algorithm 2, one tensor after another."""
+
+    def __init__(self, model: nn.Module, lr: float, decay: float) -> None:
+        self.model, self.lr, self.decay, self.steps = model, lr, decay, 0
+        self.m = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        self.v = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        for name, p in self.model.named_parameters():
+            assert p.grad is not None
+            self.m[name] = 0.9 * self.m[name] + 0.1 * p.grad
+            self.v[name] = 0.999 * self.v[name] + 0.001 * p.grad**2
+            r = self.m[name] / (1 - 0.9**self.steps) / ((self.v[name] / (1 - 0.999**self.steps)).sqrt() + 1e-6)
+            if p.ndim > 1:
+                r = r + self.decay * p
+                p -= self.lr * p.norm() / r.norm() * r
+            else:
+                p -= self.lr * r
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+
+PAIRS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] = {
+    "lars": (
+        lambda m: LARS(m.parameters(), lr=2.0, momentum=0.8, weight_decay=0.01, trust=0.02),
+        lambda m: PlainLARS(m, 2.0, 0.8, 0.01, 0.02),
+    ),
+    "lamb": (lambda m: LAMB(m.parameters(), lr=0.02, weight_decay=0.1), lambda m: PlainLAMB(m, 0.02, 0.1)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", PAIRS)
+def test_steps_are_the_papers(device: str, name: str) -> None:
+    fused, plain = network().to(device), network().to(device)
+    before = copy.deepcopy(list(fused.parameters()))
+    train(fused, PAIRS[name][0](fused))
+    train(plain, PAIRS[name][1](plain))
+    for start, a, b in zip(before, fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+        assert not torch.equal(start, a)
+
+
+@pytest.mark.parametrize("name", [*PAIRS, "masters"])
+def test_a_closure_is_evaluated_with_gradients_before_the_step(name: str) -> None:
+    model, twin = network(), network()
+    wrap = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1)) if name == "masters" else PAIRS[name][0](model)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1) if name == "masters" else PAIRS[name][0](twin)
+    x = torch.randn(5, 7)
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    loss = twin(x).square().mean()
+    loss.backward()
+    plain.step()
+    assert torch.equal(wrap.step(closure), loss)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("make", [lambda p: LARS(p, lr=1.0), lambda p: LAMB(p, lr=0.1)], ids=["lars", "lamb"])
+def test_layers_without_weights_or_gradients_move_as_plain_steps(make: Callable[[Any], Any]) -> None:
+    zero, unused, still = (nn.Parameter(torch.full((2, 2), value)) for value in (0.0, 3.0, 2.0))
+    optimizer = make([zero, unused, still])
+    zero.grad, still.grad = torch.ones(2, 2), torch.zeros(2, 2)
+    optimizer.step()
+    assert bool((zero < 0).all())
+    assert bool((unused == 3).all())
+    assert bool(still.isfinite().all())
+
+
+def test_a_state_dict_goes_on_where_it_was() -> None:
+    for make, _ in PAIRS.values():
+        whole, first = network(), network()
+        train(whole, make(whole), 6)
+        optimizer = make(first)
+        train(first, optimizer, 3)
+        saved = copy.deepcopy(optimizer.state_dict())
+        second = copy.deepcopy(first)
+        resumed = make(second)
+        resumed.load_state_dict(saved)
+        for step in range(3, 6):
+            torch.manual_seed(100 + step)
+            second(torch.randn(5, 7)).square().mean().backward()
+            resumed.step()
+            resumed.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"lr": -1.0}, "lr = -1"), ({"lr": 1.0, "momentum": 1.0}, "below 1"), ({"lr": float("nan")}, "lr")],
+)
+def test_what_cannot_be_a_rate_is_refused(arguments: dict[str, float], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        LARS(network().parameters(), **arguments)
+
+
+# ---- the parallel tensor operator
+
+
+@given(sizes=st.lists(st.integers(0, 10**7), max_size=60), ranks=st.integers(1, 9))
+def test_shares_are_balanced(sizes: list[int], ranks: int) -> None:
+    owner = shares(sizes, ranks)
+    loads = [sum(size for size, rank in zip(sizes, owner, strict=True) if rank == r) for r in range(ranks)]
+    assert len(owner) == len(sizes)
+    assert max(loads) - min(loads) <= max(sizes, default=0)  # nobody could give a layer away and be better off
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_norms_of_several_kinds(device: str) -> None:
+    weights = [torch.randn(n, 3, device=device) for n in (1, 40, 7)]
+    halves = [weight.bfloat16() for weight in weights]
+    actual = norms(weights, halves)
+    for kind, values in zip((weights, halves), actual, strict=True):
+        torch.testing.assert_close(torch.tensor(values), torch.stack([x.float().norm() for x in kind]).cpu())
+    assert norms([], []) == [[], []]

@@ -1,0 +1,122 @@
+"""Buckets, the density warm-up, residual pieces: pure parts of training."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkube.errors import ArgumentError
+from topkube.examples.char_gpt import GPT
+from topkube.settings import Settings
+from topkube.training.exchange import buckets
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.buckets import Parameter, plan
+from topkube.training.exchange.residuals import redistribute
+
+SHAPES = st.lists(st.sampled_from([(3,), (5, 7), (40, 50), (64, 64), (0, 4), (200, 30)]), max_size=12)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@given(SHAPES, st.lists(DTYPES, min_size=12, max_size=12), st.integers(1, 40_000))
+def test_buckets_hold_every_parameter_once_and_are_closed_in_order(
+    shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], size: int
+) -> None:
+    parameters = [
+        Parameter(i, f"p{i}", torch.nn.Parameter(torch.empty(shape, dtype=dtype)))
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
+    ]
+    buckets = plan(parameters, size)
+    placed = [p.index for bucket in buckets for p in bucket.parameters]
+    assert sorted(placed) == [p.index for p in parameters if p.tensor.numel()]
+    for bucket in buckets:
+        assert {(p.tensor.dtype, p.small) for p in bucket.parameters} == {(bucket.dtype, bucket.small)}
+        assert bucket.length == sum(p.tensor.numel() for p in bucket.parameters)
+        assert len(bucket.parameters) == 1 or bucket.length * bucket.dtype.itemsize <= size
+        assert [p.index for p in bucket.parameters] == sorted(p.index for p in bucket.parameters)
+    last = [bucket.parameters[-1].index for bucket in buckets]
+    assert last == sorted(last)
+
+
+@given(SHAPES, st.lists(DTYPES, min_size=12, max_size=12), st.integers(1, 2000))
+def test_buckets_that_overlap_begin_small_and_end_small(
+    shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], bound: int
+) -> None:
+    parameters = [
+        Parameter(i, f"p{i}", torch.nn.Parameter(torch.empty(shape, dtype=dtype)))
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "LEAST_BUCKET_BYTES", bound)
+        ends = buckets.ends_for_overlap(parameters)
+        planned = plan(parameters, ends=ends)
+    assert sorted(p.index for bucket in planned for p in bucket.parameters) == [
+        p.index for p in parameters if p.tensor.numel()
+    ]
+    for dtype in torch.float32, torch.bfloat16:
+        large = [bucket for bucket in planned if bucket.dtype == dtype and not bucket.small]
+        total = sum(bucket.length for bucket in large) * dtype.itemsize
+        for bucket, is_edge in zip(large, [True, *[False] * (len(large) - 2), True], strict=False):
+            most = bound if is_edge else max(bound, total // buckets.BUCKETS)
+            assert len(bucket.parameters) == 1 or bucket.length * dtype.itemsize <= most
+
+
+def test_a_gpt_overlaps_all_but_a_small_part() -> None:
+    """One bucket for all tensors would begin when backward ends."""
+    model = GPT(layers=6, width=256)
+    parameters = [Parameter(i, name, p) for i, (name, p) in enumerate(reversed(list(model.named_parameters())))]
+    large = [b.length * 4 for b in plan(parameters, ends=buckets.ends_for_overlap(parameters)) if not b.small]
+    assert len(large) >= 8
+    assert max(large) <= sum(large) / 8
+    assert large[0] <= buckets.LEAST_BUCKET_BYTES
+    assert large[-1] <= buckets.LEAST_BUCKET_BYTES
+
+
+def test_the_density_falls_from_1_to_its_target_exponentially() -> None:
+    aggregation = AggregationSettings.of(Settings(), density=0.01, warmup_steps=4)
+    assert [round(aggregation.density_at(step), 4) for step in range(6)] == [1, 0.3162, 0.1, 0.0316, 0.01, 0.01]
+    assert AggregationSettings.of(Settings(), density=0.01, warmup_steps=0).density_at(0) == 0.01
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"density": 0.0}, "density"),
+        ({"density": 1.5}, "density"),
+        ({"algorithm": "hitop"}, "hitopk"),
+        ({"wire": "int8"}, "fp32, bf16, fp16"),
+        ({"selection": "random"}, "mstopk"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"bucket_bytes": 0}, "bucket_bytes"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_is_allowed(given: dict[str, object], word: str) -> None:
+    with pytest.raises(ArgumentError, match=word):
+        AggregationSettings.of(Settings(), **given)
+
+
+def test_what_is_not_given_comes_from_the_job() -> None:
+    settings = Settings(algorithm="naive", density=0.2, warmup_steps=7, wire="fp16")
+    assert AggregationSettings.of(settings, density=0.5) == AggregationSettings("naive", 0.5, 7, "fp16", "topk")
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 60), st.integers(1, 4))
+def test_redistributed_residuals_keep_their_sum(old: int, new: int, length: int, shards: int) -> None:
+    def summed(pieces: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+        full = torch.zeros(length, dtype=torch.float64)
+        for start, values in pieces:
+            full[start : start + values.numel()] += values
+        return full
+
+    torch.manual_seed(length)
+    saved = []
+    for copy in range(old):
+        cuts = [length * i // shards for i in range(shards + 1)]
+        for start, stop in itertools.pairwise(cuts):
+            saved.append({"copy": copy, "copies": old, "pieces": {"w": [(start, torch.randn(stop - start))]}})
+    before = sum(summed(state["pieces"]["w"]) for state in saved)
+    after = sum(summed(redistribute(saved, copy, new).get("w", [])) for copy in range(new))
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,382 @@
+"""DistributedOptimizer on one rank: what it refuses, what it adds, and that it is a torch optimizer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import signal
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import topkube
+from topkube.errors import ArgumentError, TrainingError, WorldError
+from topkube.settings import Settings
+from topkube.telemetry.progress import read_records
+
+
+@pytest.fixture(autouse=True)
+def world() -> None:
+    topkube.init()
+    torch.manual_seed(0)
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 40), nn.Linear(40, 1))
+
+
+def optimizer_of(model: nn.Module, lr: float = 0.1, **options: object) -> topkube.DistributedOptimizer:
+    plain = torch.optim.SGD(model.parameters(), lr=lr)
+    return topkube.DistributedOptimizer(plain, model.named_parameters(), **{"aggregation": "dense", **options})
+
+
+def backward(model: nn.Module, seed: int = 0, factor: float = 1.0) -> None:
+    torch.manual_seed(seed)
+    (model(torch.randn(8, 20)).square().mean() * factor).backward()
+
+
+def test_it_needs_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("topkube.world._world", None)
+    with pytest.raises(WorldError, match="init"):
+        optimizer_of(model_of())
+
+
+def test_steps_of_a_loop_of_ones_own_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once: by the first optimizer that steps, or by the run that knows more."""
+    world = topkube.world.current()
+    monkeypatch.setattr(world, "run_directory", tmp_path)
+    monkeypatch.setattr(world, "cache", {**world.cache})
+    world.cache.pop("reporter of steps", None)
+
+    def reported() -> list[int]:
+        return [record.step for record, _ in read_records(tmp_path / "progress.jsonl")]
+
+    model, other = model_of(), model_of()
+    optimizer, second = optimizer_of(model), optimizer_of(other)
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+        backward(other)
+        second.step()
+    assert reported() == [1, 2, 3]
+    with topkube.checkpointing(model, optimizer, settings=Settings(run_directory=str(tmp_path / "run"))) as run:
+        for _ in run.progress([torch.ones(1)] * 2):
+            backward(model)
+            optimizer.step()
+    assert reported() == [1, 2, 3]
+
+
+def test_names_must_fit_the_optimizer() -> None:
+    model, other = model_of(), model_of()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ArgumentError, match="twice"):
+        topkube.DistributedOptimizer(plain, [*model.named_parameters(), *model.named_parameters()])
+    with pytest.raises(ArgumentError, match="6 of the optimizer's 6 parameters"):
+        topkube.DistributedOptimizer(plain, other.named_parameters())
+    with pytest.raises(ArgumentError, match="pairs"):
+        topkube.DistributedOptimizer(plain, model.parameters())
+    model.register_parameter("index", nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False))
+    with pytest.raises(ArgumentError, match="int32"):
+        optimizer_of(model)
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused() -> None:
+    model = model_of()
+    with pytest.raises(ArgumentError, match="LBFGS"):
+        topkube.DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model.named_parameters())
+    with pytest.raises(ArgumentError, match="already"):
+        topkube.DistributedOptimizer(optimizer_of(model), model.named_parameters())
+
+
+def test_sparse_gradients_train_as_with_the_plain_optimizer() -> None:
+    embedding, reference = nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4, sparse=True)
+    reference.load_state_dict(embedding.state_dict())
+    optimizer, plain = optimizer_of(embedding), torch.optim.SGD(reference.parameters(), lr=0.1)
+    for rows in ([1, 2, 2], [3], [1, 9]):
+        for network, chosen in ((embedding, optimizer), (reference, plain)):
+            network(torch.tensor(rows)).square().sum().backward()
+            chosen.step()
+            chosen.zero_grad()
+    assert embedding.weight.grad is None
+    torch.testing.assert_close(embedding.weight, reference.weight, rtol=1e-6, atol=0)
+
+
+def test_a_weight_that_is_used_sparsely_and_densely_is_refused() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = optimizer_of(embedding)
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(TrainingError, match="sparse=False"):
+        embedding.weight.sum().backward()
+
+
+def test_dense_on_one_rank_is_the_plain_optimizer_bit_for_bit() -> None:
+    model, reference = model_of(), model_of()
+    optimizer, plain = optimizer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        for network, chosen in ((model, optimizer), (reference, plain)):
+            backward(network, step)
+            chosen.step()
+            chosen.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def test_compression_on_one_rank_selects_and_keeps_the_rest() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model, aggregation="hitopk", density=0.05, wire="fp32", warmup_steps=0)
+    reference = copy.deepcopy(model)
+    backward(reference)
+    backward(model)
+    optimizer.step()
+    sent, whole = model[0].weight.grad, reference[0].weight.grad
+    assert 0 < sent.count_nonzero() < 0.2 * sent.numel()
+    [(start, kept)] = optimizer.state_dict()["topkube"]["residuals"]["pieces"]["0.weight"]
+    assert start == 0
+    assert torch.equal(sent.flatten() + kept, whole.flatten())
+    assert torch.equal(model[0].bias.grad, reference[0].bias.grad), "small tensors go dense"
+
+
+def test_schedulers_and_groups_work_on_it() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    backward(model)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.inner.param_groups[0]["lr"] == 0.05
+    with pytest.raises(ArgumentError, match="no names"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def test_a_closure_is_evaluated_once() -> None:
+    model = model_of()
+    optimizer, calls = optimizer_of(model), []
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        backward(model)
+        calls.append(1)
+        return 2.5
+
+    before = model[0].weight.detach().clone()
+    assert optimizer.step(closure) == 2.5
+    assert len(calls) == 1
+    assert not torch.equal(before, model[0].weight)
+
+
+@pytest.mark.parametrize("aggregation", ["dense", "hitopk"])
+@pytest.mark.parametrize("zero", ["optimizer", "model", "in place"])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(aggregation: str, zero: str) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model, aggregation=aggregation, density=0.1)
+    for step, factor in enumerate((1.0, torch.inf, 1.0, 1.0)):
+        before = model[2].weight.detach().clone()
+        backward(model, step, factor)
+        optimizer.step()
+        assert torch.equal(before, model[2].weight) == (step == 1)
+        assert optimizer.skipped_steps == (step >= 1)
+        if zero == "optimizer":
+            optimizer.zero_grad()
+        else:
+            model.zero_grad(set_to_none=zero == "model")
+
+
+def test_one_bad_backward_spoils_an_accumulated_step() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    before = model[0].weight.detach().clone()
+    for factor in (1.0, torch.inf, 1.0):
+        backward(model, factor=factor)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.equal(before, model[0].weight)
+    assert (optimizer.skipped_steps, optimizer.steps) == (1, 0)
+
+
+def test_after_a_backward_that_raised_the_next_one_is_whole() -> None:
+    class Refuse(torch.autograd.Function):
+        @staticmethod
+        def forward(context: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no")
+
+    model, reference = model_of(), model_of()
+    optimizer = optimizer_of(model, aggregation="hitopk", density=1.0, wire="fp32", bucket_bytes=1000)
+    backward(model)
+    optimizer.zero_grad()
+    hidden = Refuse.apply(model[0](torch.randn(8, 20)))
+    with pytest.raises(RuntimeError, match="no"):
+        model[3](model[2](hidden)).sum().backward()
+    optimizer.zero_grad()
+    backward(model, 1)
+    backward(reference, 1)
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_dropping_the_optimizer_ends_its_hooks() -> None:
+    model = model_of()
+    optimizer = optimizer_of(model, aggregation="hitopk", density=0.01)
+    del optimizer
+    backward(model)
+    assert model[0].weight.grad.count_nonzero() > 0.5 * model[0].weight.numel()
+
+
+def test_a_plain_optimizers_state_loads() -> None:
+    model = model_of()
+    plain = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    backward(model)
+    plain.step()
+    optimizer = optimizer_of(model)
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert optimizer.steps == 0
+
+
+def train(directory: Path, steps: int, model: nn.Module, **settings: object) -> topkube.training.Run:
+    optimizer = optimizer_of(model)
+    data = list(torch.randn(6, 4, 20, generator=torch.Generator().manual_seed(0)))
+    with topkube.checkpointing(model, optimizer, settings=Settings(**settings)) as run:  # type: ignore[arg-type]
+        for x in run.progress(data, total=steps):
+            run.loss(model(x).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return run
+
+
+def test_progress_is_written_step_by_step(tmp_path: Path) -> None:
+    train(tmp_path, 9, model_of(), run_directory=str(tmp_path))
+    records = [record for record, _ in read_records(tmp_path / "progress.jsonl")]
+    assert [record.step for record in records] == list(range(1, 10))
+    assert {record.total_steps for record in records} == {9}
+    assert [record.epoch for record in records] == [0] * 6 + [1] * 3
+    assert all(record.samples == 4 and record.loss is not None and record.loss > 0 for record in records)
+    assert all({"data", "forward", "backward", "update"} <= record.seconds.keys() for record in records)
+
+
+def test_a_script_that_breaks_off_leaves_its_last_record(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = optimizer_of(model)
+    with topkube.checkpointing(model, optimizer, settings=Settings(run_directory=str(tmp_path))) as run:
+        for x in run.progress(torch.randn(5, 4, 20)):
+            run.loss(model(x).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.step == 2:
+                break
+    assert [record.step for record, _ in read_records(tmp_path / "progress.jsonl")] == [1, 2]
+
+
+def test_a_plain_optimizer_cannot_be_checkpointed() -> None:
+    model = model_of()
+    with pytest.raises(TrainingError, match="DistributedOptimizer"):
+        topkube.checkpointing(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+
+
+def test_passes_that_a_checkpoint_covers_are_passed_over(tmp_path: Path) -> None:
+    """Also with the script's own loop over epochs; the sampler goes on in the middle of one."""
+    data = torch.utils.data.TensorDataset(torch.arange(200.0).view(10, 20))
+    seen: list[tuple[int, int]] = []
+
+    def train_until(stop: int) -> None:
+        model = model_of()
+        optimizer = optimizer_of(model)
+        sampler = topkube.data.DistributedSampler(data, shuffle=False)
+        loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
+        settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=1)
+        with topkube.checkpointing(model, optimizer, sampler, settings=settings) as run:
+            for _ in range(3):
+                for (x,) in run.progress(loader):
+                    seen.append((run.epoch, int(x[0, 0]) // 20))
+                    model(x * 0.01).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if run.step + 1 == stop:
+                        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        train_until(7)
+    broken_off = len(seen)
+    assert broken_off in (7, 8)
+    train_until(100)
+    assert seen == [(epoch, sample) for epoch in range(3) for sample in range(0, 10, 2)]
+
+
+def test_a_loop_that_was_left_alone_does_not_hang_the_process() -> None:
+    script = """
+import torch, topkube
+topkube.init()
+model = torch.nn.Linear(4, 4)
+optimizer = topkube.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+run = topkube.checkpointing(model, optimizer).__enter__()
+batches = run.progress([torch.ones(2, 4)] * 5)
+model(next(batches)).sum().backward()
+next(batches)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=280)
+
+
+def test_clipping_takes_from_sparse_gradients_for_good() -> None:
+    """An entry comes with the sum of what it waited for, so norms are larger than dense ones; what clipping cuts off
+    has left the residual all the same."""
+    lost: dict[float, float] = {}
+    larger: list[float] = []
+    for limit in (0.0, 0.001):
+        model = model_of()
+        optimizer = optimizer_of(model, lr=1.0, aggregation="hitopk", density=0.05, warmup_steps=0)
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for step in range(40):
+            torch.manual_seed(step % 4)
+            x = torch.randn(8, 20)
+            dense = torch.autograd.grad(model(x).square().mean() * 0.01, list(model.parameters()))
+            for whole, gradient in zip(total, dense, strict=True):
+                whole += gradient
+            backward(model, step % 4, 0.01)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
+            if not limit and step >= 20:
+                larger.append(float(norm) / float(nn.utils.get_total_norm(dense)))
+            optimizer.step()
+            optimizer.zero_grad()
+        owed = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
+        left = 0.0
+        for (name, parameter), first, whole in zip(model.named_parameters(), start, total, strict=True):
+            missing = (whole - (first - parameter.detach())).view(-1)
+            for begin, values in owed.get(name, []):
+                missing[begin : begin + values.numel()] -= values
+            left += float(missing.norm())
+        lost[limit] = left
+    assert sum(larger) / len(larger) > 1.2
+    assert lost[0.0] < 1e-4
+    assert lost[0.001] > 100 * lost[0.0]
+
+
+def test_an_optimizer_in_a_frozen_cycle_does_not_count() -> None:
+    """Ranks that replay batches freeze their objects again, others do not: all must count the same optimizers."""
+    topkube.init()
+    model = nn.Linear(3, 1)
+    optimizer = topkube.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    cycle: list[object] = [optimizer]
+    cycle.append(cycle)
+    frozen = weakref.ref(optimizer)
+    gc.freeze()
+    try:
+        del optimizer, cycle
+        other = nn.Linear(3, 1)
+        left = topkube.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
+        assert frozen() is None
+        assert gc.get_freeze_count()
+        del left
+    finally:
+        gc.unfreeze()

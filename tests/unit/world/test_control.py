@@ -1,0 +1,89 @@
+"""News among thousands of ranks, played: who hears whom, after how many hops, with how many messages."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkube.control import ANSWER, Answers, Roll, names_of, neighbours
+
+
+def answer(rank: int, collectives: int = 5, what: bytes = b"all-reduce") -> Answers:
+    row = np.zeros(1, ANSWER)
+    row["rank"], row["what"] = rank, what
+    row["counts"][0, 0] = collectives
+    return row
+
+
+def hops(size: int, silent: set[int], first: int) -> tuple[set[int], int]:
+    """The ranks that hear news of rank `first`, and the hops until the last one does."""
+    informed, latest, count = {first}, {first}, 0
+    while latest := {other for rank in latest for other in neighbours(rank, size)} - informed - silent:
+        informed |= latest
+        count += 1
+    return informed, count
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 31, 64, 65, 100, 128, 1000, 4096])
+def test_news_reaches_all_ranks_in_few_hops_and_messages(size: int) -> None:
+    informed, count = hops(size, set(), first=size // 3)
+    assert informed == set(range(size))
+    assert count <= 6
+    assert len(neighbours(0, size)) <= 63  # messages of one rank; 24 at 4,096
+    everyone = [set(neighbours(rank, size)) for rank in range(size)]
+    assert all(rank in everyone[other] for rank in range(size) for other in everyone[rank])
+
+
+@given(data=st.data(), size=st.integers(2, 4096))
+def test_news_goes_around_nodes_that_are_silent(data: st.DataObject, size: int) -> None:
+    """Up to half of the nodes, of 1 to 64 ranks each."""
+    node = data.draw(st.integers(1, 64))
+    nodes = -(-size // node)
+    dead = data.draw(st.sets(st.integers(0, nodes - 1), max_size=nodes // 2))
+    silent = {rank for rank in range(size) if rank // node in dead}
+    present = set(range(size)) - silent
+    assert hops(size, silent, min(present))[0] == present
+
+
+@given(seed=st.integers(0, 2**32), size=st.integers(65, 4096))
+def test_news_goes_around_scattered_ranks_that_are_silent(seed: int, size: int) -> None:
+    chance = random.Random(seed)
+    silent = set(chance.sample(range(size), size // 5))
+    present = set(range(size)) - silent
+    assert hops(size, silent, min(present))[0] == present
+
+
+@given(data=st.data(), size=st.integers(2, 70))
+def test_a_roll_call_finds_the_silent_ranks_and_those_behind(data: st.DataObject, size: int) -> None:
+    """Rolls of all ranks, passed on in rounds until nobody has news."""
+    silent = data.draw(st.sets(st.integers(0, size - 1), max_size=size // 3))
+    behind = data.draw(st.sets(st.integers(0, size - 1), max_size=3)) - silent
+    rolls = {rank: Roll(answer(rank, 4 if rank in behind else 5)) for rank in range(size) if rank not in silent}
+    while answers := {rank: answers for rank, roll in rolls.items() if (answers := roll.take_new()).size}:
+        for rank, rows in answers.items():
+            for other in neighbours(rank, size):
+                if other in rolls:
+                    rolls[other].add(rows)
+    for roll in rolls.values():
+        assert roll.missing(size, 0, 5) == sorted(silent | behind)
+
+
+def test_a_roll_of_4096_ranks_names_the_missing_one_and_those_that_wait_elsewhere() -> None:
+    roll = Roll(answer(0))
+    for rank in range(1, 4096):
+        if rank != 2049:
+            assert roll.add(answer(rank, what=b"barrier()" if rank in (7, 9) else b"all-reduce"))
+    assert not roll.add(answer(7))
+    assert len(roll.take_new()) == 4095
+    assert not len(roll.take_new())
+    assert roll.missing(4096, 0, 5) == [2049]
+    assert roll.other_waits("all-reduce") == {"barrier()": [7, 9]}
+
+
+def test_many_ranks_are_named_in_one_line() -> None:
+    assert names_of([3]) == "rank 3"
+    assert names_of(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"

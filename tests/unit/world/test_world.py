@@ -1,0 +1,110 @@
+"""The world before and without ranks: what `init` says where MPI is missing or nodes are declared wrongly."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkube.errors import WorldError
+from topkube.launch_check import check_launch
+from topkube.settings import Launched, launched_ranks
+from topkube.topology import declared, node_of_ranks, nodes_of
+
+
+def test_accessors_before_init_say_what_to_call() -> None:
+    program = "import topkube\ntry:\n topkube.rank()\nexcept topkube.errors.WorldError as error: print(error)"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "call topkube.init()" in output
+
+
+def test_no_mpi_says_what_to_install() -> None:
+    """mpi4py whose library is not there, as on a machine without MPI."""
+    program = "import sys; sys.modules['mpi4py.MPI'] = None; import topkube; topkube.init()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "WorldError: MPI could not be loaded" in done.stderr
+    assert "pip install 'topkube[mpich]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({}, Launched()),
+        ({"PMI_SIZE": "4"}, Launched("MPICH's mpiexec", 4)),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, Launched("Open MPI's mpiexec", 2)),
+        ({"PMI_SIZE": "many"}, Launched()),
+        ({"WORLD_SIZE": "8", "RANK": "3"}, Launched(processes=8)),
+        ({"WORLD_SIZE": "8"}, Launched()),
+        ({"WORLD_SIZE": "8", "RANK": "3", "PMI_SIZE": "4"}, Launched("MPICH's mpiexec", 4, 8)),
+    ],
+)
+def test_launchers_are_recognised(environment: dict[str, str], wanted: Launched) -> None:
+    assert launched_ranks(environment) == wanted
+
+
+@pytest.mark.parametrize(
+    ("size", "launched", "expected"),
+    [
+        (1, Launched(), 0),
+        (1, Launched(processes=1), 0),  # torchrun with one process
+        (4, Launched(processes=4), 0),  # MPI found all that torchrun's variables count
+        (4, Launched("MPICH's mpiexec", 4, 2), 0),  # mpiexec, with variables of something else around it
+        (1, Launched("MPICH's mpiexec", 1, 4), 0),
+        (1, Launched(processes=2), 1),  # `topkube run`, or the operator, with one rank
+        (2, Launched(processes=2), 2),
+    ],
+)
+def test_a_launch_that_agrees_with_mpi_is_taken(size: int, launched: Launched, expected: int) -> None:
+    check_launch(size, "MPICH Version: 5", launched, expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "launched", "expected", "message"),
+    [
+        (
+            1,
+            Launched("MPICH's mpiexec", 2),
+            0,
+            "2 ranks were started, but MPI sees 1 (MPICH Version: 5; started by MPI",
+        ),
+        (1, Launched(), 4, "started by topkube run"),
+        (2, Launched("MPICH's mpiexec", 2), 4, "4 ranks were started, but MPI sees 2"),
+        (1, Launched(processes=4), 0, "4 processes were started (WORLD_SIZE=4), but not by MPI"),
+    ],
+)
+def test_ranks_that_would_train_alone_are_refused(size: int, launched: Launched, expected: int, message: str) -> None:
+    with pytest.raises(WorldError, match=re.escape(message)):
+        check_launch(size, "MPICH Version: 5", launched, expected)
+
+
+def test_torchrun_is_refused_with_the_command_to_use() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI"))}
+    environment |= {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    program = [sys.executable, "-c", "import topkube; topkube.init()"]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "mpiexec -n 4 python" in done.stderr
+
+
+@given(st.lists(st.integers(0, 600), min_size=1, max_size=4096))
+def test_nodes_hold_every_rank_once_in_the_order_of_their_first(homes: list[int]) -> None:
+    nodes = nodes_of(homes)
+    assert sorted(rank for ranks in nodes for rank in ranks) == list(range(len(homes)))
+    assert [ranks[0] for ranks in nodes] == sorted(ranks[0] for ranks in nodes)
+    assert all(list(ranks) == sorted(ranks) and len({homes[rank] for rank in ranks}) == 1 for ranks in nodes)
+    assert [homes[nodes[number][0]] for number in node_of_ranks(nodes)] == homes
+
+
+def test_declared_nodes_follow_rank_order() -> None:
+    assert declared("3,1", [0, 0, 0, 0]) == [0, 0, 0, 1]
+
+
+def test_a_declared_node_must_share_memory() -> None:
+    with pytest.raises(WorldError, match="share no memory"):
+        declared("2,2", [0, 2, 2, 0])
