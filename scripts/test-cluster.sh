@@ -12,6 +12,6 @@ if [ -z "${TOPKUBE_TEST_KUBECONFIG:-}" ] && [ "$(id -u)" = 0 ] && ! localkube en
   localkube up --nodes 3 --openmpi || exit 1
 fi
 failed=0
-"$python" -m pytest tests/cluster --timeout 900 -m "not alone" -n 3 --maxschedchunk 1 "$@" || failed=$?
-"$python" -m pytest tests/cluster --timeout 900 -m alone "$@" || failed=$?
+scripts/pytest.sh "$python" tests/cluster --timeout 900 -m "not alone" -n 3 --maxschedchunk 1 "$@" || failed=$?
+scripts/pytest.sh "$python" tests/cluster --timeout 900 -m alone "$@" || failed=$?
 exit "$failed"

@@ -1,6 +1,7 @@
 """A script for torchrun that knows nothing of TopKube: DistributedDataParallel over gloo. Rank 0 writes the weights."""
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -30,4 +31,6 @@ dist.all_gather(gathered, weights)
 assert all(torch.equal(other, weights) for other in gathered)
 if rank == 0:
     torch.save((weights, size), options.out)
+del model, optimizer  # the model's reducer holds the process group: free it here, not while the interpreter ends
+gc.collect()
 dist.destroy_process_group()

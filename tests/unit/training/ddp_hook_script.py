@@ -1,5 +1,6 @@
 """Two nodes x two ranks under torchrun, without MPI. Each rank stores its gradients before the hook, and after it."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -42,4 +43,6 @@ for step in range(6):
 weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 assert not any(name.startswith("mpi4py") for name in sys.modules), "torchrun needs no MPI"
 torch.save((weights, steps), folder / f"rank-{rank}.pt")
+del model, optimizer  # the model's reducer holds the process group: free it here, not while the interpreter ends
+gc.collect()
 dist.destroy_process_group()
