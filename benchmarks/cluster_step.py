@@ -77,12 +77,12 @@ def main() -> None:
     place = f"bench-{uuid.uuid4().hex[:6]}"
     target.core.create_namespace(kubernetes.client.V1Namespace(metadata=kubernetes.client.V1ObjectMeta(name=place)))
     namespace = Namespace(target, place)
-    found: dict[str, list[list[float]]] = {"dense": [], "hitopk": []}
+    rounds_of: dict[str, list[list[float]]] = {"dense": [], "hitopk": []}
     parameters, words = 0, {}
     cluster.shape(args.rate)
     try:
         for _ in range(args.rounds):
-            for algorithm, rounds in found.items():
+            for algorithm, rounds in rounds_of.items():
                 seconds, parameters, words[algorithm] = step_seconds(namespace, algorithm, args.steps, skip=5)
                 rounds.append(seconds)
                 print(
@@ -91,7 +91,7 @@ def main() -> None:
     finally:
         cluster.shape("off")
         target.core.delete_namespace(place)
-    medians = {name: statistics.median(list(itertools.chain(*rounds))) for name, rounds in found.items()}
+    medians = {name: statistics.median(list(itertools.chain(*rounds))) for name, rounds in rounds_of.items()}
     result = {
         "what": "char_gpt as a TrainingJob on a real Kubernetes, seconds per step",
         **about(target),
@@ -102,7 +102,7 @@ def main() -> None:
         "arguments": MODEL,
         "steps": args.steps,
         "median_seconds": medians,
-        "rounds": {name: [statistics.median(seconds) for seconds in rounds] for name, rounds in found.items()},
+        "rounds": {name: [statistics.median(seconds) for seconds in rounds] for name, rounds in rounds_of.items()},
         "dense_over_hitopk": medians["dense"] / medians["hitopk"],
         "last_words": words,
     }

@@ -104,8 +104,10 @@ def finished(cluster: Cluster, name: str, workers: int) -> None:
                 "containers": [{"name": role, "image": "image:1", "command": ["x"]}],
             },
         }
-        found = cluster.create(manifest)
-        set_pod(cluster, found, "Succeeded", {"terminated": {"exitCode": 0, "startedAt": now(), "finishedAt": now()}})
+        created_pod = cluster.create(manifest)
+        set_pod(
+            cluster, created_pod, "Succeeded", {"terminated": {"exitCode": 0, "startedAt": now(), "finishedAt": now()}}
+        )
     condition = {"reason": "Succeeded", "message": "all ranks ended with 0", "lastTransitionTime": now()}
     status = {
         "phase": "Succeeded",

@@ -141,14 +141,14 @@ def sizes(rows: list[Row], path: Path) -> None:
         for label, (colour, style, marker) in chosen.items():
             points = []
             for length in lengths:
-                found = [
+                times = [
                     row["ms"]
                     for row in here
                     if row["elements"] == length
                     and (row["contender"] == label or (label == "best dense peer" and row["kind"] == "peer dense"))
                 ]
-                if found:
-                    points.append((length * 4 / 2**20, min(found)))
+                if times:
+                    points.append((length * 4 / 2**20, min(times)))
             shown = label.replace(" (gloo)", "")
             axes.plot(
                 *zip(*points, strict=True), color=colour, linestyle=style, marker=marker, label=shown, linewidth=2

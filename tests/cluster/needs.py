@@ -17,10 +17,10 @@ NODE_CACHE_VARIABLE = "TOPKUBE_TEST_NODE_CACHE"
 
 def nodes(target: Target, count: int, purpose: str) -> None:
     """Skip unless `count` nodes are Ready."""
-    found = len(target.nodes())
-    if found < count:
+    ready = len(target.nodes())
+    if ready < count:
         pytest.skip(
-            f"needs {count} nodes that are Ready, {purpose}; there are {found}. Next: make cluster NODES={count}"
+            f"needs {count} nodes that are Ready, {purpose}; there are {ready}. Next: make cluster NODES={count}"
         )
 
 

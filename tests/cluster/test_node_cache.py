@@ -63,12 +63,12 @@ import errno, json, pathlib, time
 data = pathlib.Path("/data")
 while not (data / ".topkube-complete").exists():
     time.sleep(0.05)
-found = sorted(path.name for path in data.glob("*.tar"))
+archives = sorted(path.name for path in data.glob("*.tar"))
 try:
     (data / "mine").write_text("x"); refused = None
 except OSError as error:
     refused = errno.errorcode[error.errno]
-print(json.dumps({"files": found, "refused": refused}), flush=True)
+print(json.dumps({"files": archives, "refused": refused}), flush=True)
 """
 SAMPLES = """
 import json, os, sys, time, topkube
@@ -76,8 +76,9 @@ from topkube.data import CachedDataset
 topkube.init()
 dataset = CachedDataset("/data")
 count = sum(len(sample["bin"]) for sample in map(dataset.__getitem__, range(len(dataset))))
-found = dataset.statistics()
-print(json.dumps({"bytes": count, "remote": found["remote_bytes"], "misses": found["disk_misses"]}), flush=True)
+statistics = dataset.statistics()
+counts = {"bytes": count, "remote": statistics["remote_bytes"], "misses": statistics["disk_misses"]}
+print(json.dumps(counts), flush=True)
 while sys.argv[1:] and not os.path.exists(sys.argv[1]):
     time.sleep(0.05)
 """

@@ -86,8 +86,11 @@ def _sum(parts: Iterable[Mapping[str, Decimal]]) -> dict[str, Decimal]:
     return total
 
 
-def _larger(one: Mapping[str, Decimal], other: Mapping[str, Decimal]) -> dict[str, Decimal]:
-    return {name: max(one.get(name, Decimal(0)), other.get(name, Decimal(0))) for name in dict.fromkeys([*one, *other])}
+def _larger(amounts: Mapping[str, Decimal], others: Mapping[str, Decimal]) -> dict[str, Decimal]:
+    return {
+        name: max(amounts.get(name, Decimal(0)), others.get(name, Decimal(0)))
+        for name in dict.fromkeys([*amounts, *others])
+    }
 
 
 def format_quantity(name: str, amount: Decimal) -> str:

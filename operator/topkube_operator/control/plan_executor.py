@@ -26,7 +26,8 @@ from topkube_operator.planning import admission
 from topkube_operator.planning.causes.pod_failures import LOG_TAIL_BYTES, LOG_TAIL_LINES
 from topkube_operator.planning.contests import Contests, describe_contest
 from topkube_operator.watch.api_client import ApiError, Cluster
-from topkube_operator.watch.watch_cache import Owner, WatchCache, find_owner
+from topkube_operator.watch.owner import Owner, find_owner
+from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import Key, WorkQueue
 
 CALLS = 24
@@ -37,8 +38,8 @@ _LONGEST_PAUSE = 60.0
 _OBJECT_SECONDS, _MISSING_OBJECT_SECONDS = 60.0, 8.0
 
 
-def _age_limit(found: dict[str, Any]) -> float:
-    return _OBJECT_SECONDS if found else _MISSING_OBJECT_SECONDS
+def _age_limit(content: dict[str, Any]) -> float:
+    return _OBJECT_SECONDS if content else _MISSING_OBJECT_SECONDS
 
 
 @dataclass
@@ -58,9 +59,11 @@ class JobMemory:
 
     def known_objects(self, now: float) -> dict[tuple[str, str], dict[str, Any]]:
         """Return the objects that were read lately. One that could not be read is tried again soon."""
-        kept = {key: (time, found) for key, (time, found) in self.objects.items() if now < time + _age_limit(found)}
+        kept = {
+            key: (time, content) for key, (time, content) in self.objects.items() if now < time + _age_limit(content)
+        }
         self.objects = kept
-        return {key: found for key, (_, found) in kept.items()}
+        return {key: content for key, (_, content) in kept.items()}
 
     def back_off(self) -> float:
         """Count a failure. Return the seconds until the next try."""

@@ -38,7 +38,7 @@ from topkube.algorithms.parameters import (
     SELECTION,
     WARMUP_STEPS,
     WIRE,
-    Parameter,
+    AlgorithmParameter,
 )
 
 __all__ = [
@@ -58,11 +58,11 @@ __all__ = [
     "WEIGHT_RESIDUAL",
     "WIRE",
     "Algorithm",
+    "AlgorithmParameter",
     "Cost",
     "Family",
     "Machines",
     "Package",
-    "Parameter",
     "Route",
     "Scope",
     "State",

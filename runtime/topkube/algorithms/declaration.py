@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from topkube.algorithms.cost import Traffic, Workload
-from topkube.algorithms.parameters import PARAMETERS, Parameter
+from topkube.algorithms.parameters import PARAMETERS, AlgorithmParameter
 from topkube.errors import ArgumentError
 
 NAME = r"[a-z][a-z0-9]*(-[a-z0-9]+)*"
@@ -81,7 +81,7 @@ class Algorithm:
     traffic: Callable[[Workload], Traffic]
     implementation: str
     state: tuple[State, ...] = ()
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[AlgorithmParameter, ...] = ()
     overlaps: bool = False
     on_device: bool = False
     in_weights: bool = False

@@ -14,7 +14,7 @@ _LARGEST_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Parameter:
+class AlgorithmParameter:
     """A parameter of one or more algorithms.
 
     `choices` lists all values of a text. A number is larger than `above`, at least `at_least` and at most `at_most`;
@@ -63,24 +63,24 @@ class Parameter:
             )
 
 
-DENSITY = Parameter("density", "share of each gradient that is sent between nodes", 0.01, above=0, at_most=1)
-WARMUP_STEPS = Parameter(
+DENSITY = AlgorithmParameter("density", "share of each gradient that is sent between nodes", 0.01, above=0, at_most=1)
+WARMUP_STEPS = AlgorithmParameter(
     "warmup_steps", "steps over which the density falls from 1 to its target", 0, at_least=0, at_most=_LARGEST_COUNT
 )
-WIRE = Parameter("wire", "format of the values sent between nodes", "bf16", choices=("fp32", "bf16", "fp16"))
-SELECTION = Parameter(
+WIRE = AlgorithmParameter("wire", "format of the values sent between nodes", "bf16", choices=("fp32", "bf16", "fp16"))
+SELECTION = AlgorithmParameter(
     "selection",
     "how entries are chosen: topk exactly, mstopk by the approximate threshold of the MSTopK paper",
     "topk",
     choices=("topk", "mstopk"),
 )
-MOMENTUM_CORRECTION = Parameter(
+MOMENTUM_CORRECTION = AlgorithmParameter(
     "momentum_correction",
     "apply momentum (SGD, Adam, AdamW) before the selection: closer to dense training at low densities",
     False,
 )
 
-PERIOD = Parameter(
+PERIOD = AlgorithmParameter(
     "period",
     "steps from one exchange of the weights to the next; between them, every node trains alone",
     1,

@@ -26,7 +26,7 @@ from topkube.algorithms import (
     SELECTION,
     WARMUP_STEPS,
     WIRE,
-    Parameter,
+    AlgorithmParameter,
 )
 from topkube.job.algorithm_name import EXPLAINED, AlgorithmName
 from topkube.job.failure_policy import FailurePolicy
@@ -133,7 +133,7 @@ class Launcher(Part):
         return template
 
 
-def _parameter(parameter: Parameter) -> Any:
+def _parameter(parameter: AlgorithmParameter) -> Any:
     """Return the field of an algorithm's parameter: its default, range and sentence."""
     return Field(
         default=parameter.default,

@@ -98,9 +98,9 @@ def test_the_dry_mode_checks_and_times_on_the_cpu(tmp_path: Path) -> None:
         timing.run(device, rows, quick=True)
     finally:
         torch.set_num_threads(before)
-    found = read(rows.path)
-    assert len(found) >= 9
-    assert all("error" not in row and not row.get("wrong") for row in found), found
+    stored_rows = read(rows.path)
+    assert len(stored_rows) >= 9
+    assert all("error" not in row and not row.get("wrong") for row in stored_rows), stored_rows
 
 
 def test_what_measures_kernels_needs_neither_pydantic_nor_mpi() -> None:

@@ -48,8 +48,8 @@ def with_nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def only_canonical(x: torch.Tensor) -> bool:
-    found = words(x)[torch.isnan(x.detach().cpu())]
-    return len(found) > 0 and bool((found == CANONICAL[x.dtype]).all())
+    nan_words = words(x)[torch.isnan(x.detach().cpu())]
+    return len(nan_words) > 0 and bool((nan_words == CANONICAL[x.dtype]).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
@@ -83,7 +83,7 @@ def test_cuda_kernels_compute_the_same_nans(device: Device, dtype: torch.dtype) 
     for k in (7, 200, LENGTH // 2):
         got = device.kernels.compress_(device.put(a), device.put(residual), k, left)
         expected_entries = kernels.compress_(a, residual, k, out=expected_left)
-        assert all(same(one, other) for one, other in zip(got, expected_entries, strict=True))
+        assert all(same(a, b) for a, b in zip(got, expected_entries, strict=True))
         assert same(left, expected_left)
 
 

@@ -135,12 +135,12 @@ def test_checkpoints_and_failures_have_series_of_their_own() -> None:
         job("plain", "Running", startTime=start),
         {**job("over", "Failed", completionTime="2026-01-01T00:03:00Z"), "spec": spec},
     ]
-    found = scrape(OperatorMetrics(lambda: stored))
-    assert found["topkube_job_checkpoint_failed", "ml", "old"] == 1
-    assert found["topkube_job_checkpoint_failed", "ml", "none"] == 0
-    assert found["topkube_job_last_checkpoint_timestamp_seconds", "ml", "old"] == 1767225720
-    assert found["topkube_job_last_checkpoint_timestamp_seconds", "ml", "none"] == 1767225630
-    assert found["topkube_job_failed_timestamp_seconds", "ml", "over"] == 1767225780
-    named = {key[0] for key in found if key[-1] == "plain"}
+    samples = scrape(OperatorMetrics(lambda: stored))
+    assert samples["topkube_job_checkpoint_failed", "ml", "old"] == 1
+    assert samples["topkube_job_checkpoint_failed", "ml", "none"] == 0
+    assert samples["topkube_job_last_checkpoint_timestamp_seconds", "ml", "old"] == 1767225720
+    assert samples["topkube_job_last_checkpoint_timestamp_seconds", "ml", "none"] == 1767225630
+    assert samples["topkube_job_failed_timestamp_seconds", "ml", "over"] == 1767225780
+    named = {key[0] for key in samples if key[-1] == "plain"}
     assert not any("checkpoint" in name for name in named)
-    assert found["topkube_job_phase_timestamp_seconds", "ml", "old"] == 1767225660, "a checkpoint changes no phase"
+    assert samples["topkube_job_phase_timestamp_seconds", "ml", "old"] == 1767225660, "a checkpoint changes no phase"

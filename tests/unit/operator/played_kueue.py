@@ -33,8 +33,8 @@ class PlayedKueue:
     @property
     def spec(self) -> dict[str, Any]:
         """The spec of the Workload as the operator made it."""
-        found: dict[str, Any] = self.world.manifests[WORKLOAD[1]]["spec"]
-        return found
+        spec: dict[str, Any] = self.world.manifests[WORKLOAD[1]]["spec"]
+        return spec
 
     def condition(self, kind: str) -> dict[str, Any]:
         assert self.workload is not None

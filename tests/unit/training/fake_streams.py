@@ -179,8 +179,8 @@ class _Observer(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor):
-            found += [leaf._indices(), leaf._values()] if leaf.is_sparse else [leaf]
-    return found
+            tensors += [leaf._indices(), leaf._values()] if leaf.is_sparse else [leaf]
+    return tensors

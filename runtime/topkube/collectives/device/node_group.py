@@ -30,8 +30,8 @@ def node_group(world: World, device: Any) -> NodeGroup:
     if key not in world.cache:
         world.cache[key] = group = NodeGroup(world, device)
         world.at_end.append(group.close)
-    found: NodeGroup = world.cache[key]
-    return found
+    shared: NodeGroup = world.cache[key]
+    return shared
 
 
 class NodeGroup:

@@ -285,8 +285,8 @@ def test_kueue_is_told_once_that_a_group_has_ended(house: House) -> None:
     house.queue.add(KEY)
 
     def told() -> set[str]:
-        found = [house.server.get("Pod", "team", name)["metadata"] for name in house.server.names("Pod")]
-        return {pod["name"] for pod in found if pod["annotations"].get(names.KUEUE_RETRIABLE) == "false"}
+        metadata = [house.server.get("Pod", "team", name)["metadata"] for name in house.server.names("Pod")]
+        return {pod["name"] for pod in metadata if pod["annotations"].get(names.KUEUE_RETRIABLE) == "false"}
 
     wait_until(lambda: told() == house.server.names("Pod"))
     wait_until(house.is_idle)

@@ -66,13 +66,13 @@ def test_nonsense_asks_for_nothing(policy: Any) -> None:
 
 def test_kueue_that_is_installed_later_is_detected_when_a_job_has_a_queue() -> None:
     cluster, followed = Discovery(), list[str]()
-    found = gang_detection.GangDetector(cluster, Policy(), followed.append)  # type: ignore[arg-type]
+    detector = gang_detection.GangDetector(cluster, Policy(), followed.append)  # type: ignore[arg-type]
     in_queue = job()
     in_queue["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
-    assert found.policy(job()).workloads == ""
+    assert detector.policy(job()).workloads == ""
     assert cluster.queries == 0
     cluster.groups.add("kueue.x-k8s.io/v1beta2/workloads")
-    assert found.policy(in_queue).workloads == "kueue.x-k8s.io/v1beta2"
+    assert detector.policy(in_queue).workloads == "kueue.x-k8s.io/v1beta2"
     assert followed == ["Workload"]
     assert ("ResourceFlavor", "kueue.x-k8s.io/v1beta2", "resourceflavors") in cluster.learnt
     in_queue["metadata"]["labels"] |= {"kueue.x-k8s.io/pod-group-name": "mine"}

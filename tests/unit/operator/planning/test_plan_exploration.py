@@ -139,7 +139,10 @@ def _state(world: Simulated) -> str:
         return ago(parse_timestamp(value)) if isinstance(value, str) and value.startswith("2026-") else value
 
     def seen(pod: Pod) -> list[Any]:
-        ends = {name: (ago(one.started), one.exit_code, ago(one.ended)) for name, one in pod.containers.items()}
+        ends = {
+            name: (ago(container.started), container.exit_code, ago(container.ended))
+            for name, container in pod.containers.items()
+        }
         waits = [pod.avoids_nodes, pod.scheduling_message, ago(pod.scheduled)]
         return [pod.phase, pod.node, ago(pod.deletion), ends, pod.has_finalizer, ago(pod.created), *waits]
 
@@ -189,7 +192,7 @@ def _explore(start: Simulated, steps: dict[str, Callable[[Simulated], object]], 
     worlds: dict[str, tuple[Simulated, tuple[str, ...]]] = {_state(start): (start, ())}
     known = set(worlds)
     for _ in range(depth):
-        found: dict[str, tuple[Simulated, tuple[str, ...]]] = {}
+        next_worlds: dict[str, tuple[Simulated, tuple[str, ...]]] = {}
         for world, path in worlds.values():
             for name, step in steps.items():
                 after = _copied(world)
@@ -198,8 +201,8 @@ def _explore(start: Simulated, steps: dict[str, Callable[[Simulated], object]], 
                 state = _state(after)
                 if state not in known:
                     known.add(state)
-                    found[state] = (after, (*path, name))
-        worlds = found
+                    next_worlds[state] = (after, (*path, name))
+        worlds = next_worlds
     return len(known)
 
 
