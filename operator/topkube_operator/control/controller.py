@@ -22,7 +22,7 @@ from topkube_operator.model.observed import LauncherReport, Observed, Policy
 from topkube_operator.model.plan import Release
 from topkube_operator.planning import planner
 from topkube_operator.watch.api_client import ApiError
-from topkube_operator.watch.watch_cache import Owner
+from topkube_operator.watch.owner import Owner
 from topkube_operator.watch.work_queue import Key
 
 _log = logging.getLogger(__name__)

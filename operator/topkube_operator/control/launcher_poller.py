@@ -30,7 +30,8 @@ from topkube_operator.control.controller import Controller
 from topkube_operator.model import names, stored_job
 from topkube_operator.model.observed import LauncherReport, Observed, Pod, Policy
 from topkube_operator.planning import attempts
-from topkube_operator.watch.watch_cache import Owner, WatchCache
+from topkube_operator.watch.owner import Owner
+from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import Key
 
 _log = logging.getLogger(__name__)

@@ -1,58 +1,31 @@
 """The watch cache: the objects of our jobs in the cluster, by job. Watcher threads write the cache; reconciles read it.
 
 Answers to our own writes are stored as well, so that the next plan sees them before the watch does. An object that is
-older than the known object, or that was already removed, is ignored.
-
-A child belongs to a job if its controller reference names the job's API group, kind, name and UID, and if the child is
-in the job's own namespace. An owner reference contains no namespace, and anybody who may create pods in another
-namespace may write any UID into the reference. Therefore every index here has the namespace in its key.
+older than the known object, or that was already removed, is ignored. Every index of children has the namespace in its
+key (`owner.py`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from datetime import UTC, datetime
+from typing import Any
 
-from topkube.job import KIND
 from topkube.job.cached_dataset import object_name
-from topkube.job.training_job import GROUP
 from topkube_operator.children.datasets import CLAIM
-from topkube_operator.children.placement import HOSTNAME
 from topkube_operator.model import stored_job
-from topkube_operator.model.nodes import NodeFailure, find_fault, read_node_failures
+from topkube_operator.model.nodes import NodeFailure, read_node_failures
 from topkube_operator.model.observed import Child, LauncherReport, Observed, Pod, Policy, Trouble
 from topkube_operator.planning.causes.bad_nodes import REMEMBERED
+from topkube_operator.watch.known_nodes import KnownNodes
+from topkube_operator.watch.owner import Owner, find_owner
+from topkube_operator.watch.removals import Removals
 from topkube_operator.watch.work_queue import Key
 
 Name = tuple[str, str]
 """Namespace and name of any object."""
-
-
-class Owner(NamedTuple):
-    """The TrainingJob that controls an object."""
-
-    namespace: str
-    name: str
-    uid: str
-
-    @classmethod
-    def of(cls, job: Mapping[str, Any]) -> Owner:
-        """Return a stored job as an owner."""
-        metadata = job["metadata"]
-        return cls(metadata["namespace"], metadata["name"], metadata["uid"])
-
-    @property
-    def key(self) -> Key:
-        """The job's key in the work queue."""
-        return self.namespace, self.name
-
-
-_REMEMBERED = timedelta(minutes=10)
-_MOST_REMEMBERED = 10_000
 
 
 @dataclass(slots=True)
@@ -68,35 +41,20 @@ class WatchCache:
 
     def __init__(self, fault_conditions: Iterable[str] = ()) -> None:
         """`fault_conditions` are further condition types of nodes that report a fault if their status is True."""
-        self._fault_conditions = tuple(fault_conditions)
         self._lock = threading.RLock()
         self._jobs: dict[Key, dict[str, Any]] = {}
         self._entries: dict[str, dict[Name, _Entry]] = {}
         self._of_owner: dict[Owner, dict[tuple[str, Name], _Entry]] = {}
         self._owners: dict[Key, set[Owner]] = {}
         """The jobs that have children, by the key of the job. A key may have had several jobs."""
-        self._nodes: dict[str, bool] = {}
-        """True for nodes that the control plane is in contact with. Removed nodes are False."""
-        self._cordoned: set[str] = set()
-        self._node_faults: dict[str, str] = {}
-        """The condition that reports a fault, by node."""
+        self._nodes = KnownNodes(fault_conditions)
         self._node_failures: dict[str, tuple[NodeFailure, ...]] = {}
         """Failures that began on a node, by the UID of the job that had them."""
-        self._removed_nodes: dict[str, datetime] = {}
-        """The time of removal of each node that the cache still remembers."""
-        self._hostnames: dict[str, str] = {}
-        """The label by which the scheduler finds a node."""
-        self._node_labels: dict[str, Mapping[str, str]] = {}
         self._claims: dict[Name, str] = {}
         """The UIDs of the bound claims of node caches."""
         self._cached: dict[Name, tuple[str, Mapping[str, int]]] = {}
         """The address of each CachedDataset, and the percentage that each node holds."""
-        self._removed: dict[str, datetime] = {}
-        """When objects were removed, by UID."""
-        self._removed_children: dict[Owner, dict[str, tuple[datetime, Pod | None]]] = {}
-        """The same times, by owner and name, with the last state of pods."""
-        self._removals: deque[tuple[datetime, str, Owner | None, str]] = deque()
-        """Time, UID, owner and name of all remembered removals, oldest first."""
+        self._removals = Removals()
 
     # Jobs.
 
@@ -106,7 +64,7 @@ class WatchCache:
         key = (metadata["namespace"], metadata["name"])
         with self._lock:
             known = self._jobs.get(key)
-            if metadata["uid"] in self._removed:
+            if metadata["uid"] in self._removals:
                 return False
             if known is not None and known["metadata"]["uid"] == metadata["uid"] and _version(known) >= _version(job):
                 return False
@@ -124,7 +82,7 @@ class WatchCache:
             if known is not None and known["metadata"]["uid"] == uid:
                 del self._jobs[key]
                 self._node_failures.pop(uid, None)
-            self._remember_removal(uid, None, key[1])
+            self._removals.add(uid, None, key[1])
 
     def job(self, key: Key) -> dict[str, Any] | None:
         with self._lock:
@@ -144,8 +102,6 @@ class WatchCache:
             for entries in self._entries.values():
                 for entry in entries.values():
                     entry.version = -1
-            self._removed.clear()
-            self._removed_children.clear()
             self._removals.clear()
 
     # Children.
@@ -162,7 +118,9 @@ class WatchCache:
                     return None
                 self._drop(kind, name, known)
                 return known.owner.key
-            if uid in self._removed or (known is not None and known.uid == uid and known.version >= _version(manifest)):
+            if uid in self._removals or (
+                known is not None and known.uid == uid and known.version >= _version(manifest)
+            ):
                 return None
             value = Pod.from_object(manifest) if kind == "Pod" else Child.from_object(kind, manifest)
             if known is not None:
@@ -178,9 +136,9 @@ class WatchCache:
         with self._lock:
             known = self._entries.get(kind, {}).get(name)
             if known is None or known.uid != uid:
-                self._remember_removal(uid, None, name[1])
+                self._removals.add(uid, None, name[1])
                 return None
-            self._remember_removal(uid, known.owner, name[1], known.value if isinstance(known.value, Pod) else None)
+            self._removals.add(uid, known.owner, name[1], known.value if isinstance(known.value, Pod) else None)
             self._drop(kind, name, known)
             return known.owner.key
 
@@ -231,48 +189,29 @@ class WatchCache:
     def put_node(self, node: Mapping[str, Any]) -> set[Key]:
         """Store a node's faults, and if the control plane is in contact with it. If the contact has changed, return
         the jobs with pods on the node."""
-        conditions, name = (node.get("status") or {}).get("conditions") or (), node["metadata"]["name"]
         with self._lock:
-            self._removed_nodes.pop(name, None)
-            labels = node["metadata"].get("labels") or {}
-            self._node_labels[name], self._hostnames[name] = labels, labels.get(HOSTNAME) or name
-            self._node_faults.pop(name, None)
-            if fault := find_fault(conditions, self._fault_conditions):
-                self._node_faults[name] = fault
-            self._cordoned.discard(name)
-            if (node.get("spec") or {}).get("unschedulable"):
-                self._cordoned.add(name)
-        ready = next((entry.get("status") for entry in conditions if entry.get("type") == "Ready"), "Unknown")
-        return self._set_node(name, ready != "Unknown")
+            return self._keys_on(node["metadata"]["name"]) if self._nodes.put(node) else set()
 
     def remove_node(self, name: str) -> set[Key]:
         """Store that a node is gone, for some time and for as long as pods on it are known. Return the jobs of these
         pods."""
         with self._lock:
-            changed = self._set_node(name, False)
-            self._removed_nodes.setdefault(name, datetime.now(UTC))
-            self._node_faults.pop(name, None)
-            self._cordoned.discard(name)
+            changed = self._keys_on(name) if self._nodes.remove(name) else set()
             self._forget_nodes()
         return changed
 
     def _forget_nodes(self) -> None:
         """Forget nodes that were removed long ago and have no known pods."""
-        oldest = datetime.now(UTC) - _REMEMBERED
-        old = {name for name, time in self._removed_nodes.items() if time < oldest}
-        if not old:
-            return
-        known = [entry.value for entry in self._entries.get("Pod", {}).values()]
-        known += [pod for names in self._removed_children.values() for _, pod in names.values() if pod is not None]
-        for name in old - {pod.node for pod in known if isinstance(pod, Pod)}:
-            for index in (self._removed_nodes, self._nodes, self._hostnames, self._node_labels):
-                index.pop(name, None)
+        if old := self._nodes.find_old_removed():
+            pods = [entry.value for entry in self._entries.get("Pod", {}).values()]
+            used = {pod.node for pod in (*pods, *self._removals.last_pods()) if isinstance(pod, Pod)}
+            self._nodes.forget(old - used)
 
     def replace_nodes(self, nodes: Iterable[Mapping[str, Any]]) -> set[Key]:
         """Store a complete list of nodes. Return the keys of changed jobs."""
         changed: set[Key] = set()
         with self._lock:
-            unlisted = set(self._nodes)
+            unlisted = set(self._nodes.names)
             for node in nodes:
                 unlisted.discard(node["metadata"]["name"])
                 changed |= self.put_node(node)
@@ -280,24 +219,20 @@ class WatchCache:
                 changed |= self.remove_node(name)
         return changed
 
-    def _set_node(self, name: str, in_contact: bool) -> set[Key]:
-        with self._lock:
-            before = self._nodes.get(name)
-            self._nodes[name] = in_contact
-            if before == in_contact:
-                return set()
-            pods = self._entries.get("Pod", {}).values()
-            return {entry.owner.key for entry in pods if isinstance(entry.value, Pod) and entry.value.node == name}
+    def _keys_on(self, node: str) -> set[Key]:
+        """Return the keys of the jobs with pods on a node."""
+        pods = self._entries.get("Pod", {}).values()
+        return {entry.owner.key for entry in pods if isinstance(entry.value, Pod) and entry.value.node == node}
 
     def node_label(self, name: str, key: str) -> str:
         """Return a label of a node; empty if the node is not known or does not have it."""
         with self._lock:
-            return self._node_labels.get(name, {}).get(key) or ""
+            return self._nodes.label(name, key)
 
     def is_lost(self, name: str) -> bool:
         """Return True if a known node is gone or the control plane has lost contact with it."""
         with self._lock:
-            return not self._nodes.get(name, True)
+            return self._nodes.is_lost(name)
 
     # The node cache.
 
@@ -354,7 +289,10 @@ class WatchCache:
         cached_uri, nodes = self._cached.get((namespace, object_name(uri)), ("", {}))
         if cached_uri != uri:
             return {}
-        return {self._hostnames.get(node, node): percent for node, percent in nodes.items() if self._nodes.get(node)}
+        hostnames = self._nodes.hostnames
+        return {
+            hostnames.get(node, node): percent for node, percent in nodes.items() if self._nodes.is_in_contact(node)
+        }
 
     # What a plan sees.
 
@@ -372,20 +310,17 @@ class WatchCache:
         with self._lock:
             values = [entry.value for entry in self._of_owner.get(owner, {}).values()]
             pods = tuple(sorted((value for value in values if isinstance(value, Pod)), key=lambda pod: pod.name))
-            removed = dict(self._removed_children.get(owner, {}))
+            removed = self._removals.children_of(owner)
             last_seen = {name: pod for name, (_, pod) in removed.items() if pod is not None}
-            # A node that was never seen is new, not lost.
-            lost = {
-                pod.node for pod in (*pods, *last_seen.values()) if pod.node and not self._nodes.get(pod.node, True)
-            }
+            lost = {pod.node for pod in (*pods, *last_seen.values()) if pod.node and self._nodes.is_lost(pod.node)}
             removed_at = {name: time for name, (time, _) in removed.items()}
-            node_faults = dict(self._node_faults)
+            node_faults = dict(self._nodes.faults)
             node_failures = self._find_failures_of_others(owner.uid)
-            nodes = sum(in_contact and name not in self._cordoned for name, in_contact in self._nodes.items())
+            nodes = self._nodes.count_schedulable()
             suspects = {*node_faults, *(failure.node for failure in node_failures)}
             suspects |= {pod.node for pod in (*pods, *last_seen.values())}
             suspects |= {failure.node for failure in self._node_failures.get(owner.uid, ())}
-            hostnames = {name: self._hostnames[name] for name in suspects if name in self._hostnames}
+            hostnames = {name: self._nodes.hostnames[name] for name in suspects if name in self._nodes.hostnames}
             namespace = job["metadata"]["namespace"] if job is not None else ""
             has_cache = (namespace, CLAIM) in self._claims
             warm = (
@@ -434,37 +369,6 @@ class WatchCache:
             owners.discard(entry.owner)
             if not owners:
                 self._owners.pop(entry.owner.key, None)
-
-    def _remember_removal(self, uid: str, owner: Owner | None, name: str, pod: Pod | None = None) -> None:
-        now = datetime.now(UTC)
-        while len(self._removals) > _MOST_REMEMBERED and self._removals[0][0] <= now - _REMEMBERED:
-            time, old_uid, old_owner, old_name = self._removals.popleft()
-            if self._removed.get(old_uid) == time:
-                del self._removed[old_uid]
-            names = self._removed_children.get(old_owner) if old_owner is not None else None
-            if old_owner is not None and names is not None and names.get(old_name, (now,))[0] == time:
-                del names[old_name]
-                if not names:
-                    del self._removed_children[old_owner]
-        if uid in self._removed and not owner:
-            return
-        self._removed.setdefault(uid, now)
-        self._removals.append((now, uid, owner, name))
-        if owner is not None:
-            self._removed_children.setdefault(owner, {}).setdefault(name, (now, pod))
-
-
-def find_owner(manifest: Mapping[str, Any]) -> Owner | None:
-    """Return the TrainingJob that controls an object and is in the object's namespace; None if there is none."""
-    metadata = manifest["metadata"]
-    for reference in metadata.get("ownerReferences") or ():
-        if reference.get("controller") is not True:
-            continue
-        group, _, version = str(reference.get("apiVersion")).partition("/")
-        if group != GROUP or not version or reference.get("kind") != KIND:
-            return None  # Kubernetes allows only one controller
-        return Owner(metadata["namespace"], str(reference.get("name")), str(reference.get("uid")))
-    return None
 
 
 def _version(manifest: Mapping[str, Any]) -> int:

@@ -16,7 +16,8 @@ from topkube.job import API_VERSION, KIND
 from topkube_operator.model import names
 from topkube_operator.model.observed import Observed, Policy
 from topkube_operator.planning import planner
-from topkube_operator.watch.watch_cache import Owner, WatchCache, find_owner
+from topkube_operator.watch.owner import Owner, find_owner
+from topkube_operator.watch.watch_cache import WatchCache
 
 OWNER = Owner("team", "train", "uid-1")
 NAMED = st.sampled_from(["team", "train", "uid-1", "TrainingJob", "", "other", "Job"])

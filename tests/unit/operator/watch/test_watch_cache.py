@@ -16,8 +16,9 @@ from topkube.job.cached_dataset import object_name
 from topkube.timestamps import format_timestamp
 from topkube_operator.model import names
 from topkube_operator.model.observed import Observed, Pod, Policy
-from topkube_operator.watch import watch_cache as store_module
-from topkube_operator.watch.watch_cache import Owner, WatchCache
+from topkube_operator.watch import known_nodes, removals
+from topkube_operator.watch.owner import Owner
+from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import WorkQueue
 
 KEY = ("team", "train")
@@ -202,15 +203,17 @@ def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
     other = {**stored(2, uid="uid-2", status={"nodeFailures": failures})}
     other["metadata"]["name"] = "other"
     store.put_job(other)
-    found = seen(store)
-    assert found.node_faults == {"node-a": "GpuXidError"}
-    assert found.nodes == 1
-    assert found.hostnames == {"node-a": "host-a", "node-b": "node-b", "node-c": "node-c"}
-    assert [(failure.node, failure.job, failure.count) for failure in found.node_failures] == [("node-b", "uid-2", 2)]
+    observed = seen(store)
+    assert observed.node_faults == {"node-a": "GpuXidError"}
+    assert observed.nodes == 1
+    assert observed.hostnames == {"node-a": "host-a", "node-b": "node-b", "node-c": "node-c"}
+    assert [(failure.node, failure.job, failure.count) for failure in observed.node_failures] == [
+        ("node-b", "uid-2", 2)
+    ]
     store.put_node(node("node-a", "True"))
     store.remove_job(("team", "other"), "uid-2")
-    found = seen(store)
-    assert (found.node_faults, found.node_failures) == ({}, ())
+    observed = seen(store)
+    assert (observed.node_faults, observed.node_failures) == ({}, ())
 
 
 def test_a_key_is_worked_on_by_one_and_comes_again_when_there_was_news() -> None:
@@ -340,13 +343,13 @@ def test_a_hundred_thousand_burials_take_no_longer_each_than_ten_thousand() -> N
 
 
 def test_what_went_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_MOST_REMEMBERED", 10)
-    monkeypatch.setattr(store_module, "_REMEMBERED", timedelta(0))
+    monkeypatch.setattr(removals, "_MOST_REMEMBERED", 10)
+    monkeypatch.setattr(removals, "_REMEMBERED", timedelta(0))
     store = WatchCache()
     for number in range(100):
         store.put("Pod", child(f"pod-{number}", 5))
         store.remove("Pod", ("team", f"pod-{number}"), f"uid-of-pod-{number}")
-    assert len(store._removed) == len(store._removals) == 11
+    assert len(store._removals) == len(store._removals._oldest_first) == 11
     assert len(seen(store).removed_at) == 11
     assert "pod-99" in seen(store).removed_at
 
@@ -358,9 +361,9 @@ def test_nodes_that_were_removed_are_forgotten_unless_a_pod_is_on_them(monkeypat
     for number in range(100):
         store.put_node(node(f"node-{number}", "True"))
         store.remove_node(f"node-{number}")
-    monkeypatch.setattr(store_module, "_REMEMBERED", timedelta(0))
+    monkeypatch.setattr(known_nodes, "_REMEMBERED", timedelta(0))
     store.remove_node("node-99")
-    assert set(store._nodes) == set(store._hostnames) == {"node-0"}
+    assert set(store._nodes.names) == set(store._nodes.hostnames) == set(store._nodes._labels) == {"node-0"}
     assert seen(store).lost_nodes == {"node-0"}
     store.put_node(node("node-0", "True"))
     assert seen(store).lost_nodes == set()

@@ -16,7 +16,8 @@ from topkube_operator.model import names
 from topkube_operator.model.observed import Policy
 from topkube_operator.watch import watchers
 from topkube_operator.watch.api_client import ApiError
-from topkube_operator.watch.watch_cache import Owner, WatchCache
+from topkube_operator.watch.owner import Owner
+from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.watchers import Watchers
 from topkube_operator.watch.work_queue import Key
 
