@@ -45,7 +45,7 @@ class WaitSeries(IntEnum):
     AGREEMENT = 1
     """Agreements of training (`training/ranks/agreement.py`)."""
     CALL = 2
-    """Calls of the script: `barrier`, `reduce` and others (`collectives/coordination.py`)."""
+    """Calls of the script: `barrier`, `reduce` and others (`collectives/coordination/`)."""
     MODEL = 3
     """Collectives inside a model's forward and backward (`training/ranks/model_collectives.py`)."""
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from topkube.job import TrainingJob
+from topkube.job.base.quantity import in_bytes
 from topkube.job.cached_dataset import dataset_id
-from topkube.job.quantity import in_bytes
 from topkube.job.spec import Dataset
 from topkube_operator.children.templates import list_in
 from topkube_operator.model.observed import Policy

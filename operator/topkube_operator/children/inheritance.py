@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from topkube.job import TrainingJob
-from topkube.job.quantity import parse_quantity
+from topkube.job.base.quantity import parse_quantity
 from topkube.job.template import without_nulls, worker_container
 from topkube_operator.children.templates import mapping_in
 

@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from topkube.job import TrainingJob
-from topkube.job.quantity import parse_quantity
+from topkube.job.base.quantity import parse_quantity
 from topkube_operator.children import placement, pods
 from topkube_operator.model import names
 from topkube_operator.model.observed import Policy

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from topkube.errors import TopKubeError
-from topkube.job.part import QUANTITY
-from topkube.job.quantity import in_bytes
+from topkube.job.base.part import QUANTITY
+from topkube.job.base.quantity import in_bytes
 from topkube_operator.node_cache.agent import LOOK_SECONDS, Agent
 from topkube_operator.node_cache.decisions import CacheLimits
 from topkube_operator.node_cache.volume import Volume

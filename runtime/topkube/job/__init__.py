@@ -1,8 +1,8 @@
 """The TrainingJob: types, defaults, validation. One definition for the local run, the operator, admission and the CRD.
 
-`spec` and `status` hold the types, `reading` turns a person's YAML into data that remembers its lines,
-`problems` says what is wrong and what is allowed, `training_job` puts them together, `reference` writes
-docs/trainingjob.md.
+`spec` and `status` hold the types. `base` has what all types share: `reading` returns the data of a YAML file and the
+line of every value, `problems` describes mistakes and what is allowed. `training_job` puts them together, and
+`reference` writes docs/trainingjob.md.
 """
 
 from topkube.job.failure_policy import FailurePolicy, FailureRule, OnExitCodes

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, WithJsonSchema
 from topkube.algorithms import CHOICES, OWN, find, known, names
 from topkube.algorithms.declaration import NAME
 from topkube.errors import AlgorithmError
-from topkube.job.part import Allowed
+from topkube.job.base.part import Allowed
 
 _OWN = (*CHOICES, *(algorithm.name for algorithm in OWN))
 _PATTERN = rf"^{NAME}\.{NAME}$"

@@ -10,7 +10,7 @@ import re
 import xxhash
 from pydantic import Field
 
-from topkube.job.part import Part, Uri
+from topkube.job.base.part import Part, Uri
 
 CACHED_KIND = "CachedDataset"
 CACHED_PLURAL = "cacheddatasets"

@@ -14,8 +14,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from topkube.job.part import Path
-from topkube.job.problems import describe_problem, show_value
+from topkube.job.base.part import Path
+from topkube.job.base.problems import describe_problem, show_value
 from topkube.job.spec import Spec
 from topkube.job.template import without_nulls
 

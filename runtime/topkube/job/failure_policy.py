@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
-from topkube.job.part import INT32, Allowed, Part, rules
+from topkube.job.base.part import INT32, Allowed, Part, rules
 
 Action = Literal["Fail", "Restart", "Ignore"]
 

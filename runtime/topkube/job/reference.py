@@ -9,8 +9,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from topkube.job.part import Part
-from topkube.job.problems import bare, describe_allowed, part_of
+from topkube.job.base.part import Part
+from topkube.job.base.problems import bare, describe_allowed, part_of
 from topkube.job.spec import Metadata
 from topkube.job.training_job import TrainingJob
 

@@ -29,8 +29,7 @@ from topkube.algorithms import (
     AlgorithmParameter,
 )
 from topkube.job.algorithm_name import EXPLAINED, AlgorithmName
-from topkube.job.failure_policy import FailurePolicy
-from topkube.job.part import (
+from topkube.job.base.part import (
     INT32,
     AbsolutePath,
     Allowed,
@@ -46,7 +45,8 @@ from topkube.job.part import (
     raise_problems,
     rules,
 )
-from topkube.job.quantity import in_bytes, parse_quantity
+from topkube.job.base.quantity import in_bytes, parse_quantity
+from topkube.job.failure_policy import FailurePolicy
 from topkube.job.template import WORKER_TEMPLATE, mapping_problems, memory_limit, template_problems
 
 _LABEL_PREFIX = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"

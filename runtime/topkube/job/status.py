@@ -17,9 +17,9 @@ import annotated_types
 from pydantic import Field, JsonValue, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from topkube.job.base.part import INT32, Part
+from topkube.job.base.problems import bare
 from topkube.job.failure_policy import MOST_DISRUPTIONS
-from topkube.job.part import INT32, Part
-from topkube.job.problems import bare
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 

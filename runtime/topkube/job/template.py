@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from topkube.job.part import KEEP, QUANTITY, Path, rules
-from topkube.job.quantity import in_bytes
+from topkube.job.base.part import KEEP, QUANTITY, Path, rules
+from topkube.job.base.quantity import in_bytes
 
 GPU = "nvidia.com/gpu"
 MOST_CONTAINERS = 100

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from topkube.errors import JobError
-from topkube.job.part import Part
-from topkube.job.problems import list_problems, show_value
-from topkube.job.quantity import in_bytes
-from topkube.job.reading import Document, check_extent, read, write
+from topkube.job.base.part import Part
+from topkube.job.base.problems import list_problems, show_value
+from topkube.job.base.quantity import in_bytes
+from topkube.job.base.reading import Document, check_extent, read, write
 from topkube.job.spec import Metadata, Spec
 from topkube.job.status import Status
 from topkube.job.template import worker_container

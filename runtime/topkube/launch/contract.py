@@ -19,7 +19,7 @@ from pydantic.alias_generators import to_camel
 
 from topkube.errors import LaunchError
 from topkube.job import CacheStatus, FirstFailure, Progress
-from topkube.job.part import INT32
+from topkube.job.base.part import INT32
 from topkube.job.status import MOST_WORKERS
 
 LAUNCHER_PORT = 7077

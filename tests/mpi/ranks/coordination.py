@@ -13,7 +13,7 @@ import topkube
 from ranks.allreduce import inputs, near
 from topkube import collectives
 from topkube.algorithms import OWN, Family
-from topkube.collectives import coordination, ordered
+from topkube.collectives.coordination import calls, ordered
 from topkube.errors import ArgumentError
 from topkube.training.ranks.agreement import Agreement, agreement
 from topkube.training.ranks.communication_thread import schedule
@@ -100,7 +100,7 @@ def case_arrays_of_different_lengths_are_joined(world: World) -> None:
     wanted = np.concatenate([part(rank) for rank in range(world.size)])
     for chunk in (1 << 26, 16 * world.size):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(coordination, "CHUNK", chunk)
+            patch.setattr(calls, "CHUNK", chunk)
             joined = topkube.allgather(part(world.rank))
             assert joined.dtype == np.int32
             assert np.array_equal(joined, wanted)
@@ -119,7 +119,7 @@ def case_objects_travel_in_pieces(world: World) -> None:
 
     for chunk in (1 << 26, 1000):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(coordination, "CHUNK", chunk)
+            patch.setattr(calls, "CHUNK", chunk)
             for root in range(world.size):
                 received = topkube.broadcast_object(payload(root) if world.rank == root else None, root)
                 assert (received["rank"], len(received["text"])) == (root, 3000 * root)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
-from topkube.job.problems import field_names
-from topkube.job.quantity import in_bytes
+from topkube.job.base.problems import field_names
+from topkube.job.base.quantity import in_bytes
 from topkube.job.spec import Aggregation, Checkpoint, Dataset, Metadata, RunPolicy, Spec
 from topkube.settings import Settings
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from topkube.collectives.ordered import fold
+from topkube.collectives.coordination.ordered import fold
 from topkube.control import names_of as names_of
 from topkube.world import WaitSeries, World, current
 

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from topkube.errors import JobError
-from topkube.job.part import Path
-from topkube.job.problems import DEEPEST, describe_problem
+from topkube.job.base.part import Path
+from topkube.job.base.problems import DEEPEST, describe_problem
 
 MOST_VALUES = 100_000
 """The largest number of values in a job. A job of 1.5 MiB, the limit of etcd, has a few thousand."""

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 
-from topkube.job.part import Allowed, OneOf, Part, Path
+from topkube.job.base.part import Allowed, OneOf, Part, Path
 
 Lines = Mapping[Path, int]
 DEEPEST = 100

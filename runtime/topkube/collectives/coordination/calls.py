@@ -20,8 +20,8 @@ import numpy.typing as npt
 import xxhash
 
 from topkube.arrays import is_tensor
-from topkube.collectives.numbers import Reducible
-from topkube.collectives.ordered import fold
+from topkube.collectives.coordination.numbers import Reducible
+from topkube.collectives.coordination.ordered import fold
 from topkube.control import names_of
 from topkube.errors import ArgumentError, CollectiveError, MismatchError
 from topkube.world import WaitSeries, World, current, sub_world
