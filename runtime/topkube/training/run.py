@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -18,35 +18,25 @@ import torch
 from topkube.collectives.link import link_rate
 from topkube.data import DistributedSampler
 from topkube.data.base.open_datasets import statistics
-from topkube.errors import CheckpointError, StorageError, TrainingError
+from topkube.errors import TrainingError
 from topkube.mpi_exit import finalize_at_exit
 from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.telemetry.progress import ProgressWriter, StepRecord
 from topkube.telemetry.rank_file import ABSENT, RankMetrics
-from topkube.training.batches.generators import generators, set_generators
+from topkube.training.batches.generators import set_generators
 from topkube.training.batches.samples import Samples
 from topkube.training.batches.uneven_batches import Sums
-from topkube.training.checkpoint import CheckpointStore, Loaded
-from topkube.training.checkpoint.resumption import (
-    Stateful,
-    all_or_nothing,
-    check_contents,
-    check_optimizer,
-    optimizer_names,
-)
-from topkube.training.checkpoint.retention import warn
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.ranks.communication_thread import schedule
 from topkube.training.reporting.norms import Norms
 from topkube.training.reporting.steps import REPORTER
 from topkube.training.reporting.terminal import TerminalBar
+from topkube.training.run_checkpoints import RunCheckpoints
 from topkube.world import current
 
 _CACHE_LOOK_SECONDS = 1.0
 """Time between two reads of the data cache's counters."""
-_LONG_WAIT_SECONDS = 1.0
-"""A longer wait for the previous checkpoint is reported."""
 
 
 def checkpointing(
@@ -88,18 +78,12 @@ class Run:
     ) -> None:
         self.step = 0
         self.epoch = 0
-        self._model, self._optimizer, self._sampler, self._more = model, optimizer, sampler, more
+        self._model, self._optimizer, self._sampler = model, optimizer, sampler
         self._world, self._settings = current(), settings
-        self._store: CheckpointStore | None = None
+        self._checkpoints: RunCheckpoints | None = None
         if settings.checkpoint_directory:
-            directory = Path(settings.checkpoint_directory)
-            job = settings.job_uid or settings.job_name
-            self._store = CheckpointStore(directory, settings.checkpoint_keep, self._world, job, settings.attempt)
-        self.failed_checkpoints = 0
-        """The number of checkpoints of this run that could not be written."""
-        self._saved, self._begun, self._failure_reported = (0, 0), (0, 0), False
-        """(step, epoch) of the newest checkpoint, and of the last save that was begun."""
-        self._due = self._stop = self._wait_reported = False
+            self._checkpoints = RunCheckpoints(self._world, settings, model, optimizer, sampler, more)
+        self._due = self._stop = False
         self._generators: dict[str, Any] | None = None
         self._passes_asked = 0
         self._total: int | None = None
@@ -119,11 +103,9 @@ class Run:
     def __enter__(self) -> Run:
         self._hook = self._model.register_forward_hook(self._take_loss)
         try:
-            if self._store is not None:
-                self._store.claim()
-                loaded = self._store.load(*self._optimizer.residual_copy, check_contents)
-                if loaded is not None:
-                    self._resume(loaded)
+            if self._checkpoints is not None:
+                if (resumed := self._checkpoints.resume()) is not None:
+                    (self.step, self.epoch), self._generators = resumed
                 if threading.current_thread() is threading.main_thread():
                     self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
             if self._settings.run_path is not None:
@@ -143,11 +125,11 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if self._store is not None and kind is not None:
-                self._store.abandon()
-            elif self._store is not None:
-                self._run_stage(self._store.finish)
-                if self._saved != (self.step, self.epoch) and not self._optimizer.accumulating:
+            if self._checkpoints is not None and kind is not None:
+                self._checkpoints.abandon()
+            elif self._checkpoints is not None:
+                self._checkpoints.finish()
+                if self._checkpoints.saved != (self.step, self.epoch) and not self._optimizer.accumulating:
                     self.save()
         finally:
             self._detach()
@@ -207,8 +189,9 @@ class Run:
                         "the loader returned no batch on any rank", next_step="check the dataset's length"
                     )
             schedule().submit(lambda: None).result()  # waits until the communication thread has written its records
-            if self._store is not None:
-                self._run_stage(self._store.finish)
+            if self._checkpoints is not None:
+                self._checkpoints.finish()
+                self._note_checkpoints()
         finally:  # must not wait: an abandoned loop is closed when the interpreter ends
             if self._record is not None:  # the script left the loop: only the numbers of this rank are known
                 self._write(self._record, *self._report[:2], *(self._world.size * count for count in self._report[2:]))
@@ -230,7 +213,8 @@ class Run:
     def _announcement(self) -> tuple[float, ...]:
         """Return the numbers that accompany the announcement of a batch: 1 if the run must stop, 1 if this rank has
         finished the current stage of a save, and the numbers of the previous step."""
-        return (float(self._stop), float(self._store is not None and self._store.is_stage_done), *self._report)
+        stage_done = self._checkpoints is not None and self._checkpoints.is_stage_done
+        return (float(self._stop), float(stage_done), *self._report)
 
     def _on_announced(self, turn: Future[Sums]) -> None:
         """Write the record of the previous step on rank 0, as soon as the numbers of all ranks have arrived."""
@@ -259,7 +243,7 @@ class Run:
             seconds=own.seconds,
             density=self._optimizer.density_used,
             skipped_steps=self._optimizer.skipped_steps,
-            checkpoint_step=self._saved[0] or None,
+            checkpoint_step=self._newest_checkpoint,
             failed_checkpoints=self.failed_checkpoints,
             time=time.time(),
         )
@@ -327,134 +311,47 @@ class Run:
 
     # ---- checkpoints
 
+    @property
+    def failed_checkpoints(self) -> int:
+        """The number of checkpoints of this run that could not be written."""
+        return self._checkpoints.failed if self._checkpoints is not None else 0
+
+    @property
+    def _newest_checkpoint(self) -> int | None:
+        """The step of the newest checkpoint; None if there is no checkpoint."""
+        return (self._checkpoints.saved[0] or None) if self._checkpoints is not None else None
+
     def _checkpoint(self, stop: bool, stage_done: bool) -> None:
         """Save a checkpoint at the end of a step if it is due. `stage_done` is True if all ranks have finished the
         current stage of a save."""
-        if self._store is None:
+        if self._checkpoints is None:
             return
-        if stage_done and self._store.is_saving:
-            self._run_stage(self._store.advance)
+        if stage_done:
+            self._checkpoints.advance()
         self._due = self._due or stop or self.step % self._settings.checkpoint_every == 0
         if self._due and not self._optimizer.accumulating:
-            self._run_stage(self._wait_for_save)
-            self._run_stage(self._begin)
+            self._checkpoints.begin((self.step, self.epoch))
             self._due = False
         if stop and not self._due:
-            self._run_stage(self._store.finish)
+            self._checkpoints.finish()
+        self._note_checkpoints()
+        if stop and not self._due:
             finalize_at_exit()
             raise SystemExit(128 + signal.SIGTERM)
 
-    def _wait_for_save(self) -> int | None:
-        """Wait for the previous save: there is never more than one. If the disk is too slow, rank 0 reports the
-        wait."""
-        assert self._store is not None
-        start = time.perf_counter()
-        step = self._store.finish()
-        waited = time.perf_counter() - start
-        if waited > _LONG_WAIT_SECONDS and not self._wait_reported and self._world.rank == 0:
-            self._wait_reported = True
-            warn(
-                f"training waited {waited:.1f} s at step {self.step} for the checkpoint of step {self._begun[0]}: the"
-                " storage is slower than the steps between two checkpoints. Next: raise spec.checkpoint.everySteps"
-                " (TOPKUBE_CHECKPOINT_EVERY), or use faster storage"
-            )
-        return step
-
-    def _run_stage(self, stage: Callable[[], int | None]) -> None:
-        """Run a stage of a save. A disk that is full for some time does not end training: the failure is counted, and
-        reported once."""
-        try:
-            if stage() is not None:
-                self._saved = self._begun
-                if self._failure_reported and self._world.rank == 0:
-                    print(
-                        f"topkube: the checkpoint of step {self._saved[0]} is written: checkpoints work again",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                self._failure_reported = False
-        except StorageError as error:
-            self.failed_checkpoints += 1
-            if not self._failure_reported and self._world.rank == 0:
-                print(
-                    f"topkube: warning: training continues without this checkpoint: {error}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            self._failure_reported = True
+    def _note_checkpoints(self) -> None:
+        """Update the record of the last step, which is not written yet."""
         if self._record is not None:
             self._record = dataclasses.replace(
-                self._record, checkpoint_step=self._saved[0] or None, failed_checkpoints=self.failed_checkpoints
+                self._record, checkpoint_step=self._newest_checkpoint, failed_checkpoints=self.failed_checkpoints
             )
 
     def save(self) -> None:
         """Save a checkpoint of the last step and wait until it is published. All ranks call this together. Raises
         StorageError if the storage does not take it; the previous checkpoint still exists then."""
-        assert self._store is not None
-        self._run_stage(self._store.finish)
-        if self._begin() is None:
-            self._store.finish()
-        self._saved = self._begun
-
-    def _begin(self) -> int | None:
-        """Copy the state of the last step and begin to write it. Return the step if it is published already, because
-        there was no memory for a copy."""
-        assert self._store is not None
-        optimizer = self._optimizer.state_dict()  # of the node's own weights
-        own = {"residuals": optimizer["topkube"].pop("residuals"), "generators": generators()}
-
-        def shared() -> dict[str, Any]:
-            return {
-                "step": self.step,
-                "epoch": self.epoch,
-                "model": self._model.state_dict(),
-                "optimizer": optimizer,
-                "optimizer_names": optimizer_names(self._optimizer),
-                "sampler": self._sampler.state_dict() if self._sampler is not None else None,
-                "more": {name: item.state_dict() for name, item in self._more.items()},
-            }
-
-        self._begun = (self.step, self.epoch)
-        with self._optimizer.consensus():  # the model's weights are those that all nodes agree on
-            return None if self._store.begin(self.step, shared, own) else self._store.finish()
-
-    def _resume(self, loaded: Loaded) -> None:
-        """Load all states or none: if a checkpoint does not fit, model and optimizer stay as they were, on all
-        ranks."""
-        assert self._store is not None
-        directory = self._settings.checkpoint_directory
-        shared, own = loaded.shared, loaded.own
-        state = {**shared["optimizer"], "topkube": {**shared["optimizer"]["topkube"], "residuals": own["residuals"]}}
-        pairs: list[tuple[Stateful, Any]] = [(self._model, shared["model"]), (self._optimizer, state)]
-        if self._sampler is not None and shared["sampler"] is not None:
-            pairs.append((self._sampler, shared["sampler"]))
-        pairs += [(item, shared["more"][name]) for name, item in self._more.items() if name in shared["more"]]
-
-        def load() -> None:
-            check_optimizer(loaded, self._optimizer, directory)
-            for item, its_state in pairs:
-                try:
-                    item.load_state_dict(its_state)
-                except Exception as error:
-                    raise CheckpointError(
-                        f"the checkpoint {loaded.place.name} in {directory} belongs to another model or optimizer:"
-                        f" {type(item).__name__}: {error}",
-                        cause="the script changed, or another job writes to this directory",
-                        next_step="use another directory for this run (spec.checkpoint.path), or the script that"
-                        " wrote the checkpoint",
-                    ) from error
-
-        with all_or_nothing([item for item, _ in pairs]):
-            self._store.run_on_all_ranks(
-                load, f"the checkpoint {loaded.place.name} in {directory} cannot be resumed from"
-            )
-        self._optimizer.restore_node_weights()
-        self.step, self.epoch = self._saved = self._begun = shared["step"], shared["epoch"]
-        self._generators = own.get("generators")
-        if self._world.rank == 0:
-            for name in self._more.keys() - shared["more"].keys():
-                warn(f"the checkpoint {loaded.place.name} contains no state of {name}, which starts from the beginning")
-            print(f"topkube: resumed at step {self.step} from {loaded.place.name}", flush=True)
+        assert self._checkpoints is not None
+        self._checkpoints.save((self.step, self.epoch))
+        self._note_checkpoints()
 
     def _restore_generators(self) -> None:
         """Restore the random generators after the loader's iterator exists: creating it draws a random number, which

@@ -275,7 +275,7 @@ def test_available_memory_is_that_of_the_machine_or_of_the_cgroup(
 def test_training_that_waits_for_slow_storage_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("topkube.training.run._LONG_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("topkube.training.run_checkpoints._LONG_WAIT_SECONDS", 0.0)
     model, optimizer = training()
     settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=1, checkpoint_keep=9)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:

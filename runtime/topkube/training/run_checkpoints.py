@@ -1,0 +1,193 @@
+"""The checkpoints of a run: what a checkpoint contains, how a save advances with the steps, and how a run resumes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from topkube.data import DistributedSampler
+from topkube.errors import CheckpointError, StorageError
+from topkube.settings import Settings
+from topkube.training.batches.generators import generators
+from topkube.training.checkpoint import CheckpointStore, Loaded
+from topkube.training.checkpoint.resumption import (
+    Stateful,
+    all_or_nothing,
+    check_contents,
+    check_optimizer,
+    optimizer_names,
+)
+from topkube.training.checkpoint.retention import warn
+from topkube.training.distributed import DistributedOptimizer
+from topkube.world import World
+
+Position = tuple[int, int]
+"""The finished steps and the finished passes over the data: (step, epoch)."""
+_LONG_WAIT_SECONDS = 1.0
+"""A longer wait for the previous checkpoint is reported."""
+
+
+class RunCheckpoints:
+    """The checkpoints of a run in the directory of `settings`. All ranks call every method but `abandon` together."""
+
+    def __init__(
+        self,
+        world: World,
+        settings: Settings,
+        model: torch.nn.Module,
+        optimizer: DistributedOptimizer,
+        sampler: DistributedSampler | None,
+        more: Mapping[str, Any],
+    ) -> None:
+        assert settings.checkpoint_directory is not None
+        self._world, self._directory = world, settings.checkpoint_directory
+        self._model, self._optimizer, self._sampler, self._more = model, optimizer, sampler, more
+        job = settings.job_uid or settings.job_name
+        self._store = CheckpointStore(Path(self._directory), settings.checkpoint_keep, world, job, settings.attempt)
+        self.failed = 0
+        """The number of checkpoints of this run that could not be written."""
+        self.saved: Position = (0, 0)
+        """The position of the newest checkpoint."""
+        self._begun: Position = (0, 0)
+        """The position of the last save that was begun."""
+        self._failure_reported = self._wait_reported = False
+
+    @property
+    def is_stage_done(self) -> bool:
+        """True if this rank has finished the current stage of a save."""
+        return self._store.is_stage_done
+
+    def resume(self) -> tuple[Position, dict[str, Any] | None] | None:
+        """Claim the directory and load the newest checkpoint. Return its position and the states of this rank's random
+        generators; None if there is no checkpoint. Raises CheckpointError if it does not fit."""
+        self._store.claim()
+        loaded = self._store.load(*self._optimizer.residual_copy, check_contents)
+        return None if loaded is None else self._load(loaded)
+
+    def abandon(self) -> None:
+        """Stop a save that is under way: the run ends with an error."""
+        self._store.abandon()
+
+    def advance(self) -> None:
+        """Begin the next stage of a save, after all ranks have finished the current stage."""
+        if self._store.is_saving:
+            self._run_stage(self._store.advance)
+
+    def begin(self, position: Position) -> None:
+        """Begin to save a checkpoint of `position`, after the previous save has ended."""
+        self._run_stage(lambda: self._wait_for_save(position[0]))
+        self._run_stage(lambda: self._begin(position))
+
+    def finish(self) -> None:
+        """Wait until the current save is published. A failure is counted and reported."""
+        self._run_stage(self._store.finish)
+
+    def save(self, position: Position) -> None:
+        """Save a checkpoint of `position` and wait until it is published. Raises StorageError if the storage does not
+        take it."""
+        self.finish()
+        if self._begin(position) is None:
+            self._store.finish()
+        self.saved = self._begun
+
+    def _wait_for_save(self, step: int) -> int | None:
+        """Wait for the previous save: there is never more than one. If the disk is too slow, rank 0 reports the
+        wait."""
+        start = time.perf_counter()
+        published = self._store.finish()
+        waited = time.perf_counter() - start
+        if waited > _LONG_WAIT_SECONDS and not self._wait_reported and self._world.rank == 0:
+            self._wait_reported = True
+            warn(
+                f"training waited {waited:.1f} s at step {step} for the checkpoint of step {self._begun[0]}: the"
+                " storage is slower than the steps between two checkpoints. Next: raise spec.checkpoint.everySteps"
+                " (TOPKUBE_CHECKPOINT_EVERY), or use faster storage"
+            )
+        return published
+
+    def _run_stage(self, stage: Callable[[], int | None]) -> None:
+        """Run a stage of a save. A disk that is full for some time does not end training: the failure is counted, and
+        reported once."""
+        try:
+            if stage() is not None:
+                self.saved = self._begun
+                if self._failure_reported and self._world.rank == 0:
+                    print(
+                        f"topkube: the checkpoint of step {self.saved[0]} is written: checkpoints work again",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                self._failure_reported = False
+        except StorageError as error:
+            self.failed += 1
+            if not self._failure_reported and self._world.rank == 0:
+                print(
+                    f"topkube: warning: training continues without this checkpoint: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            self._failure_reported = True
+
+    def _begin(self, position: Position) -> int | None:
+        """Copy the state of the last step and begin to write it. Return the step if it is published already, because
+        there was no memory for a copy."""
+        optimizer = self._optimizer.state_dict()  # of the node's own weights
+        own = {"residuals": optimizer["topkube"].pop("residuals"), "generators": generators()}
+        step, epoch = position
+
+        def shared() -> dict[str, Any]:
+            return {
+                "step": step,
+                "epoch": epoch,
+                "model": self._model.state_dict(),
+                "optimizer": optimizer,
+                "optimizer_names": optimizer_names(self._optimizer),
+                "sampler": self._sampler.state_dict() if self._sampler is not None else None,
+                "more": {name: item.state_dict() for name, item in self._more.items()},
+            }
+
+        self._begun = position
+        with self._optimizer.consensus():  # the model's weights are those that all nodes agree on
+            return None if self._store.begin(step, shared, own) else self._store.finish()
+
+    def _load(self, loaded: Loaded) -> tuple[Position, dict[str, Any] | None]:
+        """Load all states or none: if a checkpoint does not fit, model and optimizer stay as they were, on all
+        ranks."""
+        directory = self._directory
+        shared, own = loaded.shared, loaded.own
+        state = {**shared["optimizer"], "topkube": {**shared["optimizer"]["topkube"], "residuals": own["residuals"]}}
+        pairs: list[tuple[Stateful, Any]] = [(self._model, shared["model"]), (self._optimizer, state)]
+        if self._sampler is not None and shared["sampler"] is not None:
+            pairs.append((self._sampler, shared["sampler"]))
+        pairs += [(item, shared["more"][name]) for name, item in self._more.items() if name in shared["more"]]
+
+        def load() -> None:
+            check_optimizer(loaded, self._optimizer, directory)
+            for item, its_state in pairs:
+                try:
+                    item.load_state_dict(its_state)
+                except Exception as error:
+                    raise CheckpointError(
+                        f"the checkpoint {loaded.place.name} in {directory} belongs to another model or optimizer:"
+                        f" {type(item).__name__}: {error}",
+                        cause="the script changed, or another job writes to this directory",
+                        next_step="use another directory for this run (spec.checkpoint.path), or the script that"
+                        " wrote the checkpoint",
+                    ) from error
+
+        with all_or_nothing([item for item, _ in pairs]):
+            self._store.run_on_all_ranks(
+                load, f"the checkpoint {loaded.place.name} in {directory} cannot be resumed from"
+            )
+        self._optimizer.restore_node_weights()
+        self.saved = self._begun = shared["step"], shared["epoch"]
+        if self._world.rank == 0:
+            for name in self._more.keys() - shared["more"].keys():
+                warn(f"the checkpoint {loaded.place.name} contains no state of {name}, which starts from the beginning")
+            print(f"topkube: resumed at step {self.saved[0]} from {loaded.place.name}", flush=True)
+        return self.saved, own.get("generators")
