@@ -122,9 +122,11 @@ class SecondMoment:
             second = state["exp_avg_sq"]
             _divide(second, _gradient(self._optimizer, tensor, group), group["betas"][1], ratio)
             changed.append((second, ratio))
-        yield
-        for second, ratio in changed:
-            second.mul_(ratio)
+        try:
+            yield
+        finally:
+            for second, ratio in changed:
+                second.mul_(ratio)
 
     # ---- state
 
