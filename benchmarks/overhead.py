@@ -1,4 +1,4 @@
-"""Measures the cost of TopKube without an exchange: the char_gpt loop on one rank against plain torch, and the memory.
+"""Measure the cost of TopKube without an exchange: the char_gpt loop on one rank against plain torch, and the memory.
 
     python benchmarks/overhead.py
 
@@ -7,8 +7,8 @@ other work of the machine affects all of them: plain torch; DistributedOptimizer
 (nothing is sent on one rank); and with compression forced on (hitopk, density 0.01). There is one torch thread. Results
 are medians over steps.
 
-Memory: peak resident size of a process per variant, on a model large enough to see. The claim is two float32 shards
-(residual and twin; on one rank a shard is the whole model) and two buckets above plain torch.
+Memory: peak resident size of a process per variant, on a large model. The claim is two float32 shards (the residual
+and its copy; on one rank a shard is the whole model) and two buckets above plain torch.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from monitoring.catalog import SOURCES
 
 _HEAD = """# Metrics
 
-Base units (seconds, bytes), ratios from 0 to 1. Every label has few values: a job's series are bounded by its ranks,
-and they are gone when the job is. `training_job` is the TrainingJob's name. In a cluster Prometheus adds
+Base units (seconds, bytes), ratios from 0 to 1. Every label has few values: the ranks of a job limit its series,
+and the series end with the job. `training_job` is the TrainingJob's name. In a cluster Prometheus adds
 `namespace` and `pod`.
 
 Job-wide values are the same on all ranks and come from rank 0 alone: no sum is needed. Values marked *sampled* in their

@@ -149,7 +149,7 @@ struct CountShared {
   BlockScratch scratch;
 };
 
-// Counts the magnitudes that reach each threshold. From the counts follows where the entries between the thresholds begin.
+// Counts the magnitudes that reach each threshold. The counts determine where the entries between the thresholds begin.
 template <class Source>
 TOPKUBE_KERNEL(count_threads) count(Source source, Selection s, u64 kept, u64 seed) {
   auto& shared = gpu::shared<CountShared>();

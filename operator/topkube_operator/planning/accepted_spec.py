@@ -21,7 +21,7 @@ from topkube_operator.planning import admission
 LARGEST_COPY = 128 << 10
 """Bytes of JSON. The status holds a copy of specs up to this size."""
 _EDITS_OF_A_RESUMPTION = 2
-"""Number of generations by which a job advances if it is suspended, changed and resumed between two looks."""
+"""Number of generations by which a job advances if it is suspended, changed and resumed between two reconciles."""
 INVALID = "InvalidSpec"
 """The reason of the Failed condition of a job whose spec cannot be used."""
 
@@ -34,7 +34,8 @@ class AcceptedJob:
     refusal: str = ""
     """Why the last change is not followed; empty if the stored spec is followed."""
     replaced: bool = False
-    """True if the job was suspended, changed and resumed between two looks: its pods belong to the earlier spec."""
+    """True if the job was suspended, changed and resumed between two reconciles. Its pods belong to the earlier
+    spec."""
 
 
 def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
@@ -44,7 +45,7 @@ def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
     fields that may change at any time.
 
     The placement of pods may change while a job is suspended. The job may be resumed before the operator reads it. The
-    number of changes since the last look is known, so a change that was possible in a suspended job is followed.
+    number of changes since the last reconcile is known, so a change that was possible in a suspended job is followed.
 
     Raises JobError if no spec can be followed.
     """

@@ -41,8 +41,8 @@ def pause(draft: StatusDraft, policy: Policy) -> float:
 
 
 def earliest_start(draft: StatusDraft, policy: Policy) -> datetime:
-    """Return when the pods of the current attempt may be made. The result is the same at every look, whatever is
-    missing."""
+    """Return when the pods of the current attempt may be made. The result is the same at every reconcile, whatever
+    objects are missing."""
     ended = draft.since("Created")
     if ended is None or draft.holds("Created"):
         return draft.now

@@ -267,7 +267,7 @@ class JobLauncher:
             if now - mpiexec_ended > _REPORTS_SECONDS:
                 members.note_failure()
             if members.first_failure_at is not None:
-                members.request_looks()
+                members.request_checks()
             self._raise_if_stalled()
             self._raise_if_stopped(now)
             self._raise_if_failed(now)

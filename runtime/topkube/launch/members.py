@@ -14,15 +14,15 @@ from topkube.errors import LaunchError
 from topkube.launch.connection.link import Link
 from topkube.launch.connection.messages import (
     AnyMessage,
+    CheckRanks,
     Close,
     End,
     Ended,
     Hello,
-    Look,
-    Looked,
     NodeCache,
     Open,
     ProxyEnded,
+    RanksChecked,
     Report,
     Running,
     StepDone,
@@ -60,8 +60,8 @@ class Member:
     running: bool = False
     ended: bool = False
     asked: bool = False
-    """True if the launcher has asked it to look at its ranks, after a failure."""
-    looked: bool = False
+    """True if the launcher has asked it to check its ranks, after a failure."""
+    has_checked: bool = False
     """True if it has done so."""
     terminating: float | None = None
     """When its pod was asked to end (Unix time)."""
@@ -100,13 +100,13 @@ class Member:
 
     def owes_reports(self, slots: int) -> bool:
         """Return True if one of its ranks may have ended without a report to the launcher."""
-        return self.link.connected and self.proxy is None and len(self.reports) < slots and not self.looked
+        return self.link.connected and self.proxy is None and len(self.reports) < slots and not self.has_checked
 
-    def request_look(self, slots: int) -> None:
-        """Ask the worker to look at its ranks, if it owes reports and has not been asked yet."""
+    def request_check(self, slots: int) -> None:
+        """Ask the worker to check its ranks, if it owes reports and has not been asked yet."""
         if not self.asked and self.owes_reports(slots):
             self.asked = True
-            self.link.send(Look())
+            self.link.send(CheckRanks())
 
     def add_report(self, message: Report) -> RankReport:
         """Keep the report of a rank, with times of the launcher's clock. If the kernel has killed processes of this
@@ -182,10 +182,10 @@ class Members:
             if lacks_reports and now - member.proxy_ended > _REPORTS_SECONDS:
                 self.note_failure()
 
-    def request_looks(self) -> None:
-        """Ask each worker once to look at its ranks, if one of them may have ended without a report."""
+    def request_checks(self) -> None:
+        """Ask each worker once to check its ranks, if one of them may have ended without a report."""
         for member in self.by_index.values():
-            member.request_look(self._plan.slots)
+            member.request_check(self._plan.slots)
 
     def end(self, grace_seconds: float, *, run_is_over: bool = False) -> None:
         """Ask all workers to end their ranks, and themselves if `run_is_over`."""
@@ -273,8 +273,8 @@ class Members:
             self._receive_report(member, message)
         elif isinstance(message, StepDone):
             self._receive_step(member, message)
-        elif isinstance(message, Looked):
-            member.looked = True
+        elif isinstance(message, RanksChecked):
+            member.has_checked = True
         elif isinstance(message, Terminating):
             member.terminating = time.time()
         elif isinstance(message, ProxyEnded):

@@ -29,12 +29,12 @@ from topkube.launch.connection.calls import Calls, own_address
 from topkube.launch.connection.credentials import WorkerCredentials
 from topkube.launch.connection.messages import (
     AnyMessage,
+    CheckRanks,
     End,
     Ended,
     Hello,
-    Look,
-    Looked,
     ProxyEnded,
+    RanksChecked,
     Start,
     Terminating,
 )
@@ -133,8 +133,8 @@ class Worker:
         self.shared_before = frozenset() if os.getpid() == 1 else shared_memory.names()
         self._attempt: Attempt | None = None
         self._ending: End | None = None
-        self._look_requested = False
-        """True while the launcher waits for this worker to look at its ranks."""
+        self._check_requested = False
+        """True while the launcher waits for this worker to check its ranks."""
         self._last: Attempt | None = None
         self._last_number = plan.attempt
         self._run_is_over = False
@@ -223,7 +223,7 @@ class Worker:
                     self._note_failed_call(error)
                 if silent := self._session.lost_seconds:
                     self._abandon(f"the launcher has been silent for {silent:.0f} s")
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # thousands of workers do not call in step
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # not all workers at the same time
                 pause = min(pause * 1.5, _PAUSE_SECONDS[1])
 
     async def _call(self, client: aiohttp.ClientSession, seconds: float) -> None:
@@ -238,7 +238,7 @@ class Worker:
                 self._abandon("another launcher has taken over")
                 await self._wait_for_attempt()
                 return
-            self._ending, self._look_requested = None, False
+            self._ending, self._check_requested = None, False
             self._session.begin(welcome)
             self._say(f"joined attempt {welcome.attempt} of {self.plan.name} as worker {self.plan.index}")
         assert self._session.link is not None
@@ -289,8 +289,8 @@ class Worker:
             self._run_task(self._start(message))
         elif isinstance(message, End):
             self._run_task(self._end(message))
-        elif isinstance(message, Look):
-            self._look_requested = True
+        elif isinstance(message, CheckRanks):
+            self._check_requested = True
 
     def _run_task(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -373,9 +373,9 @@ class Worker:
     def _poll(self, attempt: Attempt) -> None:
         for message in attempt.poll():
             self._session.send(message)
-        if self._look_requested and self._session.link is not None and attempt.are_ranks_known():
-            self._look_requested = False
-            self._session.send(Looked())
+        if self._check_requested and self._session.link is not None and attempt.are_ranks_known():
+            self._check_requested = False
+            self._session.send(RanksChecked())
         if attempt.has_ended:
             self._lost_bytes += sum(count for count, _ in attempt.lost.values())
             self._last, self._attempt = attempt, None

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from topkube.launch.connection.link import Link
-from topkube.launch.connection.messages import Hello, Look, Report
+from topkube.launch.connection.messages import CheckRanks, Hello, Report
 from topkube.launch.contract import ExpectedWorker, LaunchPlan
 from topkube.launch.host.processes import descendants
 from topkube.launch.members import CLOSED_SECONDS, Member
@@ -57,12 +57,12 @@ def test_ranks_that_are_seen_to_live_are_not_waited_for(members: list[Member]) -
     """They sit in a collective with the dead, and would never report."""
     now = time.monotonic()
     for member in (*members, *members):
-        member.request_look(PLAN.slots)
-    assert [member.link.sent for member in members] == [[Look()], [Look()]]  # type: ignore[attr-defined]
+        member.request_check(PLAN.slots)
+    assert [member.link.sent for member in members] == [[CheckRanks()], [CheckRanks()]]  # type: ignore[attr-defined]
     assert not is_settled(PLAN, members, now - 1.5, now)
-    members[0].looked = True
+    members[0].has_checked = True
     assert not is_settled(PLAN, members, now - 1.5, now), "the other may still have something to tell"
-    members[1].looked = True
+    members[1].has_checked = True
     assert is_settled(PLAN, members, now - 1.5, now)
 
 
@@ -71,15 +71,15 @@ def test_a_worker_that_has_reported_all_ranks_is_not_asked(members: list[Member]
     for rank in range(2):
         report = {"rank": rank, "host": "", "command": [], "started": 0.0, "ended": 1.0, "exit_code": 1}
         members[0].add_report(Report(report=report))
-    members[0].request_look(PLAN.slots)
-    members[1].looked = True
+    members[0].request_check(PLAN.slots)
+    members[1].has_checked = True
     assert is_settled(PLAN, members, now - 1.5, now)
     assert members[0].link.sent == []  # type: ignore[attr-defined]
 
 
 def test_the_time_a_closed_connection_had_to_come_back_counts(members: list[Member]) -> None:
     now = time.monotonic()
-    members[0].looked = True
+    members[0].has_checked = True
     members[1].link.connected, members[1].closed = False, now - CLOSED_SECONDS + 0.1
     assert not is_settled(PLAN, members, now, now), "it may come back"
     members[1].closed = now - CLOSED_SECONDS - 0.1
@@ -90,9 +90,9 @@ def test_a_worker_that_was_asked_to_end_is_waited_for_while_it_may_speak_and_no_
     """A preempted pod that is killed, or whose node goes, says nothing more: the grace period may be an hour."""
     now = time.monotonic()
     plan = PLAN.model_copy(update={"grace_seconds": 3600.0})
-    members[0].looked = True
+    members[0].has_checked = True
     members[1].terminating = time.time()
-    members[1].looked = True
+    members[1].has_checked = True
     assert not is_settled(plan, members, now - 10, now), "its ranks save their state"
     members[1].link.connected, members[1].closed = False, now - CLOSED_SECONDS + 0.1
     assert not is_settled(plan, members, now - 10, now), "it may come back"

@@ -1,4 +1,4 @@
-"""All-reduce of torch tensors where they lie: NCCL inside the node, MPI between nodes, a stream of its own.
+"""All-reduce of torch tensors on their device: NCCL inside the node, MPI between nodes, a stream of its own.
 
 Every algorithm that is declared `on_device` runs here: its `pack` and `unpack` (all_reduce.py) work on this rank's
 shard on the stream. Two tensors are under way: while the shard of one travels between nodes, the next one is reduced
@@ -121,7 +121,7 @@ class DeviceAllReduce:
     # ---- halves
 
     def _first_half(self, all_reduce: ShardAllReduce, request: Request, finished: Callable[[], None]) -> _UnderWay:
-        """Reduce inside the node, pack the shard, and copy it to where the network takes it."""
+        """Reduce inside the node, pack the shard, and copy it to the memory from which it is sent."""
         world, memory = self.world, self.memory
         call = Call(world, f"{all_reduce.algorithm.name} on {self.device.type}", request)
         count_dense(world, request.nbytes)

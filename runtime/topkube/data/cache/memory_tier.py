@@ -86,7 +86,7 @@ class MemoryTier:
         return Batch(self.schema, [column.gather(indices) for column in self._columns], indices.size)
 
     def has(self, indices: Longs) -> npt.NDArray[np.bool_]:
-        """Return for each of these samples whether it is present."""
+        """Return, for each of these samples, True if it is present."""
         is_present: npt.NDArray[np.bool_] = self.present.take(indices) == _PRESENT
         return is_present
 

@@ -89,7 +89,7 @@ def changed_error(name: str, how: str) -> Changed:
 
 
 def _split(version: str) -> tuple[bool, str, str]:
-    """Return whether the etag is weak, the etag, and the time of the last change; empty if there is none."""
+    """Return (True if the etag is weak, the etag, the time of the last change). A text is empty if it is absent."""
     if version.startswith('"') and version.find('"', 1) == len(version) - 1:  # nearly all are strong etags
         return False, version, ""
     match = _VERSION.fullmatch(version)

@@ -80,15 +80,15 @@ class End(Message):
     """True if the whole run is over: the worker ends too."""
 
 
-class Look(Message):
-    """A question after a failure. The worker answers with `Looked` as soon as each of its ranks has a report or
+class CheckRanks(Message):
+    """A question after a failure. The worker answers with `RanksChecked` as soon as each of its ranks has a report or
     runs."""
 
     kind: Literal["look"] = "look"
 
 
-class Looked(Message):
-    """The answer to `Look`: all failures on this worker before the question have been reported."""
+class RanksChecked(Message):
+    """The answer to `CheckRanks`: all failures on this worker before the question have been reported."""
 
     kind: Literal["looked"] = "looked"
 
@@ -172,8 +172,8 @@ AnyMessage = Annotated[
     | Welcome
     | Start
     | End
-    | Look
-    | Looked
+    | CheckRanks
+    | RanksChecked
     | Open
     | Close
     | Running

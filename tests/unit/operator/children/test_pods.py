@@ -130,7 +130,7 @@ def test_the_launchers_template_is_kept_and_filled_up() -> None:
     assert container["image"] == "image:1"
 
 
-def test_a_colocated_launcher_is_told_to_worker_0_by_its_own_address() -> None:
+def test_worker_0_reaches_a_colocated_launcher_by_the_address_of_its_own_pod() -> None:
     job = stored(launcher={"colocate": True})
     pod = pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
     trainer, head = pod["spec"]["containers"]
@@ -226,7 +226,7 @@ def test_warm_nodes_are_preferred_and_never_insisted_on() -> None:
 
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=3), st.integers(0, 100), max_size=100))
-def test_the_preference_is_always_one_that_the_api_server_takes(warm: dict[str, int]) -> None:
+def test_the_api_server_accepts_every_preference(warm: dict[str, int]) -> None:
     pod: dict[str, Any] = {}
     placement.prefer_warm_nodes(pod, warm)
     near = pod.get("affinity", {}).get("nodeAffinity", {})
