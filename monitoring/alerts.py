@@ -146,6 +146,16 @@ CACHE = (
         "cache-hit-ratio-low",
     ),
 )
+NODES = (
+    Alert(
+        "TopKubeNodeAvoided",
+        "count by (node) (max by (namespace, training_job, node) (topkube_job_avoided_node_info))",
+        "5m",
+        "warning",
+        "{{ $value }} job(s) avoid the node {{ $labels.node }}: it has a fault, or attempts failed there first",
+        "node-avoided",
+    ),
+)
 OPERATOR = (
     Alert(
         "TopKubeOperatorDown",
@@ -172,7 +182,7 @@ OPERATOR = (
         "reconcile-errors",
     ),
 )
-GROUPS = {"topkube-jobs": JOBS, "topkube-cache": CACHE, "topkube-operator": OPERATOR}
+GROUPS = {"topkube-jobs": JOBS, "topkube-cache": CACHE, "topkube-nodes": NODES, "topkube-operator": OPERATOR}
 ALERTS = tuple(alert for group in GROUPS.values() for alert in group)
 
 

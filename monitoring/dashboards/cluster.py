@@ -7,6 +7,7 @@ from monitoring.grafana import Dashboard, Panel, Query, Row
 
 _PHASES = f"sum by (phase) (max by (namespace, phase) (topkube_jobs{{{IN_NAMESPACE}}}))"
 _INTER = IN_NAMESPACE + ',level="inter"'
+_AVOIDED = f"max by (namespace, training_job, node, reason) (topkube_job_avoided_node_info{{{IN_NAMESPACE}}})"
 _WAITING = f'topkube_job_phase{{{IN_NAMESPACE},phase=~"Pending|Starting|Restarting"}} == 1'
 
 CLUSTER = Dashboard(
@@ -120,6 +121,14 @@ CLUSTER = Dashboard(
                         Query(quantile(share, "topkube_job_start_seconds", ""), f"{share:.0%}") for share in (0.5, 0.95)
                     ),
                     width=12,
+                ),
+                Panel(
+                    "Avoided nodes",
+                    "Number of unfinished jobs that avoid each node, because the node has a fault or because attempts "
+                    "failed there first.",
+                    "short",
+                    (Query(f"count by (node, reason) ({_AVOIDED})", "{{node}}: {{reason}}"),),
+                    width=24,
                 ),
             ),
         ),

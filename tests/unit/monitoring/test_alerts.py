@@ -113,6 +113,12 @@ CASES: dict[str, list[Case]] = {
         ({RESTARTS: "0x10 1x10 2x40"}, 40, False),
         ({}, 40, False),
     ],
+    "TopKubeNodeAvoided": [
+        ({job("topkube_job_avoided_node_info", node="a", reason="HardwareFault"): "_x9 1x60"}, 30, True),
+        ({job("topkube_job_avoided_node_info", node="a", reason="HardwareFault"): "_x9 1x60"}, 11, False),
+        ({job("topkube_job_avoided_node_info", node="a", reason="HardwareFault"): "1x20 _x40"}, 40, False),
+        ({}, 40, False),
+    ],
     "TopKubeJobPendingTooLong": [
         ({SINCE: "0x60", **phase("Pending")}, 40, True),
         ({SINCE: "0x60", **phase("Pending")}, 20, False),
@@ -170,7 +176,9 @@ CASES: dict[str, list[Case]] = {
 def one_test(alert: Alert, case: Case) -> dict[str, Any]:
     series, minute, fires = case
     labels = {"severity": alert.severity}
-    if "namespace" in alert.expression:
+    if alert.name == "TopKubeNodeAvoided":
+        labels["node"] = "a"
+    elif "namespace" in alert.expression:
         labels |= {"namespace": "ml", "training_job": "gpt"}
     if alert.name == "TopKubeOperatorDown":
         labels["component"] = "operator"  # what absent() takes from its selector
