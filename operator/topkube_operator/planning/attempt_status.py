@@ -25,6 +25,15 @@ class Description:
     """Seconds from the start of the job to its first running rank. None if that is not new."""
 
 
+def begin_next_attempt(draft: StatusDraft, reason: str, message: str) -> None:
+    """Count the next attempt, which has no pods yet."""
+    draft.attempt += 1
+    draft.conditions.pop("Created", None)  # its time is the beginning of the attempt
+    draft.set("Created", False, reason, message)
+    draft.clear("Scheduled", reason, message)
+    draft.set("Running", False, reason, message)
+
+
 def describe_attempt(
     draft: StatusDraft, attempt: AttemptPods, observed: Observed, slots_per_worker: int
 ) -> Description:
