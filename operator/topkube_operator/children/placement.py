@@ -53,9 +53,10 @@ def queue_metadata(job: TrainingJob, policy: Policy) -> tuple[dict[str, str], di
     annotations = _select_for_queues(job.metadata.annotations)
     if is_admitted_as_a_whole(job, policy):
         labels = {key: value for key, value in labels.items() if not key.startswith("kueue.x-k8s.io/")}
-    if names.KUEUE_QUEUE in labels and names.KUEUE_GROUP not in labels:
-        labels[names.KUEUE_GROUP] = names.job_label(job.name)
-        annotations.setdefault(_KUEUE_TOTAL, str(count_pods(job)))
+    if names.KUEUE_QUEUE in labels:
+        labels.setdefault(names.KUEUE_GROUP, names.job_label(job.name))
+    if names.KUEUE_GROUP in labels:
+        annotations.setdefault(_KUEUE_TOTAL, str(count_pods(job)))  # Kueue refuses pods of a group without it
     return labels, annotations
 
 

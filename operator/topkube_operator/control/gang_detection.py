@@ -19,7 +19,8 @@ _GANGS: dict[Gang, tuple[str, str]] = {
     "volcano": ("scheduling.volcano.sh", "v1beta1"),
     "scheduler-plugins": ("scheduling.x-k8s.io", "v1alpha1"),
 }
-_KUEUE, _KUEUE_VERSIONS = "kueue.x-k8s.io", ("v1beta1", "v1beta2")
+_KUEUE, _KUEUE_VERSIONS = "kueue.x-k8s.io", ("v1beta2", "v1beta1")
+"""The newest version first: a later Kueue stops serving the oldest."""
 _KUEUE_KINDS = {
     "Workload": "workloads",
     "ResourceFlavor": "resourceflavors",

@@ -16,8 +16,9 @@ from topkube_operator.model.observed import Child
 from topkube_operator.model.plan import StatusPatch
 from topkube_operator.model.status import StatusDraft
 
-_REQUEUED_AFTER = ("Preempted", "AdmissionCheck")
-"""The evictions after which a Workload is queued again at once. After others, Kueue decides when."""
+_REQUEUED_AFTER = ("Preempted", "NodeFailures")
+"""The evictions after which a Workload is queued again at once. After others, Kueue decides when: after a pause, or
+when its queue is active again."""
 _LONGEST_MESSAGE = 1024
 
 

@@ -1,7 +1,7 @@
-"""A played Kueue: it reserves quota for Workloads, admits, evicts, and frees quota, as its documentation describes.
+"""A played Kueue in a simulated cluster: it admits, evicts and frees the quota of the simulated job.
 
-It acts on one Workload of a simulated cluster. Like the real controller, it frees the quota of a Workload when the
-Workload is finished, when it is deleted, or when the job's controller has cleared its admission.
+Like the real controller, it frees the quota of a Workload when the Workload is finished, when it is deleted, or when
+the job's controller has cleared its admission.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import kueue_protocol
 from simulated import Simulated
 
-from topkube.timestamps import format_timestamp
 from topkube_operator.model.observed import Child
 
 WORKLOAD = ("Workload", "train-workload")
@@ -37,46 +37,36 @@ class PlayedKueue:
         return spec
 
     def condition(self, kind: str) -> dict[str, Any]:
-        assert self.workload is not None
-        conditions = self.workload.content["status"].get("conditions", [])
-        return next((entry for entry in conditions if entry["type"] == kind), {})
+        return kueue_protocol.condition(self._stored(), kind)
 
     def holds_quota(self) -> bool:
-        """True if the quota of the job is in use."""
-        if self.workload is None or self.condition("Finished").get("status") == "True":
-            return False
-        return self.condition("QuotaReserved").get("status") == "True"
+        """Return True if the quota of the job is in use."""
+        return self.workload is not None and kueue_protocol.holds_quota(self._stored())
+
+    def may_be_admitted(self) -> bool:
+        """Return True if the Workload waits in its queue."""
+        return self.workload is not None and kueue_protocol.may_be_admitted(self._stored())
 
     def admit(self, checks: list[dict[str, Any]] | None = None) -> None:
         """Reserve quota in all flavors, and admit. An earlier eviction is over."""
-        names = [pod_set["name"] for pod_set in self.spec["podSets"]]
         flavors = {f"resource-{number}": name for number, name in enumerate(self.flavors)}
-        assignments = [{"name": name, "flavors": flavors, "count": 1} for name in names]
-        self._write(
-            {"admission": {"clusterQueue": "c", "podSetAssignments": assignments}, "admissionChecks": checks or []},
-            QuotaReserved=(True, "QuotaReserved"),
-            Admitted=(True, "Admitted"),
-            Evicted=(False, "QuotaReserved"),
-        )
+        self._write(kueue_protocol.admit(self._stored(), flavors, self.world.now, checks or ()))
 
     def evict(self, reason: str = "Preempted") -> None:
         """Ask for the quota. The job keeps it until its controller gives it back."""
-        self._write({}, Evicted=(True, reason))
+        self._write(kueue_protocol.evict(self._stored(), reason, self.world.now))
 
     def refuse(self, message: str) -> None:
-        self._write({}, QuotaReserved=(False, "Pending", message))
+        self._write(kueue_protocol.refuse(self._stored(), message, self.world.now))
 
-    def _write(self, status: dict[str, Any], **changes: tuple[Any, ...]) -> None:
+    def end_pause(self) -> None:
+        """Queue the Workload again after an eviction that Kueue follows with a pause."""
+        self._write(kueue_protocol.end_pause(self._stored(), self.world.now))
+
+    def _stored(self) -> dict[str, Any]:
         assert self.workload is not None
-        stored = self.workload.content["status"]
-        conditions = {entry["type"]: entry for entry in stored.get("conditions", [])}
-        for kind, (holds, reason, *message) in changes.items():
-            conditions[kind] = {
-                "type": kind,
-                "status": "True" if holds else "False",
-                "reason": reason,
-                "message": message[0] if message else f"{kind} because of {reason}",
-                "lastTransitionTime": format_timestamp(self.world.now),
-            }
-        content = {**self.workload.content, "status": {**stored, **status, "conditions": list(conditions.values())}}
-        self.world.put_child(dataclasses.replace(self.workload, content=content))
+        return {"metadata": {}, "spec": self.spec, "status": self.workload.content["status"]}
+
+    def _write(self, status: dict[str, Any]) -> None:
+        assert self.workload is not None
+        self.world.put_child(dataclasses.replace(self.workload, content={**self.workload.content, "status": status}))

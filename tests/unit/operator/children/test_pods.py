@@ -250,6 +250,12 @@ def test_queues_find_their_labels_on_the_pods() -> None:
     assert annotations["kueue.x-k8s.io/pod-group-total-count"] == "4"
     assert annotations["scheduling.volcano.sh/x"] == "y"
     assert "app" not in labels
+    data["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] = "mine"
+    pod, _ = worker(TrainingJob.from_cluster(data))
+    assert pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] == "mine"
+    assert pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "4", (
+        "Kueue refuses the pod without"
+    )
 
 
 @pytest.mark.parametrize("gang", ["volcano", "scheduler-plugins"])

@@ -71,7 +71,7 @@ def test_kueue_that_is_installed_later_is_detected_when_a_job_has_a_queue() -> N
     in_queue["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     assert detector.policy(job()).workloads == ""
     assert cluster.queries == 0
-    cluster.groups.add("kueue.x-k8s.io/v1beta2/workloads")
+    cluster.groups |= {"kueue.x-k8s.io/v1beta1/workloads", "kueue.x-k8s.io/v1beta2/workloads"}
     assert detector.policy(in_queue).workloads == "kueue.x-k8s.io/v1beta2"
     assert followed == ["Workload"]
     assert ("ResourceFlavor", "kueue.x-k8s.io/v1beta2", "resourceflavors") in cluster.learnt

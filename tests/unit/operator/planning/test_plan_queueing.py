@@ -86,7 +86,9 @@ def test_the_end_gives_the_quota_back_when_no_pod_runs(code: int, reason: str) -
     assert list(world.children) == [WORKLOAD], "it shows how the job ended"
 
 
-@pytest.mark.parametrize(("reason", "requeued"), [("Preempted", "True"), ("PodsReadyTimeout", "False")])
+@pytest.mark.parametrize(
+    ("reason", "requeued"), [("Preempted", "True"), ("PodsReadyTimeout", "False"), ("AdmissionCheck", "False")]
+)
 def test_an_eviction_removes_all_pods_then_gives_the_quota_back(reason: str, requeued: str) -> None:
     world, kueue = admitted()
     kueue.evict(reason)
@@ -101,7 +103,11 @@ def test_an_eviction_removes_all_pods_then_gives_the_quota_back(reason: str, req
     for kind in ("Admitted", "PodsReady"):
         assert kueue.condition(kind)["status"] == "False"
     assert kueue.condition("Requeued")["status"] == requeued
+    assert kueue.may_be_admitted() == (requeued == "True"), "Kueue decides how long the pause is"
     world.wait(60)
+    if requeued == "False":
+        kueue.end_pause()
+    assert kueue.may_be_admitted()
     kueue.admit()
     world.to_running()
     status = world.status()

@@ -1,0 +1,109 @@
+"""What Kueue writes into the status of a Workload: quota, admission, evictions. Pure.
+
+The source is Kueue's API for Workloads (v1beta1 and v1beta2) and its description of custom jobs. Played Kueues use
+these functions, in a simulated cluster and on a real API server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from topkube.timestamps import format_timestamp
+
+REQUEUED_AT_ONCE = "Preempted"
+"""The reason of evictions after which a job's controller queues the Workload again. After all others Kueue decides."""
+BACKOFF = ("PodsReadyTimeout", "AdmissionCheck")
+"""The reasons of evictions after which Kueue queues the Workload again when a pause is over."""
+OWN_CONDITIONS = ("QuotaReserved", "Admitted", "Evicted", "Preempted", "Requeued")
+"""The conditions that Kueue writes. A job's controller also writes some of them when it gives quota back."""
+
+
+def condition(workload: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return a condition of a Workload; empty if it does not have the condition."""
+    entries = (workload.get("status") or {}).get("conditions") or ()
+    return next((dict(entry) for entry in entries if entry["type"] == kind), {})
+
+
+def holds(workload: Mapping[str, Any], kind: str) -> bool:
+    """Return True if a condition of a Workload is true."""
+    return condition(workload, kind).get("status") == "True"
+
+
+def holds_quota(workload: Mapping[str, Any]) -> bool:
+    """Return True if quota is reserved for a Workload that has not finished."""
+    return holds(workload, "QuotaReserved") and not holds(workload, "Finished")
+
+
+def may_be_admitted(workload: Mapping[str, Any]) -> bool:
+    """Return True if a Workload waits in its queue."""
+    is_over = (
+        holds(workload, "Finished") or holds_quota(workload) or bool(workload["metadata"].get("deletionTimestamp"))
+    )
+    is_paused = condition(workload, "Requeued").get("status") == "False"
+    return not is_over and not is_paused and workload["spec"].get("active", True) is not False
+
+
+def count_pods(workload: Mapping[str, Any]) -> int:
+    """Return the number of pods of all pod sets of a Workload."""
+    return sum(pod_set.get("count", 1) for pod_set in workload["spec"]["podSets"])
+
+
+def admit(
+    workload: Mapping[str, Any],
+    flavors: Mapping[str, str],
+    now: datetime,
+    checks: Iterable[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Return the status of a Workload that has quota and is admitted. `flavors`: the ResourceFlavor of each resource.
+    An earlier eviction is over."""
+    assignments = [
+        {"name": pod_set["name"], "flavors": dict(flavors), "count": pod_set.get("count", 1)}
+        for pod_set in workload["spec"]["podSets"]
+    ]
+    status = {
+        **(workload.get("status") or {}),
+        "admission": {"clusterQueue": "played", "podSetAssignments": assignments},
+        "admissionChecks": [dict(check) for check in checks],
+    }
+    changes = {"QuotaReserved": (True, "QuotaReserved"), "Admitted": (True, "Admitted")}
+    if condition(workload, "Evicted"):
+        changes["Evicted"] = (False, "QuotaReserved")
+    return with_conditions(status, now, **changes)
+
+
+def evict(workload: Mapping[str, Any], reason: str, now: datetime) -> dict[str, Any]:
+    """Return the status of a Workload that must give its quota back. It keeps the quota until its pods are gone."""
+    changes: dict[str, tuple[Any, ...]] = {"Evicted": (True, reason)}
+    if reason == "Preempted":
+        changes["Preempted"] = (True, "InClusterQueue")
+    return with_conditions(workload.get("status") or {}, now, **changes)
+
+
+def refuse(workload: Mapping[str, Any], message: str, now: datetime) -> dict[str, Any]:
+    """Return the status of a Workload for which there is no quota now."""
+    return with_conditions(workload.get("status") or {}, now, QuotaReserved=(False, "Pending", message))
+
+
+def end_pause(workload: Mapping[str, Any], now: datetime) -> dict[str, Any]:
+    """Return the status of an evicted Workload whose pause is over."""
+    assert condition(workload, "Requeued")["reason"] in BACKOFF
+    return with_conditions(workload["status"], now, Requeued=(True, "BackoffFinished"))
+
+
+def with_conditions(status: Mapping[str, Any], now: datetime, **changes: tuple[Any, ...]) -> dict[str, Any]:
+    """Return a status with other conditions. Each change is (is true, reason[, message])."""
+    conditions = {entry["type"]: entry for entry in status.get("conditions") or ()}
+    for kind, (is_true, reason, *message) in changes.items():
+        text, before = "True" if is_true else "False", conditions.get(kind, {})
+        conditions[kind] = {
+            "type": kind,
+            "status": text,
+            "reason": reason,
+            "message": message[0] if message else f"{kind} because of {reason}",
+            "lastTransitionTime": before["lastTransitionTime"]
+            if before.get("status") == text
+            else format_timestamp(now),
+        }
+    return {**status, "conditions": list(conditions.values())}
