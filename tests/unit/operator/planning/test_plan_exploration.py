@@ -9,15 +9,18 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
+from played_kueue import WORKLOAD, PlayedKueue
 from simulated import RANK_FAILED, Crash, Simulated, job
 
 from topkube.timestamps import parse_timestamp
-from topkube_operator.model.observed import Container, Pod
+from topkube_operator.model.observed import Container, Pod, Policy
 
 DEPTH = 5
 """Steps from the beginning. Each further one takes five times as long: 6 takes a minute."""
 DEPTH_WITH_POLICY = 5
 """The same with a failure policy, which has more kinds of steps."""
+DEPTH_WITH_QUEUE = 5
+"""The same for a job in a queue of Kueue."""
 _FAR = 400.0
 """Seconds beyond which times are alike."""
 
@@ -115,6 +118,56 @@ FAILURE_POLICY = {
 }
 
 
+def _with_kueue(act: Callable[[PlayedKueue], None]) -> Callable[[Simulated], None]:
+    """Kueue acts on the job's Workload, if there is one."""
+
+    def step(world: Simulated) -> None:
+        kueue = PlayedKueue(world)
+        if kueue.workload is not None and not kueue.condition("Finished"):
+            act(kueue)
+
+    return step
+
+
+def _admit(kueue: PlayedKueue) -> None:
+    if kueue.may_be_admitted():
+        kueue.admit()
+
+
+def _evict(reason: str) -> Callable[[PlayedKueue], None]:
+    def act(kueue: PlayedKueue) -> None:
+        if kueue.holds_quota() and kueue.condition("Evicted").get("status") != "True":
+            kueue.evict(reason)
+
+    return act
+
+
+def _end_pause(kueue: PlayedKueue) -> None:
+    if kueue.condition("Requeued").get("status") == "False":
+        kueue.end_pause()
+
+
+QUEUE_STEPS: dict[str, Callable[[Simulated], object]] = {
+    **{name: step for name, step in STEPS.items() if name not in ("a launcher is deleted", "the job is deleted")},
+    "Kueue admits": _with_kueue(_admit),
+    "Kueue preempts": _with_kueue(_evict("Preempted")),
+    "Kueue waits no longer for the pods": _with_kueue(_evict("PodsReadyTimeout")),
+    "Kueue ends the pause": _with_kueue(_end_pause),
+}
+
+
+def _check_quota(world: Simulated, path: tuple[str, ...]) -> None:
+    """Pods exist only with quota, and reserved quota has an admission (Kueue's webhook refuses it without)."""
+    kueue = PlayedKueue(world)
+    active = [pod.name for pod in world.pods.values() if pod.is_active]
+    assert not active or kueue.holds_quota(), (path, active)
+    if kueue.workload is None:
+        return
+    status = kueue.workload.content["status"]
+    is_reserved = kueue.condition("QuotaReserved").get("status") == "True"
+    assert is_reserved == bool(status.get("admission")), (path, status)
+
+
 def _copied(world: Simulated) -> Simulated:
     """Return a copy of the world. Parts that a step replaces as a whole are shared."""
     made = copy.copy(world)
@@ -157,12 +210,15 @@ def _state(world: Simulated) -> str:
         sorted(world.removed_at),
         sorted(world.last_seen),
         sorted(map(str, world.children)),
+        plain(world.children[WORKLOAD].content) if WORKLOAD in world.children else None,
     ]
     return json.dumps([plain(world.status()), requests, pods, report, rest], sort_keys=True)
 
 
 def _check(before: Simulated, after: Simulated, path: tuple[str, ...]) -> None:
     old, new = before.status(), after.status()
+    if after.policy.workloads:
+        _check_quota(after, path)
     assert not after.violations, (path, after.violations)
     for count in ("attempt", "restarts", "disruptions"):
         assert new.get(count, 0) >= old.get(count, 0), path
@@ -214,6 +270,15 @@ def test_no_order_of_events_breaks_a_promise() -> None:
 def test_no_order_of_events_breaks_a_promise_of_a_job_with_a_failure_policy() -> None:
     start = Simulated(job(workers=1, runPolicy={"backoffLimit": 1, "failurePolicy": FAILURE_POLICY}))
     assert _explore(start, POLICY_STEPS, DEPTH_WITH_POLICY) > 500
+
+
+def test_no_order_of_events_breaks_a_promise_to_kueue() -> None:
+    queued = job(workers=1, runPolicy={"backoffLimit": 1})
+    queued["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    start = Simulated(queued, Policy(seed=b"s" * 32, workloads="kueue.x-k8s.io/v1beta2"))
+    start.reconcile()
+    PlayedKueue(start).admit()
+    assert _explore(start, QUEUE_STEPS, DEPTH_WITH_QUEUE) > 500
 
 
 def test_the_steps_of_the_failure_policy_reach_its_endings() -> None:
