@@ -112,6 +112,17 @@ def test_nonsense_is_answered(body: str) -> None:
     asyncio.run(scenario())
 
 
+def test_a_review_says_nothing_about_claims() -> None:
+    """The webhook answers anybody in the cluster. It must not say how the claims of another namespace are mounted."""
+    job = changed("checkpoint", {"claimName": "of-somebody"}, changed("workers", 2))
+    job["metadata"]["namespace"] = "of-somebody"
+    status, text = webhook.answer_review(json.dumps(review_of(job)).encode())
+    response = json.loads(text)["response"]
+    assert (status, response["allowed"]) == (200, True)
+    assert "of-somebody" not in text
+    assert "ReadWrite" not in text
+
+
 def test_a_body_that_no_object_can_have_is_refused() -> None:
     """An object and its old self, of 1.5 MiB each, are taken; more is not even read."""
 

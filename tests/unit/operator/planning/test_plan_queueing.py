@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import jsonschema
+import kueue_crds
 import pytest
 from played_kueue import WORKLOAD, PlayedKueue
 from simulated import RANK_FAILED, Simulated, job
@@ -227,3 +230,66 @@ def test_without_workloads_or_with_a_pod_group_the_pods_have_the_labels(labels: 
     assert WORKLOAD not in world.children
     pod = world.manifests["train-worker-0-1"]["metadata"]["labels"]
     assert pod["kueue.x-k8s.io/queue-name"] == "team"
+
+
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+def test_all_that_is_written_to_a_workload_is_valid_in_kueues_schema(version: str) -> None:
+    """From the first request to the end, with an eviction. A field that the schema does not have would be dropped."""
+    data = job(launcher={"template": {"metadata": {"labels": {"a": "b"}}}}, topology={"key": "zone"})
+    data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    data["spec"]["template"]["spec"] |= {
+        "priorityClassName": "high",
+        "nodeSelector": {"a": "b"},
+        "tolerations": [{"key": "x", "operator": "Exists"}],
+        "initContainers": [{"name": "first", "image": "i"}],
+    }
+    world = Simulated(data, Policy(seed=b"s" * 32, workloads=f"kueue.x-k8s.io/{version}"))
+    world.objects["PriorityClass", "high"] = {"value": 7}
+    kueue, schema = PlayedKueue(world), _closed(kueue_crds.schema_of("Workload", version))
+    check = {"name": "c", "state": "Ready", "message": "m", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+
+    def validate() -> None:
+        world.reconcile()
+        assert kueue.workload is not None
+        stored = {**world.manifests[WORKLOAD[1]], "status": kueue.workload.content["status"]}
+        jsonschema.validate(stored, schema)
+
+    validate()
+    kueue.refuse("no quota")
+    validate()
+    kueue.admit([{**check, "podSetUpdates": [{"name": "worker", "nodeSelector": {"zone": "a"}}]}])
+    world.to_running()
+    validate()
+    kueue.evict("PodsReadyTimeout")
+    world.reconcile()
+    world.run()
+    validate()
+    kueue.end_pause()
+    kueue.admit()
+    world.to_running()
+    world.end_launcher(0)
+    world.reconcile()
+    world.wait(30)
+    world.reconcile()
+    world.run()
+    validate()
+    assert kueue.condition("Finished")["reason"] == "Succeeded"
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that also refuses what an API server would drop."""
+    closed = copy.deepcopy(schema)
+
+    def close(part: dict[str, Any], *, is_whole: bool = False) -> None:
+        part.pop("default", None)
+        is_open = is_whole or part.get("x-kubernetes-preserve-unknown-fields") or "properties" not in part
+        if part.get("type") == "object" and not is_open:
+            part["additionalProperties"] = False
+        inner = [*part.get("properties", {}).values(), part.get("items"), part.get("additionalProperties")]
+        for entry in inner:
+            if isinstance(entry, dict):
+                close(entry)
+
+    close(closed, is_whole=True)
+    closed["properties"]["metadata"] = {"type": "object"}
+    return closed
