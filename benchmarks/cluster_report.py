@@ -14,6 +14,8 @@ def operator_section(stored: dict[str, Any]) -> dict[str, str]:
         start = stored[key]
         words = f"one job of {start['workers']} workers: from sending it to its last pod"
         rows.append([words, f"{start['seconds']:.2f} s", f"{targets[key]:g} s"])
+        if "floor_seconds" in start:
+            rows.append(_floor_row(start["floor_seconds"], start["seconds"], "s", 2))
     if many:
         words = (
             f"{many['jobs']} jobs of {many['workers']} workers at once: all {many['jobs'] * (many['workers'] + 1)} pods"
@@ -22,15 +24,25 @@ def operator_section(stored: dict[str, Any]) -> dict[str, str]:
         rows.append(
             ["the same, and every status right", f"{many['statuses_seconds']:.1f} s", f"{targets['many_created']:g} s"]
         )
-        times = f"{many['statuses_seconds'] / many['floor_seconds']:.1f}×"
-        words = f"a plain client that creates the same objects; the operator: {times}"
-        rows.append([words, f"{many['floor_seconds']:.1f} s", ""])
+        rows.append(_floor_row(many["floor_seconds"], many["statuses_seconds"], "s", 1))
     if idle:
         words = f"{idle['jobs']:,} finished jobs with {idle['pods']:,} pods at rest"
         rows.append([f"{words}: share of a core", f"{idle['cpu_percent']:.2f}%", f"{targets['idle_cpu_percent']:g}%"])
+        if "floor_cpu_percent" in idle:
+            times = f"{idle['cpu_percent'] / idle['floor_cpu_percent']:.1f}×" if idle["floor_cpu_percent"] else "–"
+            floor = f"a process that only keeps the same watches open; the operator: {times}"
+            rows.append([floor, f"{idle['floor_cpu_percent']:.2f}%", ""])
         rows.append([f"{words}: memory", f"{idle['rss_mb']:.0f} MB", f"{targets['idle_rss_mb']:g} MB"])
     facts = " · ".join(f"{name}: {value}" for name, value in stored["machine"].items())
+    loads = [stored[key]["load"] for key in ("start_2", "start_64", "many", "idle") if "load" in stored.get(key, {})]
+    if loads:
+        facts += f" · load average before each part: {', '.join(f'{load:.1f}' for load in loads)}"
     return {"OPERATOR": f"{table(['', 'measured', 'target'], rows)}\n\n{facts}"}
+
+
+def _floor_row(floor: float, measured: float, unit: str, digits: int) -> list[str]:
+    words = f"a plain client that creates the same objects; the operator: {measured / floor:.1f}×"
+    return [words, f"{floor:.{digits}f} {unit}", ""]
 
 
 def recovery_section(stored: dict[str, Any]) -> dict[str, str]:

@@ -6,11 +6,16 @@ It uses a real etcd and kube-apiserver (built by tests/cluster/localkube as clus
 started), and the operator as it is installed, in its own process. Nodes are simulated: a process sets the status of
 pods like kubelets do, so that hundreds of pods fit on one machine. It needs root, like the local cluster.
 
-start   one job with 2 and with 64 workers: from sending the job until a watcher has seen all its pods
+start   one job with 2 and with 64 workers: from sending the job until a watcher has seen all its pods. The floor: a
+        client without any logic creates the same job and children
 many    100 jobs of 4 workers at once: until all 500 pods exist and every status shows them (without kubelets), and
         until every job has Succeeded (with simulated kubelets). The floor: a client without any logic creates the same
         jobs and children, with the same number of concurrent calls
-idle    1,000 finished jobs with their pods: CPU and memory of an operator that has just started
+idle    1,000 finished jobs with their pods: CPU and memory of an operator that has just started. The floor: a process
+        that only keeps the operator's watches open and fills its cache
+
+Every part stores the machine's load average from before its start. On a busy machine only the ratios to the floors say
+something.
 """
 
 from __future__ import annotations
@@ -159,7 +164,7 @@ class PodWatch:
 
 def start(cluster: Cluster, workers: int, repeats: int) -> dict[str, Any]:
     """Return the seconds from sending a job to its last pod, for several jobs."""
-    watch, seconds = PodWatch(cluster), []
+    load, watch, seconds, floors = os.getloadavg()[0], PodWatch(cluster), list[float](), list[float]()
     for number in range(repeats + 1):
         name = f"start-{workers}-{number}"
         begun = time.monotonic()
@@ -168,8 +173,27 @@ def start(cluster: Cluster, workers: int, repeats: int) -> dict[str, Any]:
         until(lambda own_pods=own_pods: len(own_pods()) == workers + 1, f"the pods of {name}")
         if number:  # the first job warms up connections
             seconds.append(max(watch.seen[pod] for pod in own_pods()) - begun)
+        children = all_children(cluster)
         remove(cluster, name)
-    return {"workers": workers, "seconds": statistics.median(seconds), "all": seconds}
+        if number:
+            floors.append(floor(cluster, [job(name, workers)], children))
+    return {
+        "workers": workers,
+        "seconds": statistics.median(seconds),
+        "all": seconds,
+        "floor_seconds": statistics.median(floors),
+        "all_floors": floors,
+        "load": load,
+    }
+
+
+def all_children(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return all objects that belong to jobs."""
+    return [
+        {"apiVersion": version, "kind": kind, **item}
+        for kind, version in CHILDREN.items()
+        for item in cluster.list(kind, NAMESPACE, names.JOB_NAME)[0]
+    ]
 
 
 def remove(cluster: Cluster, *jobs: str) -> None:
@@ -189,7 +213,7 @@ def create_all(cluster: Cluster, jobs: list[dict[str, Any]]) -> None:
 
 def many(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str, Any]:
     listed = [job(f"many-{number}", workers) for number in range(jobs)]
-    watch = PodWatch(cluster)
+    load, watch = os.getloadavg()[0], PodWatch(cluster)
     begun = time.monotonic()
     create_all(cluster, listed)
     sent = time.monotonic() - begun
@@ -197,11 +221,7 @@ def many(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str
     pods = max(watch.seen.values()) - begun
     until(lambda: all(is_complete(item, workers) for item in cluster.list(KIND, NAMESPACE)[0]), "every status")
     statuses = time.monotonic() - begun
-    children = [
-        {"apiVersion": version, "kind": kind, **item}
-        for kind, version in CHILDREN.items()
-        for item in cluster.list(kind, NAMESPACE, names.JOB_NAME)[0]
-    ]
+    children = all_children(cluster)
     ended: dict[str, float] = {}
     begun = time.monotonic()
     with kubelets(kubeconfig):
@@ -216,6 +236,7 @@ def many(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str
         "statuses_seconds": statuses,
         "succeeded_seconds": ended["seconds"],
         "floor_seconds": floor(cluster, listed, children),
+        "load": load,
     }
 
 
@@ -235,6 +256,9 @@ def floor(cluster: Cluster, jobs: list[dict[str, Any]], children: list[dict[str,
         list(pool.map(cluster.create, manifests))
     seconds = time.monotonic() - begun
     remove_ended(cluster)
+    for item in manifests:
+        if item["kind"] not in ("Pod", KIND):
+            delete(cluster, item["kind"], item)
     return seconds
 
 
@@ -252,8 +276,10 @@ def remove_ended(cluster: Cluster) -> None:
 
 
 def delete(cluster: Cluster, kind: str, item: dict[str, Any]) -> None:
+    """Delete an object that may be gone. Without a UID, its name decides."""
     try:
-        cluster.delete(kind, NAMESPACE, item["metadata"]["name"], item["metadata"]["uid"])
+        uid = item["metadata"].get("uid") or cluster.get(kind, NAMESPACE, item["metadata"]["name"])["metadata"]["uid"]
+        cluster.delete(kind, NAMESPACE, item["metadata"]["name"], uid)
     except ApiError as error:
         if error.status != 404:
             raise
@@ -284,6 +310,7 @@ def succeeded(job: dict[str, Any], workers: int) -> bool:
 def idle(cluster: Cluster, kubeconfig: str, jobs: int, workers: int, seconds: float) -> dict[str, Any]:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: finished(cluster, f"done-{number}", workers), range(jobs)))
+    load, floor_percent = os.getloadavg()[0], measure_played_watcher(kubeconfig, seconds)
     with operator(kubeconfig) as process:
         until(lambda: quiet(cluster), "the operator to reconcile all jobs", 180)
         before, begun = cpu_seconds(process), time.monotonic()
@@ -299,7 +326,39 @@ def idle(cluster: Cluster, kubeconfig: str, jobs: int, workers: int, seconds: fl
             "rss_mb": rss_mb(process),
             "scrape_seconds": scrape,
             "measured_seconds": seconds,
+            "floor_cpu_percent": floor_percent,
+            "load": load,
         }
+
+
+_PLAYED_WATCHER = """
+import sys
+import time
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.watch_cache import WatchCache
+from topkube_operator.watch.watchers import CHILDREN, Watchers
+watchers = Watchers(Cluster(sys.argv[1]), WatchCache(), (), CHILDREN, lambda keys: None)
+watchers.start()
+while not watchers.synced():
+    time.sleep(0.05)
+print("synced", flush=True)
+sys.stdin.read()
+"""
+
+
+def measure_played_watcher(kubeconfig: str, seconds: float) -> float:
+    """Return the percentage of a core that a process needs to keep the operator's watches open."""
+    command = [sys.executable, "-c", _PLAYED_WATCHER, kubeconfig]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"synced\n", "the played watcher has listed nothing"
+        before, begun = cpu_seconds(process.pid), time.monotonic()
+        time.sleep(seconds)
+        return 100 * (cpu_seconds(process.pid) - before) / (time.monotonic() - begun)
+    finally:
+        process.kill()
+        process.wait(10)
 
 
 _last: dict[str, float] = {}
