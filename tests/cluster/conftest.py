@@ -26,12 +26,14 @@ from kubernetes.client.exceptions import ApiException
 from localkube import images
 from localkube.cluster import Cluster
 from localkube.layout import Layout
+from operating import Jobs, gone, until
 from play import apply
 from target import OPERATOR, OPERATOR_NAMESPACE, PATIENCE, Namespace, Target, wait_for
 
 from topkube.cli.cluster.api import Api, Where, connect, path_of
 from topkube.errors import ClusterError
 from topkube.job.crd import cached_dataset_definition, custom_resource_definition
+from topkube_operator.watch.api_client import Cluster as Client
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MANIFESTS = REPOSITORY / "manifests"
@@ -169,6 +171,27 @@ def _has_account(target: Target, name: str) -> bool:
     except ApiException:
         return False
     return bool(account.secrets) or target.version >= (1, 24)
+
+
+@pytest.fixture(scope="module")
+def resting(installed: Target) -> Iterator[Target]:
+    """The installed operator stands by while these tests run."""
+    installed.scale_operator(0)
+    yield installed
+    installed.scale_operator(2)
+
+
+@pytest.fixture
+def jobs(resting: Target, request: pytest.FixtureRequest) -> Iterator[Jobs]:
+    """A new namespace without an operator."""
+    cluster, name = Client(str(resting.kubeconfig)), f"process-{secrets.token_hex(3)}"
+    cluster.register_kind("ServiceAccount", "v1", "serviceaccounts")
+    cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
+    until(lambda: not gone(cluster, "ServiceAccount", name, "default"), "the service account")
+    yield Jobs(cluster, name)
+    if getattr(request.node, "failed", False):
+        print(*Namespace(resting, name).describe(), sep="\n")
+    cluster.call("DELETE", f"/api/v1/namespaces/{name}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

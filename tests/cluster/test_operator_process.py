@@ -3,39 +3,15 @@ gang scheduler."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from localkube.cluster import Cluster as LocalCluster
-from operating import Guillotine, Jobs, Operator, gone, job, until
-from target import Namespace, Target
+from operating import Guillotine, Jobs, Operator, job, until
 
 from topkube_operator.watch.api_client import ApiError, Cluster
 
 pytestmark = pytest.mark.alone
-
-
-@pytest.fixture(scope="module")
-def resting(installed: Target) -> Iterator[Target]:
-    """The installed operator stands by while these tests run."""
-    installed.scale_operator(0)
-    yield installed
-    installed.scale_operator(2)
-
-
-@pytest.fixture
-def jobs(resting: Target, request: pytest.FixtureRequest) -> Iterator[Jobs]:
-    """A new namespace without an operator."""
-    cluster, name = Cluster(str(resting.kubeconfig)), f"process-{secrets.token_hex(3)}"
-    cluster.register_kind("ServiceAccount", "v1", "serviceaccounts")
-    cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
-    until(lambda: not gone(cluster, "ServiceAccount", name, "default"), "the service account")
-    yield Jobs(cluster, name)
-    if getattr(request.node, "failed", False):
-        print(*Namespace(resting, name).describe(), sep="\n")
-    cluster.call("DELETE", f"/api/v1/namespaces/{name}")
 
 
 def test_killed_at_each_of_its_writes_the_operator_brings_the_job_to_its_end(

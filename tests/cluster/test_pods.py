@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import needs
 import pytest
@@ -78,6 +80,63 @@ def test_a_launcher_inside_worker_0(namespace: Namespace) -> None:
     assert pods["inside-worker-1-1"].metadata.uid == other
     containers = [container.name for container in pods["inside-worker-0-2"].spec.containers]
     assert containers == ["worker", "launcher"]
+
+
+def test_a_guaranteed_pod_stays_guaranteed_with_a_launcher_inside(namespace: Namespace) -> None:
+    exact = job("exact", steps(2), launcher={"colocate": True})
+    exact["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {"cpu": "200m", "memory": "512Mi"}}
+    name = namespace.create(exact)
+    wait_for(lambda: len(namespace.pods()) == 2, "the pods")
+    assert {pod.metadata.name: pod.status.qos_class for pod in namespace.pods()} == {
+        "exact-worker-0-1": "Guaranteed",
+        "exact-worker-1-1": "Guaranteed",
+    }
+    namespace.wait_phase(name, "Succeeded")
+
+
+@pytest.mark.parametrize("has_defaults", [False, True])
+def test_a_namespace_with_a_quota_on_limits(namespace: Namespace, has_defaults: bool) -> None:
+    """The quota admits only pods of which every container has limits: from the job, or from a LimitRange."""
+    core = namespace.target.core
+    hard = {"requests.cpu": "4", "requests.memory": "8Gi", "limits.cpu": "8", "limits.memory": "8Gi"}
+    core.create_namespaced_resource_quota(namespace.name, {"metadata": {"name": "limits"}, "spec": {"hard": hard}})
+    limited = job("limited", steps(2))
+    if has_defaults:
+        default = {"default": {"cpu": "500m", "memory": "1Gi"}, "defaultRequest": {"cpu": "100m", "memory": "256Mi"}}
+        limits = [{"type": "Container", **default}]
+        core.create_namespaced_limit_range(namespace.name, {"metadata": {"name": "l"}, "spec": {"limits": limits}})
+    else:
+        amounts = {"limits": {"cpu": "500m", "memory": "1Gi"}, "requests": {"cpu": "100m", "memory": "256Mi"}}
+        limited["spec"]["template"]["spec"]["containers"][0]["resources"] = amounts
+    wait_for(lambda: core.read_namespaced_resource_quota("limits", namespace.name).status.hard, "the quota to count")
+    name = namespace.create(limited)
+    namespace.wait_phase(name, "Succeeded")
+
+
+def test_ranks_are_in_the_order_of_racks(namespace: Namespace, labelled: str) -> None:
+    """Two workers in each of two racks: consecutive ranks share a rack, whatever the scheduler's order was."""
+    for node, rack in zip(two_nodes(namespace), ("a", "b"), strict=True):
+        namespace.target.label_node(node, labelled, rack)
+    racks = {node.metadata.name: node.metadata.labels.get(labelled) for node in namespace.target.core.list_node().items}
+    ordered = job("ordered", steps(2), workers=4, spread="None", topology={"key": labelled})
+    workers = {"topkube.dev/role": "worker"}
+    spread = {"maxSkew": 1, "topologyKey": labelled, "whenUnsatisfiable": "DoNotSchedule"}
+    pod = ordered["spec"]["template"]["spec"]
+    pod["topologySpreadConstraints"] = [{**spread, "labelSelector": {"matchLabels": workers}}]
+    pod["affinity"] = {"nodeAffinity": _has_label(labelled)}
+    name = namespace.create(ordered)
+    namespace.wait_phase(name, "Succeeded")
+    rack_of_rank: dict[int, str | None] = {}
+    for worker in namespace.pods("worker"):
+        for rank in re.findall(r"rank (\d+) of 4 runs", namespace.logs(worker.metadata.name)):
+            rack_of_rank[int(rank)] = racks[worker.spec.node_name]
+    order = [rack_of_rank[rank] for rank in range(4)]
+    assert order in (["a", "a", "b", "b"], ["b", "b", "a", "a"])
+
+
+def _has_label(label: str) -> dict[str, Any]:
+    terms = [{"matchExpressions": [{"key": label, "operator": "Exists"}]}]
+    return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
 
 
 def test_templates_are_passed_through_whole(namespace: Namespace, breakable: Cluster) -> None:

@@ -1,5 +1,6 @@
 """Kueue's kinds as far as a job's controller uses them: the same names, required fields, limits, enums and list types
 as Kueue's own definitions (v1beta1 and v1beta2), with the rules in CEL that API servers before 1.25 ignore.
+Defaults of empty strings are left out: API servers of 1.20 refuse them.
 
 Kueue serves both versions and converts between them by a webhook. A test installs one of them.
 """
@@ -78,7 +79,7 @@ def _workload(version: str) -> dict[str, Any]:
         sources = ["kueue.x-k8s.io/workloadpriorityclass", "scheduling.k8s.io/priorityclass", ""]
         spec["properties"] |= {
             "priorityClassName": _NAME,
-            "priorityClassSource": {"type": "string", "enum": sources, "default": ""},
+            "priorityClassSource": {"type": "string", "enum": sources},
         }
         spec["required"] = ["podSets"]
         rule = "has(self.priorityClassName) ? has(self.priority) : true"

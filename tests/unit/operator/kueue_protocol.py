@@ -12,12 +12,8 @@ from typing import Any
 
 from topkube.timestamps import format_timestamp
 
-REQUEUED_AT_ONCE = "Preempted"
-"""The reason of evictions after which a job's controller queues the Workload again. After all others Kueue decides."""
 BACKOFF = ("PodsReadyTimeout", "AdmissionCheck")
 """The reasons of evictions after which Kueue queues the Workload again when a pause is over."""
-OWN_CONDITIONS = ("QuotaReserved", "Admitted", "Evicted", "Preempted", "Requeued")
-"""The conditions that Kueue writes. A job's controller also writes some of them when it gives quota back."""
 
 
 def condition(workload: Mapping[str, Any], kind: str) -> dict[str, Any]:
