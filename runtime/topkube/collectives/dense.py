@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,14 +56,15 @@ class Hierarchical(_Dense):
 
     def _run_on_nodes(self, call: Call, request: Request) -> bool:
         pieces = OverlappedAllReduce(call.world)
-        pieces.begin(call, request)
+        pieces.begin(call, request.array, request.scale(call.world.size))
         pieces.finish()
         return pieces.take_finite()
 
-    def begin(self, pieces: OverlappedAllReduce, request: Request, finished: Callable[[], None]) -> None:
-        """Start an all-reduce over several nodes that ends in `pieces.finish`, so that it overlaps with the next."""
-        count_dense(pieces.world, request.nbytes)
-        pieces.begin(Call(pieces.world, self.algorithm.name, request), request, finished)
+    def enter(self, world: World, request: Request) -> Call:
+        """Enter the call for an all-reduce over several nodes whose parts `OverlappedAllReduce.begin` starts.
+        `request.array` stands for all parts: only its length and type count."""
+        count_dense(world, request.nbytes)
+        return Call(world, self.algorithm.name, request)
 
 
 class Torus2d(_Dense):

@@ -15,6 +15,7 @@ from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array, as_bytes
 from topkube.collectives.call import Call, shard_bounds
 from topkube.telemetry import phases
+from topkube.waiting import advance_messages
 
 Exchange = Iterator[list[Any]]
 """Yields the MPI requests it waits for."""
@@ -31,6 +32,12 @@ class Exchanges:
         self.advance()
 
     def advance(self) -> None:
+        """Move all exchanges as far as their messages allow."""
+        if self._running:
+            advance_messages(self._advance_once)
+
+    def _advance_once(self) -> bool:
+        """Continue each exchange whose messages are complete. Return True if none is left."""
         from mpi4py.MPI import Request
 
         for number, (exchange, requests) in list(self._running.items()):
@@ -41,6 +48,7 @@ class Exchanges:
                     break
                 requests = following
                 self._running[number] = (exchange, requests)
+        return not self._running
 
     @property
     def are_running(self) -> bool:

@@ -25,7 +25,6 @@ from topkube.collectives.exchange import (
     pairwise_all_reduce,
     ring_all_reduce,
 )
-from topkube.collectives.request import Request
 from topkube.telemetry import phases
 from topkube.world import World
 
@@ -34,7 +33,7 @@ UNDER_WAY = 3
 PIECES = 8
 """An array has at least this many pieces, if they are not too small: the last piece of an array has nothing to hide
 behind."""
-LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 1 << 20, 8 << 20
+LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 2 << 20, 8 << 20
 """The bounds of the size of a piece. Smaller pieces cost more time than they hide."""
 _TAGS = 4096
 """The tags of pieces count up to this number, and start again."""
@@ -84,12 +83,12 @@ class OverlappedAllReduce:
         self._number = 0
         self._busy_since, self._busy_bytes = 0.0, 0
 
-    def begin(self, call: Call, request: Request, finished: Callable[[], None] | None = None) -> None:
-        """Start the reduction of `request.array`, in place. `finished` is called in this thread when the result is
-        there, at the latest in `finish`. Returns when at most UNDER_WAY pieces are under way."""
-        pieces = split(request.array)
+    def begin(self, call: Call, array: Array, factor: float, finished: Callable[[], None] | None = None) -> None:
+        """Start the reduction of `array`, in place, to the sum times `factor`. `finished` is called in this thread when
+        the result is there, at the latest in `finish`. Returns when at most UNDER_WAY pieces are under way."""
+        pieces = split(array)
         for piece in pieces:
-            scale = self._reduce_inside(call, piece, request.scale(self.world.size))
+            scale = self._reduce_inside(call, piece, factor)
             self._start(call, piece, scale)
             self._under_way.append(_Piece(call, self._number, piece, finished if piece is pieces[-1] else None))
             self._number += 1

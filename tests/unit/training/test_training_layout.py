@@ -75,6 +75,21 @@ def test_a_gpt_overlaps_all_but_a_small_part() -> None:
     assert large[-1] <= buckets.LEAST_BUCKET_BYTES
 
 
+def test_a_fast_link_has_fewer_buckets() -> None:
+    """Each bucket costs the processor time that computes gradients; on a fast link there is little to hide."""
+    model = GPT(layers=6, width=256)
+    parameters = [Parameter(i, name, p) for i, (name, p) in enumerate(reversed(list(model.named_parameters())))]
+
+    def sizes(rate: float) -> list[int]:
+        return [b.length * 4 for b in plan(parameters, ends=buckets.ends_for_overlap(parameters, rate)) if not b.small]
+
+    assert sizes(12e6) == sizes(0.0)
+    fast = sizes(1e9)
+    assert len(fast) <= 5
+    assert max(fast) <= 1e9 * buckets.BUCKET_SECONDS
+    assert fast[-1] <= buckets.LEAST_BUCKET_BYTES
+
+
 def test_the_density_falls_from_1_to_its_target_exponentially() -> None:
     aggregation = AggregationSettings.of(Settings(), density=0.01, warmup_steps=4)
     assert [round(aggregation.density_at(step), 4) for step in range(6)] == [1, 0.3162, 0.1, 0.0316, 0.01, 0.01]
