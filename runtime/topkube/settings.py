@@ -55,6 +55,9 @@ class Settings:
     density: float = _setting("TOPKUBE_DENSITY", 0.01, "share of a gradient that is sent, in (0, 1]")
     warmup_steps: int = _setting("TOPKUBE_WARMUP_STEPS", 0, "steps over which the density falls from 1 to its target")
     wire: str = _setting("TOPKUBE_WIRE", "bf16", "type of the values on the wire in training", ("fp32", "bf16", "fp16"))
+    dense_wire: str = _setting(
+        "TOPKUBE_DENSE_WIRE", "fp32", "type of dense gradients between nodes in training", ("fp32", "bf16", "fp16")
+    )
     selection: str = _setting("TOPKUBE_SELECTION", "topk", "how entries of a gradient are selected", ("topk", "mstopk"))
     check_weights: str = _setting(
         "TOPKUBE_CHECK_WEIGHTS",

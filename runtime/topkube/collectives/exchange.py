@@ -100,6 +100,25 @@ def pairwise_all_reduce(
     yield requests
 
 
+def narrow_all_reduce(
+    comm: Any,
+    x: Array,
+    narrow: Array,
+    buffer: Array,
+    tag: int,
+    report_finite: Callable[[bool], None],
+    scale: float = 1.0,
+) -> Exchange:
+    """Replace x (float32) by the sum over `comm` times `scale`, sent in the 16-bit type of `narrow` and `buffer`.
+
+    `narrow` has x's length, `buffer` is as in `pairwise_all_reduce`. Each rank's x times `scale` is rounded once, the
+    sum of the rounded values is computed in float32 and rounded once: all ranks receive the same bits.
+    """
+    kernels.sum_(narrow, [x], scale)
+    yield from pairwise_all_reduce(comm, narrow, buffer, tag, report_finite)
+    kernels.cast_(x, narrow)
+
+
 def ring_all_reduce(
     comm: Any,
     x: Array,

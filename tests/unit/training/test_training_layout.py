@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from topkube.collectives.overlapped import is_narrow
 from topkube.errors import ArgumentError
 from topkube.examples.char_gpt import GPT
 from topkube.settings import Settings
@@ -135,3 +137,18 @@ def test_redistributed_residuals_keep_their_sum(old: int, new: int, length: int,
     before = sum(summed(state["pieces"]["w"]) for state in saved)
     after = sum(summed(redistribute(saved, copy, new).get("w", [])) for copy in range(new))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_dense_wire_needs_a_dense_algorithm() -> None:
+    """Sparse values have a format of their own, and their dense warm-up stays exact."""
+    for algorithm in ("dense", "hierarchical"):
+        assert AggregationSettings.of(Settings(), algorithm=algorithm, dense_wire="bf16").dense_wire == "bf16"
+    for algorithm in ("auto", "hitopk", "torus2d", "onebit"):
+        with pytest.raises(ArgumentError, match="does not read it"):
+            AggregationSettings.of(Settings(), algorithm=algorithm, dense_wire="bf16")
+
+
+@pytest.mark.parametrize(("nodes", "is_rounded"), [(2, True), (16, True), (17, False), (4096, False)])
+def test_rings_do_not_round_partial_sums(nodes: int, is_rounded: bool) -> None:
+    assert is_narrow(SimpleNamespace(nodes=nodes), "bf16") is is_rounded
+    assert not is_narrow(SimpleNamespace(nodes=nodes), "fp32")

@@ -140,6 +140,7 @@ class BucketExchange:
             self.aggregation.wire if algorithm.compresses else "fp32",
             self.aggregation.selection,
             self.residuals.of(bucket, loss_scale) if algorithm.residual is not None else None,
+            "fp32" if bucket.small else self.aggregation.dense_wire,
         )
 
     def _frozen_aside(self, bucket: Bucket, residual: Residual | None) -> AbstractContextManager[None]:
@@ -207,7 +208,8 @@ class BucketExchange:
         for part in bucket.parts:
             flat = self._collect(part, UNDER_WAY + 2)
             array = flat_view(flat, "bucket", writable=True)
-            pieces.begin(call, array, request.scale(self.world.size), partial(self._deliver_part, part, flat))
+            deliver = partial(self._deliver_part, part, flat)
+            pieces.begin(call, array, request.scale(self.world.size), deliver, request.dense_wire)
         schedule().advance_meanwhile(pieces.advance)
 
     @torch.no_grad()
