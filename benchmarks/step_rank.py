@@ -59,8 +59,9 @@ class TopKube:
         """Return a function that makes a step, and a function that ends the training."""
         model, codes, targets = model_and_data(self.rank)
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        options = {"density": 0.01, "wire": "bf16", "warmup_steps": 0}
-        optimizer = self.topkube.DistributedOptimizer(inner, model.named_parameters(), aggregation=contender, **options)
+        algorithm, _, dense_wire = contender.partition("_")
+        options = {"density": 0.01, "wire": "bf16", "warmup_steps": 0, "dense_wire": dense_wire or "fp32"}
+        optimizer = self.topkube.DistributedOptimizer(inner, model.named_parameters(), aggregation=algorithm, **options)
         return step_of(model, optimizer, codes, targets), optimizer.unwrap
 
     def phases(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ from tables import number, table
 NAMES = {
     "plain": "no exchange",
     "dense": "**TopKube dense**",
+    "dense_bf16": "**TopKube dense, bf16**",
     "hitopk": "**TopKube hitopk, 1%, bf16**",
     "auto": "**TopKube auto**",
     "ddp": "DDP",

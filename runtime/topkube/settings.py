@@ -55,6 +55,9 @@ class Settings:
     density: float = _setting("TOPKUBE_DENSITY", 0.01, "share of a gradient that is sent, in (0, 1]")
     warmup_steps: int = _setting("TOPKUBE_WARMUP_STEPS", 0, "steps over which the density falls from 1 to its target")
     wire: str = _setting("TOPKUBE_WIRE", "bf16", "type of the values on the wire in training", ("fp32", "bf16", "fp16"))
+    dense_wire: str = _setting(
+        "TOPKUBE_DENSE_WIRE", "fp32", "type of dense gradients between nodes in training", ("fp32", "bf16", "fp16")
+    )
     selection: str = _setting("TOPKUBE_SELECTION", "topk", "how entries of a gradient are selected", ("topk", "mstopk"))
     check_weights: str = _setting(
         "TOPKUBE_CHECK_WEIGHTS",
@@ -284,6 +287,13 @@ def are_threads_chosen(environment: Mapping[str, str] | None = None) -> bool:
     `topkube run` set it."""
     environment = os.environ if environment is None else environment
     return any(environment.get(variable) for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+
+
+def tune_messages() -> None:
+    """Have MPICH's transport UCX send messages of 128 KiB and more without a copy, unless the environment chooses
+    another limit. By itself UCX copies messages of several MiB over TCP, 64 KiB at a time. Has no effect after MPI has
+    started, and none on other MPIs."""
+    os.environ.setdefault("UCX_RNDV_THRESH", "128k")
 
 
 def nccl_orders_launches(environment: Mapping[str, str] | None = None) -> bool:

@@ -27,9 +27,9 @@ from topkube.launch_check import check_launch
 from topkube.mpi_exit import end_together, forget_exit, own_finalize
 from topkube.processors import limited, own_share
 from topkube.roll_call import RollCall
-from topkube.settings import Settings, launched_ranks
+from topkube.settings import Settings, launched_ranks, tune_messages
 from topkube.topology import Nodes, declared, node_of_ranks, nodes_of
-from topkube.waiting import meet, wait_until
+from topkube.waiting import advance_messages, meet, wait_until
 
 _DESCRIPTION_BYTES = 160
 _WINDOW_BYTES_PER_RANK = 1100 << 10
@@ -153,7 +153,10 @@ class World:
         """
         from mpi4py.MPI import Request
 
-        self.wait_until(lambda: bool(Request.Testall(requests)), what, meanwhile, series)
+        def complete() -> bool:
+            return advance_messages(lambda: bool(Request.Testall(requests)))
+
+        self.wait_until(complete, what, meanwhile, series)
 
     def wait_until(
         self,
@@ -415,6 +418,7 @@ def _load_mpi() -> Any:
 
         mpi4py.rc.thread_level = "multiple"
         own_finalize()
+        tune_messages()
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
         raise WorldError(

@@ -31,6 +31,7 @@ from topkube.algorithms.declaration import (
 )
 from topkube.algorithms.own import OWN
 from topkube.algorithms.parameters import (
+    DENSE_WIRE,
     DENSITY,
     MOMENTUM_CORRECTION,
     PARAMETERS,
@@ -45,6 +46,7 @@ __all__ = [
     "AUTO",
     "CHOICES",
     "DENSE",
+    "DENSE_WIRE",
     "DENSITY",
     "GROUP",
     "MOMENTUM_CORRECTION",

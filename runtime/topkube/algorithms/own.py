@@ -71,6 +71,7 @@ HIERARCHICAL = Algorithm(
     sends="all entries",
     route=Route.ALL_REDUCE,
     traffic=_hierarchical,
+    parameters=(parameters.DENSE_WIRE,),
     overlaps=True,
     on_device=True,
     implementation="topkube.collectives.dense:Hierarchical",

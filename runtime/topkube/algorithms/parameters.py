@@ -68,6 +68,13 @@ WARMUP_STEPS = AlgorithmParameter(
     "warmup_steps", "steps over which the density falls from 1 to its target", 0, at_least=0, at_most=_LARGEST_COUNT
 )
 WIRE = AlgorithmParameter("wire", "format of the values sent between nodes", "bf16", choices=("fp32", "bf16", "fp16"))
+DENSE_WIRE = AlgorithmParameter(
+    "dense_wire",
+    "format of dense gradients between up to 16 nodes: 16 bits halve the bytes; each node's mean and the result are"
+    " rounded, sums are float32",
+    "fp32",
+    choices=("fp32", "bf16", "fp16"),
+)
 SELECTION = AlgorithmParameter(
     "selection",
     "how entries are chosen: topk exactly, mstopk by the approximate threshold of the MSTopK paper",
@@ -89,5 +96,6 @@ PERIOD = AlgorithmParameter(
 )
 
 PARAMETERS = {
-    parameter.name: parameter for parameter in (DENSITY, WARMUP_STEPS, WIRE, SELECTION, MOMENTUM_CORRECTION, PERIOD)
+    parameter.name: parameter
+    for parameter in (DENSITY, WARMUP_STEPS, WIRE, DENSE_WIRE, SELECTION, MOMENTUM_CORRECTION, PERIOD)
 }

@@ -41,6 +41,7 @@ def allreduce_(
     selection: str = "topk",
     residual: Residual | Any | None = None,
     world: World | None = None,
+    dense_wire: str = "fp32",
 ) -> Any:
     """Reduce `array` over all ranks in place and return it.
 
@@ -48,7 +49,8 @@ def allreduce_(
     this with the same length, dtype and parameters. For a CUDA tensor the call waits for the device, and `residual`
     is a float32 tensor on the same device. `op` is "mean" or "sum". `algorithm` is a name of the catalogue
     (`topkube.algorithms.names()`), or "dense" or "auto" (`resolve`). Sparse algorithms send the share `density` of the
-    entries, their values as `wire` ("fp32", "bf16", "fp16"), chosen by `selection` ("topk" or "mstopk"). Without
+    entries, their values as `wire` ("fp32", "bf16", "fp16"), chosen by `selection` ("topk" or "mstopk"). `hierarchical`
+    sends float32 values between nodes as `dense_wire` ("fp32", "bf16", "fp16"). Without
     `residual` nothing is kept between calls. With a residual (`new_residual`, or a float32 array of that length, zeros
     at first), what was not sent is added to the next call's array. If any rank meets NaN or Inf, the residual stays as
     it was on all ranks. `world` is a sub-world (`topkube.new_world`) whose ranks alone take part.
@@ -58,11 +60,11 @@ def allreduce_(
     """
     world = world or current()
     if is_tensor(array) and array.is_cuda:
-        return _on_device(world, array, op, algorithm, density, wire, selection, residual)
+        return _on_device(world, array, op, algorithm, density, wire, selection, residual, dense_wire)
     view = flat_view(array, "array", writable=True)
     chosen = resolve(algorithm, world, view.size, density)
     state = _as_residual(residual, chosen, world, view.size)
-    finite = load(chosen).run(world, Request(view, op, density, wire, selection, state))
+    finite = load(chosen).run(world, Request(view, op, density, wire, selection, state, dense_wire))
     if state is not None and world.agree(finite):
         state.accept()
         state.commit()
@@ -72,7 +74,15 @@ def allreduce_(
 
 
 def _on_device(
-    world: World, x: Any, op: str, algorithm: str, density: float, wire: str, selection: str, residual: Any
+    world: World,
+    x: Any,
+    op: str,
+    algorithm: str,
+    density: float,
+    wire: str,
+    selection: str,
+    residual: Any,
+    dense_wire: str,
 ) -> Any:
     if not x.is_contiguous():
         raise ArgumentError("array is not contiguous", next_step="pass array.contiguous()")
@@ -91,7 +101,7 @@ def _on_device(
         state = Residual(0)
         state.current, state.pending = residual, residual.new_empty(wanted)
     engine.after(engine.ready())
-    engine.begin(load(chosen), Request(x.view(-1), op, density, wire, selection, state))
+    engine.begin(load(chosen), Request(x.view(-1), op, density, wire, selection, state, dense_wire))
     finite = engine.flush()
     engine.follow()
     if state is not None and world.agree(finite):

@@ -59,6 +59,8 @@ class Call:
         self.world = world
         self.name = f"all-reduce {algorithm!r}"
         sparse = f" density={request.density:g} wire={request.wire} selection={request.selection}"
+        if request.dense_wire != "fp32":
+            sparse += f" dense_wire={request.dense_wire}"
         self._description = f"{algorithm} length={request.length} dtype={request.dtype} op={request.op}{sparse}"
         self._hash = xxhash.xxh3_64_intdigest(f"{world.calls} {self._description}".encode())
         self._stage = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from topkube.arrays import Array
 from topkube.collectives.all_reduce import ShardAllReduce, count_dense
 from topkube.collectives.call import Call, own_shard, workspace
 from topkube.collectives.exchange import Exchanges, all_reduce_buffer_length, ring_all_reduce
-from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce, split
+from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce, is_narrow, split
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
 from topkube.telemetry import phases
@@ -57,14 +56,30 @@ class Hierarchical(_Dense):
 
     def _run_on_nodes(self, call: Call, request: Request) -> bool:
         pieces = OverlappedAllReduce(call.world)
-        pieces.begin(call, request)
+        pieces.begin(call, request.array, request.scale(call.world.size), wire=request.dense_wire)
         pieces.finish()
         return pieces.take_finite()
 
-    def begin(self, pieces: OverlappedAllReduce, request: Request, finished: Callable[[], None]) -> None:
-        """Start an all-reduce over several nodes that ends in `pieces.finish`, so that it overlaps with the next."""
-        count_dense(pieces.world, request.nbytes)
-        pieces.begin(Call(pieces.world, self.algorithm.name, request), request, finished)
+    def pack(self, shard: Shard) -> Any:
+        request = shard.request
+        if request.dtype != "float32" or not is_narrow(shard.world, request.dense_wire):
+            return shard.values
+        import torch
+
+        sent_type = {"bf16": torch.bfloat16, "fp16": torch.float16}[request.dense_wire]
+        narrow = shard.scratch("narrow", 2 * len(shard.values), "uint8").view(sent_type)
+        return kernels.cast_(narrow, shard.values)
+
+    def unpack(self, shard: Shard, received: Any) -> None:
+        if received is not shard.values:
+            kernels.cast_(shard.values, received)
+        shard.check(received)
+
+    def enter(self, world: World, request: Request) -> Call:
+        """Enter the call for an all-reduce over several nodes whose parts `OverlappedAllReduce.begin` starts.
+        `request.array` stands for all parts: only its length and type count."""
+        count_dense(world, request.nbytes)
+        return Call(world, self.algorithm.name, request)
 
 
 class Torus2d(_Dense):

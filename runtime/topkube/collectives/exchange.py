@@ -15,6 +15,7 @@ from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array, as_bytes
 from topkube.collectives.call import Call, shard_bounds
 from topkube.telemetry import phases
+from topkube.waiting import advance_messages
 
 Exchange = Iterator[list[Any]]
 """Yields the MPI requests it waits for."""
@@ -31,6 +32,12 @@ class Exchanges:
         self.advance()
 
     def advance(self) -> None:
+        """Move all exchanges as far as their messages allow."""
+        if self._running:
+            advance_messages(self._advance_once)
+
+    def _advance_once(self) -> bool:
+        """Continue each exchange whose messages are complete. Return True if none is left."""
         from mpi4py.MPI import Request
 
         for number, (exchange, requests) in list(self._running.items()):
@@ -41,6 +48,7 @@ class Exchanges:
                     break
                 requests = following
                 self._running[number] = (exchange, requests)
+        return not self._running
 
     @property
     def are_running(self) -> bool:
@@ -90,6 +98,25 @@ def pairwise_all_reduce(
     requests = [comm.Irecv(as_bytes(segments[p]), p, tag) for p in others]
     requests += [comm.Isend(as_bytes(own), p, tag) for p in others]
     yield requests
+
+
+def narrow_all_reduce(
+    comm: Any,
+    x: Array,
+    narrow: Array,
+    buffer: Array,
+    tag: int,
+    report_finite: Callable[[bool], None],
+    scale: float = 1.0,
+) -> Exchange:
+    """Replace x (float32) by the sum over `comm` times `scale`, sent in the 16-bit type of `narrow` and `buffer`.
+
+    `narrow` has x's length, `buffer` is as in `pairwise_all_reduce`. Each rank's x times `scale` is rounded once, the
+    sum of the rounded values is computed in float32 and rounded once: all ranks receive the same bits.
+    """
+    kernels.sum_(narrow, [x], scale)
+    yield from pairwise_all_reduce(comm, narrow, buffer, tag, report_finite)
+    kernels.cast_(x, narrow)
 
 
 def ring_all_reduce(

@@ -12,20 +12,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from topkube.algorithms.cost import PAIRWISE_LIMIT
-from topkube.arrays import Array
+from topkube.arrays import BFLOAT16, Array
 from topkube.collectives.call import Call, own_shard, workspace
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
     all_reduce_buffer_length,
+    narrow_all_reduce,
     pairwise_all_reduce,
     ring_all_reduce,
 )
-from topkube.collectives.request import Request
 from topkube.telemetry import phases
 from topkube.world import World
 
@@ -34,7 +35,7 @@ UNDER_WAY = 3
 PIECES = 8
 """An array has at least this many pieces, if they are not too small: the last piece of an array has nothing to hide
 behind."""
-LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 1 << 20, 8 << 20
+LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 2 << 20, 8 << 20
 """The bounds of the size of a piece. Smaller pieces cost more time than they hide."""
 _TAGS = 4096
 """The tags of pieces count up to this number, and start again."""
@@ -46,6 +47,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 4e-3
 _HURRY = 8
 """A wait that nothing hides looks this many times more often."""
 _RATE = "bytes per second between nodes"
+_NARROW = {"bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 
 
 def split(x: Array) -> list[Array]:
@@ -53,6 +55,12 @@ def split(x: Array) -> list[Array]:
     piece_bytes = max(LEAST_PIECE_BYTES, min(MOST_PIECE_BYTES, x.nbytes // PIECES))
     size = piece_bytes // x.itemsize
     return [x[start : start + size] for start in range(0, max(x.size, 1), size)]
+
+
+def is_narrow(world: World, wire: str) -> bool:
+    """Return True if float32 values travel between nodes in the 16-bit type `wire`. Rings, with more than
+    PAIRWISE_LIMIT nodes, always send float32: they would round the partial sum at every node."""
+    return wire in _NARROW and world.nodes <= PAIRWISE_LIMIT
 
 
 def pause_seconds(world: World) -> float:
@@ -84,13 +92,22 @@ class OverlappedAllReduce:
         self._number = 0
         self._busy_since, self._busy_bytes = 0.0, 0
 
-    def begin(self, call: Call, request: Request, finished: Callable[[], None] | None = None) -> None:
-        """Start the reduction of `request.array`, in place. `finished` is called in this thread when the result is
-        there, at the latest in `finish`. Returns when at most UNDER_WAY pieces are under way."""
-        pieces = split(request.array)
+    def begin(
+        self,
+        call: Call,
+        array: Array,
+        factor: float,
+        finished: Callable[[], None] | None = None,
+        wire: str = "fp32",
+    ) -> None:
+        """Start the reduction of `array`, in place, to the sum times `factor`. `finished` is called in this thread when
+        the result is there, at the latest in `finish`. `wire` is the format of float32 values between nodes
+        (`is_narrow`). Returns when at most UNDER_WAY pieces are under way."""
+        sent_type = _NARROW[wire] if array.dtype == np.float32 and is_narrow(self.world, wire) else array.dtype
+        pieces = split(array)
         for piece in pieces:
-            scale = self._reduce_inside(call, piece, request.scale(self.world.size))
-            self._start(call, piece, scale)
+            scale = self._reduce_inside(call, piece, factor)
+            self._start(call, piece, scale, sent_type)
             self._under_way.append(_Piece(call, self._number, piece, finished if piece is pieces[-1] else None))
             self._number += 1
             if len(self._under_way) > UNDER_WAY:
@@ -128,7 +145,7 @@ class OverlappedAllReduce:
         self._saw(call.reduce_scatter(piece, scale))
         return 1.0
 
-    def _start(self, call: Call, piece: Array, scale: float) -> None:
+    def _start(self, call: Call, piece: Array, scale: float, sent_type: np.dtype[Any]) -> None:
         """Start the exchange of this rank's shard of the piece with its equals on other nodes."""
         world = self.world
         if world.cross_comm is None:
@@ -137,10 +154,15 @@ class OverlappedAllReduce:
         shard = piece[first:last]
         length = all_reduce_buffer_length(shard.size, world.nodes)
         # Pieces under way use buffers of their own.
-        buffer = workspace(world, f"shard {self._number % (UNDER_WAY + 1)}", length, piece.dtype)
-        reduce = ring_all_reduce if world.nodes > PAIRWISE_LIMIT else pairwise_all_reduce
-        exchange = reduce(world.cross_comm, shard, buffer, self._number % _TAGS, self._saw, scale)
-        sent = 2 * (world.nodes - 1) * shard.nbytes // world.nodes
+        place = self._number % (UNDER_WAY + 1)
+        buffer, tag = workspace(world, f"shard {place}", length, sent_type), self._number % _TAGS
+        if sent_type != piece.dtype:
+            narrow = workspace(world, f"narrow shard {place}", shard.size, sent_type)
+            exchange = narrow_all_reduce(world.cross_comm, shard, narrow, buffer, tag, self._saw, scale)
+        else:
+            reduce = ring_all_reduce if world.nodes > PAIRWISE_LIMIT else pairwise_all_reduce
+            exchange = reduce(world.cross_comm, shard, buffer, tag, self._saw, scale)
+        sent = 2 * (world.nodes - 1) * shard.size * sent_type.itemsize // world.nodes
         phases.current.sent(inter=sent)
         if not self._exchanges.are_running:
             self._busy_since, self._busy_bytes = time.perf_counter(), 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from topkube.algorithms import DENSITY, SELECTION, WIRE
+from topkube.algorithms import DENSE_WIRE, DENSITY, SELECTION, WIRE
 from topkube.collectives.error_feedback import Residual
 from topkube.errors import ArgumentError
 
@@ -17,8 +17,9 @@ class Request:
     """One all-reduce, the same on every rank.
 
     `array` is reduced in place: a contiguous 1-D NumPy array, or a 1-D torch tensor on a device, of float32, bfloat16
-    or float16. `op` is "mean" or "sum". `density`, `wire` (format of the values between nodes) and `selection` matter
-    to algorithms that declare them. Raises ArgumentError if one of them is not allowed.
+    or float16. `op` is "mean" or "sum". `density`, `wire` (format of sparse values between nodes), `dense_wire` (format
+    of dense float32 values between nodes) and `selection` matter to algorithms that declare them. Raises ArgumentError
+    if one of them is not allowed.
     """
 
     array: Any
@@ -27,11 +28,12 @@ class Request:
     wire: str = "fp32"
     selection: str = "topk"
     residual: Residual | None = None
+    dense_wire: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
             raise ArgumentError(f"op is {self.op!r}", next_step=f"choose one of {', '.join(OPS)}")
-        for parameter in (DENSITY, WIRE, SELECTION):
+        for parameter in (DENSITY, WIRE, DENSE_WIRE, SELECTION):
             parameter.check(getattr(self, parameter.name))
 
     @property

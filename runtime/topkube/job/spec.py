@@ -20,6 +20,7 @@ from pydantic import (
 
 from topkube.algorithms import (
     AUTO,
+    DENSE_WIRE,
     DENSITY,
     MOMENTUM_CORRECTION,
     PERIOD,
@@ -151,6 +152,7 @@ class Aggregation(Part):
     density: float = _parameter(DENSITY)
     warmup_steps: int = _parameter(WARMUP_STEPS)
     wire: Annotated[str, OneOf(WIRE.choices)] = _parameter(WIRE)
+    dense_wire: Annotated[str, OneOf(DENSE_WIRE.choices)] = _parameter(DENSE_WIRE)
     selection: Annotated[str, OneOf(SELECTION.choices)] = _parameter(SELECTION)
     momentum_correction: bool = _parameter(MOMENTUM_CORRECTION)
     period: int = _parameter(PERIOD)

@@ -132,6 +132,7 @@ class TrainingJob(Part):
             density=aggregation.density,
             warmup_steps=aggregation.warmup_steps,
             wire=aggregation.wire,
+            dense_wire=aggregation.dense_wire,
             selection=aggregation.selection,
             momentum_correction=aggregation.momentum_correction,
             period=aggregation.period,

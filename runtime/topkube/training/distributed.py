@@ -40,9 +40,10 @@ class DistributedOptimizer(OptimizerWrapper):
     steps over which the density falls from 1 to `density`; `wire` "fp32", "bf16" or "fp16"; `selection` "topk" or
     "mstopk"; `momentum_correction` moves the momentum of SGD, Adam or AdamW before the selection (`momentum.py`), if
     the exchange is sparse; `period` the steps from one exchange of the weights to the next (onebit); `bucket_bytes`
-    the most bytes of a fused bucket (by default chosen from the sizes of the tensors). Arguments that are None come
-    from the job's spec.aggregation (`Settings`). `world` holds the ranks that exchange: all ranks by default, or a
-    part of them (`topkube.new_world`) if another library already reduces among the others. Parameters that are
+    the most bytes of a fused bucket (by default chosen from the sizes of the tensors and the link); `dense_wire`
+    "fp32", "bf16" or "fp16", the format of dense gradients between nodes. Arguments that are None come from the job's
+    spec.aggregation (`Settings`). `world` holds the ranks that exchange: all ranks by default, or a part of them
+    (`topkube.new_world`) if another library already reduces among the others. Parameters that are
     DTensors (FSDP2, tensor parallelism) need such a world, of ranks that hold the same shard.
 
     Aggregation comes before the optimizer: momentum and Adam's moments see mean gradients, the same on all ranks, so
@@ -65,6 +66,7 @@ class DistributedOptimizer(OptimizerWrapper):
         selection: str | None = None,
         momentum_correction: bool | None = None,
         period: int | None = None,
+        dense_wire: str | None = None,
         bucket_bytes: int | None = None,
         settings: Settings | None = None,
         world: World | None = None,
@@ -87,6 +89,7 @@ class DistributedOptimizer(OptimizerWrapper):
             selection=selection,
             momentum_correction=momentum_correction,
             period=period,
+            dense_wire=dense_wire,
             bucket_bytes=bucket_bytes,
         )
         names = [(p.name, p.tensor) for p in named(optimizer, named_parameters, sharded=world is not None)]

@@ -87,7 +87,8 @@ def case_arrays_overlap_and_arrive_in_order(world: World) -> None:
         topkube.allreduce_(x, algorithm="hierarchical")
     pieces, finished = OverlappedAllReduce(world), []
     for i, x in enumerate(together):
-        hierarchical.begin(pieces, Request(x), lambda i=i: finished.append(i))
+        call = hierarchical.enter(world, Request(x))
+        pieces.begin(call, x, 1 / world.size, lambda i=i: finished.append(i))
         assert (pieces.advance() or 0.0) >= 0.0
     pieces.finish()
     assert pieces.take_finite()
@@ -104,7 +105,7 @@ def case_an_array_that_overlaps_is_checked(world: World) -> None:
     for value in (np.nan, 1.0):
         x = np.ones(1000, np.float32)
         x[::7] = value if world.rank == world.size - 1 else 1.0
-        hierarchical.begin(pieces, Request(x), lambda: None)
+        pieces.begin(hierarchical.enter(world, Request(x)), x, 1 / world.size)
         pieces.finish()
         finite = pieces.take_finite()
         assert world.agree(finite) == (value == 1.0)
@@ -121,6 +122,33 @@ def case_same_inputs_same_bits_on_all_ranks(world: World) -> None:
                 bits.append(x.tobytes())
             assert bits[0] == bits[1], f"{name} {dtype}: two runs differ"
             assert len(set(world.comm.allgather(hash_of(bits[0])))) == 1, f"{name} {dtype}: ranks differ"
+
+
+def case_dense_values_of_16_bits_are_sums_in_float32(world: World) -> None:
+    """Two roundings of each element, half the bytes between nodes, the same bits on all ranks."""
+    for dense_wire, unit in (("bf16", 2**-8), ("fp16", 2**-11)):
+        for length in (1, 70_001, 3 << 20):
+            arrays = [np.clip(array, -100, 100) for array in inputs(world, length, seed=7)]
+            x = arrays[world.rank].copy()
+            phases.current.take()
+            topkube.allreduce_(x, algorithm="hierarchical", dense_wire=dense_wire)
+            sent = float(world.sum_small(np.array([phases.current.take().inter_bytes], np.float64))[0])
+            total, magnitudes = np.zeros(length), np.zeros(length)
+            for array in arrays:
+                total += array
+                magnitudes += np.abs(array)
+            smallest = 2.0**-24  # of fp16
+            bound = (2 * unit * magnitudes / world.size + 2 * smallest) if world.nodes > 1 else 1e-5 * magnitudes + 1e-5
+            assert (np.abs(x - total / world.size) <= bound).all(), f"{dense_wire} {length}"
+            assert len(set(world.comm.allgather(hash_of(x.tobytes())))) == 1, f"{dense_wire} {length}: ranks differ"
+            assert abs(sent - (world.nodes - 1) * x.nbytes) <= 64 * world.size
+
+
+def case_a_dense_value_beyond_16_bits_shows_as_not_finite(world: World) -> None:
+    """fp16 ends at 65504: the caller must learn that the result is wrong."""
+    x = np.full(5000, 1e6 if world.rank == 0 else 0.0, np.float32)
+    finite = load(find("hierarchical")).run(world, Request(x, "sum", dense_wire="fp16"))
+    assert world.agree(finite) == (world.nodes == 1)
 
 
 def hash_of(data: bytes) -> int:
@@ -285,6 +313,7 @@ def case_wrong_parameters_are_named(world: World) -> None:
         ({"density": float("nan")}, "density"),
         ({"op": "max"}, "mean, sum"),
         ({"wire": "int8"}, "bf16"),
+        ({"dense_wire": "int8"}, "bf16"),
         ({"selection": "random"}, "mstopk"),
         ({"residual": np.zeros(999, np.float32)}, "residual"),
     ]:

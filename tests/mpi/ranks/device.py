@@ -133,6 +133,20 @@ def case_a_sparse_sum_is_that_of_the_cpus_path(world: World) -> None:
                 assert torch.equal(torch.from_numpy(first.current), second.current)
 
 
+def case_dense_values_of_16_bits_are_those_of_the_cpus_path(world: World) -> None:
+    for dense_wire in ("bf16", "fp16"):
+        here = np.random.default_rng(world.rank).standard_normal(70_003).astype(np.float32)
+        there = torch.from_numpy(here.copy())
+        topkube.allreduce_(here, algorithm="hierarchical", dense_wire=dense_wire)
+        engine = DeviceAllReduce(world, CPU)
+        engine.begin(load(find("hierarchical")), Request(there, "mean", dense_wire=dense_wire))
+        assert engine.flush()
+        if max(len(ranks) for ranks in world.node_ranks) <= 2:
+            assert torch.equal(torch.from_numpy(here), there)
+        else:
+            torch.testing.assert_close(torch.from_numpy(here), there, rtol=2**-6, atol=1e-3)
+
+
 def case_what_is_not_finite_is_told(world: World) -> None:
     engine = DeviceAllReduce(world, CPU)
     for name in ("hierarchical", "hitopk"):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from topkube.collectives.overlapped import is_narrow
 from topkube.errors import ArgumentError
 from topkube.examples.char_gpt import GPT
 from topkube.settings import Settings
@@ -75,6 +77,21 @@ def test_a_gpt_overlaps_all_but_a_small_part() -> None:
     assert large[-1] <= buckets.LEAST_BUCKET_BYTES
 
 
+def test_a_fast_link_has_fewer_buckets() -> None:
+    """Each bucket costs the processor time that computes gradients; on a fast link there is little to hide."""
+    model = GPT(layers=6, width=256)
+    parameters = [Parameter(i, name, p) for i, (name, p) in enumerate(reversed(list(model.named_parameters())))]
+
+    def sizes(rate: float) -> list[int]:
+        return [b.length * 4 for b in plan(parameters, ends=buckets.ends_for_overlap(parameters, rate)) if not b.small]
+
+    assert sizes(12e6) == sizes(0.0)
+    fast = sizes(1e9)
+    assert len(fast) <= 5
+    assert max(fast) <= 1e9 * buckets.BUCKET_SECONDS
+    assert fast[-1] <= buckets.LEAST_BUCKET_BYTES
+
+
 def test_the_density_falls_from_1_to_its_target_exponentially() -> None:
     aggregation = AggregationSettings.of(Settings(), density=0.01, warmup_steps=4)
     assert [round(aggregation.density_at(step), 4) for step in range(6)] == [1, 0.3162, 0.1, 0.0316, 0.01, 0.01]
@@ -120,3 +137,18 @@ def test_redistributed_residuals_keep_their_sum(old: int, new: int, length: int,
     before = sum(summed(state["pieces"]["w"]) for state in saved)
     after = sum(summed(redistribute(saved, copy, new).get("w", [])) for copy in range(new))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_dense_wire_needs_a_dense_algorithm() -> None:
+    """Sparse values have a format of their own, and their dense warm-up stays exact."""
+    for algorithm in ("dense", "hierarchical"):
+        assert AggregationSettings.of(Settings(), algorithm=algorithm, dense_wire="bf16").dense_wire == "bf16"
+    for algorithm in ("auto", "hitopk", "torus2d", "onebit"):
+        with pytest.raises(ArgumentError, match="does not read it"):
+            AggregationSettings.of(Settings(), algorithm=algorithm, dense_wire="bf16")
+
+
+@pytest.mark.parametrize(("nodes", "is_rounded"), [(2, True), (16, True), (17, False), (4096, False)])
+def test_rings_do_not_round_partial_sums(nodes: int, is_rounded: bool) -> None:
+    assert is_narrow(SimpleNamespace(nodes=nodes), "bf16") is is_rounded
+    assert not is_narrow(SimpleNamespace(nodes=nodes), "fp32")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from topkube.algorithms import CHOICES, DENSE, DENSITY, PERIOD, SELECTION, WARMUP_STEPS, WIRE, find
+from topkube.algorithms import CHOICES, DENSE, DENSE_WIRE, DENSITY, PERIOD, SELECTION, WARMUP_STEPS, WIRE, find
 from topkube.errors import ArgumentError
 from topkube.settings import Settings
 
@@ -23,6 +23,7 @@ class AggregationSettings:
     bucket_bytes: int | None = None
     """The most bytes of a bucket; None: chosen from the sizes of the tensors."""
     period: int = 1
+    dense_wire: str = "fp32"
 
     @classmethod
     def of(cls, settings: Settings, **arguments: object) -> AggregationSettings:
@@ -37,8 +38,14 @@ class AggregationSettings:
     def __post_init__(self) -> None:
         if self.algorithm not in CHOICES:
             find(self.algorithm)
-        for parameter in (DENSITY, WIRE, SELECTION, WARMUP_STEPS, PERIOD):
+        for parameter in (DENSITY, WIRE, DENSE_WIRE, SELECTION, WARMUP_STEPS, PERIOD):
             parameter.check(getattr(self, parameter.name))
+        if self.dense_wire != DENSE_WIRE.default and not self._reads_dense_wire:
+            raise ArgumentError(
+                f"dense_wire is {self.dense_wire}, but {self.algorithm} does not read it",
+                cause="only dense gradients have this format; sparse values have the format `wire`",
+                next_step=f"choose the algorithm {DENSE}, or leave dense_wire at {DENSE_WIRE.default}",
+            )
         if self.in_weights and self.momentum_correction:
             raise ArgumentError(
                 f"momentum correction does not work with {self.algorithm}",
@@ -47,6 +54,12 @@ class AggregationSettings:
             )
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ArgumentError(f"bucket_bytes is {self.bucket_bytes}, below 1", next_step="pass 1 or more")
+
+    @property
+    def _reads_dense_wire(self) -> bool:
+        return self.algorithm == DENSE or (
+            self.algorithm not in CHOICES and DENSE_WIRE in find(self.algorithm).parameters
+        )
 
     @property
     def in_weights(self) -> bool:

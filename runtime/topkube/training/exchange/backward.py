@@ -216,14 +216,18 @@ class Backward:
 
     def after(self, parameter: Parameter) -> None:
         """Note that a gradient was accumulated, and hand over its bucket if it is full."""
-        parameter.own_gradient()
         if not self.synchronize:
+            parameter.own_gradient()
             self.unsynchronized = True
             return
         bucket, buckets = self.plan.bucket_of(parameter), self.plan.buckets
         if bucket is None or not self.plan.is_agreed:
+            parameter.own_gradient()
             self._seen.append(parameter.index)
-        elif not backward_pass().several:
+            return
+        if not (self.exchange.is_overlapped(bucket) and bucket.take_in(parameter)):
+            parameter.own_gradient()
+        if not backward_pass().several:
             bucket.waiting -= 1
             while len(self._futures) < len(buckets) and buckets[len(self._futures)].waiting <= 0:
                 self._hand_over()
@@ -254,7 +258,7 @@ class Backward:
             self._nonfinite = self._last_nonfinite = self.unsynchronized = False
         self._seen.clear()
         for bucket in self.plan.buckets:
-            bucket.waiting = sum(parameter.tensor.requires_grad for parameter in bucket.parameters)
+            bucket.begin_backward()
 
     def _undo_discarded(self) -> None:
         """Undo exchanges whose gradients the script has zeroed since: some set to None, or all of them to zeros."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,13 @@ class BucketExchange:
     def is_sparse(self, bucket: Bucket) -> bool:
         """Return True if the bucket's exchange leaves a residual, once the warm-up has begun to lower the density."""
         return not bucket.small and self._all_reduce(bucket.length).algorithm.residual is not None
+
+    def is_overlapped(self, bucket: Bucket) -> bool:
+        """Return True if a dense exchange of the bucket between nodes overlaps with the next buckets. All-reduces of
+        the warm-up do not count."""
+        if self._overlapped is None or bucket.has_rows or bucket.dtype == torch.float64:
+            return False
+        return isinstance(self.dense if bucket.small else self._all_reduce(bucket.length), Hierarchical)
 
     def _all_reduce(self, length: int, name: str | None = None) -> AllReduce:
         """Return the implementation for large tensors: "auto" depends on the bucket's length, and on the target
@@ -132,6 +140,7 @@ class BucketExchange:
             self.aggregation.wire if algorithm.compresses else "fp32",
             self.aggregation.selection,
             self.residuals.of(bucket, loss_scale) if algorithm.residual is not None else None,
+            "fp32" if bucket.small else self.aggregation.dense_wire,
         )
 
     def _frozen_aside(self, bucket: Bucket, residual: Residual | None) -> AbstractContextManager[None]:
@@ -193,10 +202,19 @@ class BucketExchange:
     def _begin_overlapped(
         self, pieces: OverlappedAllReduce, bucket: Bucket, all_reduce: Hierarchical, density: float, loss_scale: float
     ) -> None:
-        flat = self._collect(bucket, UNDER_WAY + 2)
-        request = self._request(flat_view(flat, "bucket", writable=True), bucket, all_reduce, density, loss_scale)
-        all_reduce.begin(pieces, request, torch.no_grad()(lambda: self._deliver(bucket, flat, None)))
+        whole = torch.empty(bucket.length, dtype=bucket.dtype, device="meta")
+        request = self._request(whole, bucket, all_reduce, density, loss_scale)
+        call = all_reduce.enter(self.world, request)
+        for part in bucket.parts:
+            flat = self._collect(part, UNDER_WAY + 2)
+            array = flat_view(flat, "bucket", writable=True)
+            deliver = partial(self._deliver_part, part, flat)
+            pieces.begin(call, array, request.scale(self.world.size), deliver, request.dense_wire)
         schedule().advance_meanwhile(pieces.advance)
+
+    @torch.no_grad()
+    def _deliver_part(self, part: Bucket, flat: torch.Tensor) -> None:
+        self._deliver(part, flat, None)
 
     def _finish_overlapped(self) -> None:
         """Finish the dense buckets that are under way, before an exchange that sends its messages in another way."""
@@ -213,8 +231,10 @@ class BucketExchange:
             self.on_device.begin(all_reduce, request, finished=lambda: self._deliver(bucket, flat, mark))
 
     def _collect(self, bucket: Bucket, buffers: int = 1) -> torch.Tensor:
-        """Return the bucket's local gradients side by side: in one of `buffers` staging buffers, or in their own memory
-        for a gradient on its own."""
+        """Return the bucket's local gradients side by side: in their own memory if they lie there, otherwise in one of
+        `buffers` staging buffers."""
+        if bucket.memory is not None and (values := bucket.memory.whole()) is not None:
+            return values
         only = bucket.parameters[0]
         if len(bucket.parameters) == 1 and only.local and only.tensor.requires_grad and only.stash is None:
             gradient = real_view(only.tensor.grad)

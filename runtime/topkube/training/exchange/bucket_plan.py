@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from topkube import algorithms
+from topkube.collectives.link import link_rate
 from topkube.errors import TrainingError
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import BUCKET_BYTES, Bucket, Parameter, ends_for_overlap, is_sharded, plan
@@ -41,6 +43,7 @@ class BucketPlan:
         self.trainable: set[int] = set()
         self._world, self._parameters, self._aggregation = world, parameters, aggregation
         self._run_agreement = run_agreement
+        self._link_rate: float | None = None
         self._bucket_of: dict[int, Bucket] = {}
 
     def bucket_of(self, parameter: Parameter) -> Bucket | None:
@@ -78,6 +81,8 @@ class BucketPlan:
         if any(bucket is not None and bucket.has_rows != parameter.has_rows for parameter, bucket in planned):
             self._restore_buckets(self.order or [])
         new = [p for p in self._unplanned() if flags[p.index]]
+        if new and self._link_rate is None and self._sizes() is None and self._world.nodes > 1:
+            self._link_rate = self._measure_link()
         names = self._ready_order(seen, {p.index for p in new})
         by_name = {parameter.name: parameter for parameter in new}
         self.order = (self.order or []) + names
@@ -141,7 +146,10 @@ class BucketPlan:
 
     def _plan(self, parameters: list[Parameter]) -> list[Bucket]:
         sizes = self._sizes()
-        new = plan(parameters, ends=ends_for_overlap(parameters)) if sizes is None else plan(parameters, sizes)
+        if sizes is None:
+            new = plan(parameters, ends=ends_for_overlap(parameters, self._link_rate or 0.0))
+        else:
+            new = plan(parameters, sizes)
         self._adopt(new, parameters)
         return new
 
@@ -161,6 +169,12 @@ class BucketPlan:
         algorithm = algorithms.resolve(self._aggregation.algorithm, world.nodes, sys.maxsize, self._aggregation.density)
         is_on_cpu = all(parameter.tensor.device.type == "cpu" for parameter in self._parameters)
         return None if is_on_cpu and world.size > 1 and not algorithm.compresses else BUCKET_BYTES
+
+    def _measure_link(self) -> float:
+        """Return the bytes per second that the slowest node sends to another node. All ranks call this together."""
+        own = self._run_agreement(lambda agreement: link_rate(self._world))
+        [highest] = self._run_agreement(lambda agreement: agreement.maximum([-own if own else -math.inf]))
+        return -float(highest) * self._world.shards
 
     def _ready_order(self, seen: list[int], new: set[int]) -> list[str]:
         """Return the names of the `new` parameters, in the order in which rank 0 saw their gradients; the others

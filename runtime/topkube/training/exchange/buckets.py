@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,8 +23,14 @@ LEAST_BUCKET_BYTES = 2**20
 """The smallest size that is chosen, and that of the first and the last bucket. The messages of smaller buckets cost
 more than they hide."""
 BUCKETS = 8
-"""The number of buckets that a model has, if these bounds allow it. While one bucket travels, the gradients of the
-next are computed; only the last bucket has nothing to hide behind."""
+"""The number of buckets that a model has, if these bounds and the link allow it. While one bucket travels, the
+gradients of the next are computed; only the last bucket has nothing to hide behind."""
+BUCKET_SECONDS = 0.01
+"""How long a bucket occupies the link at least: on a fast link, the work per bucket costs more than a shorter wait for
+the last bucket saves."""
+IN_PLACE_BYTES = 2 << 20
+"""In an overlapped exchange, a gradient of this size travels from its own memory. Smaller gradients are copied side by
+side, because messages of their own would cost more than the copies."""
 SMALL_ELEMENTS = 1024
 """A tensor with fewer elements, or with at most one dimension, is small."""
 
@@ -120,6 +127,10 @@ class Parameter:
         if torch._C._storage_Use_Count(storage._cdata) > _USERS_OF_OWN_STORAGE:
             self.tensor.grad = gradient.clone(memory_format=torch.preserve_format)
 
+    def replace_gradient(self, gradient: torch.Tensor) -> None:
+        """Replace `.grad` by a copy with other memory."""
+        self.tensor.grad, self._delivered = gradient, None
+
     def forget(self) -> None:
         """Note that the gradient was zeroed."""
         self.aggregated = self.exchanged = False
@@ -138,6 +149,8 @@ class Bucket:
     residual: Residual | None = None
     waiting: int = 0
     """The number of parameters whose gradient this backward has not produced yet."""
+    memory: GradientMemory | None = None
+    """Where the gradients of a part of an overlapped exchange lie, if they may move."""
 
     @property
     def length(self) -> int:
@@ -148,11 +161,111 @@ class Bucket:
         self.parameters.append(parameter)
         self.starts.append(self.starts[-1] + parameter.length)
 
+    @cached_property
+    def parts(self) -> list[Bucket]:
+        """The parts of an overlapped exchange, the same on all ranks: each large parameter by itself, and all others
+        together. Read when the bucket is complete."""
+        together = Bucket(self.dtype, self.small)
+        parts = []
+        for parameter in self.parameters:
+            if parameter.length * self.dtype.itemsize >= IN_PLACE_BYTES:
+                parts.append(Bucket(self.dtype, self.small))
+                parts[-1].append(parameter)
+            else:
+                together.append(parameter)
+        if not together.parameters:
+            return parts
+        if len(together.parameters) > 1 and all(may_move(parameter.tensor) for parameter in together.parameters):
+            together.memory = GradientMemory(together)
+        return [*parts, together]
 
-def ends_for_overlap(parameters: Iterable[Parameter]) -> set[int]:
+    def begin_backward(self) -> None:
+        """Prepare for the gradients of a backward pass."""
+        self.waiting = sum(parameter.tensor.requires_grad for parameter in self.parameters)
+        for memory in set(self._memories.values()):
+            memory.begin_backward()
+
+    def take_in(self, parameter: Parameter) -> bool:
+        """Move a gradient that has just been accumulated into the memory of its part. Return False if it stays."""
+        memory = self._memories.get(parameter.index)
+        return memory is not None and memory.take_in(parameter)
+
+    @cached_property
+    def _memories(self) -> dict[int, GradientMemory]:
+        """The memory of each parameter that has one, by the parameter's index."""
+        return {p.index: part.memory for part in self.parts if part.memory is not None for p in part.parameters}
+
+
+def may_move(tensor: torch.Tensor) -> bool:
+    """Return True if the gradients of this parameter may lie anywhere: they are dense and contiguous, on a CPU."""
+    is_plain = not is_sharded(tensor) and not tensor.is_complex() and tensor.layout is torch.strided
+    return is_plain and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+class GradientMemory:
+    """Memory in which the gradients of a part of a bucket lie side by side, from the moment that backward has produced
+    them until they are zeroed: an exchange then copies nothing. What a script keeps stays as it is: a part gets new
+    memory if the script still refers to gradients of an earlier step."""
+
+    def __init__(self, part: Bucket) -> None:
+        self._part = part
+        self._places = {p.index: start for p, start in zip(part.parameters, part.starts, strict=False)}
+        self._values: torch.Tensor | None = None
+        self._is_free = False
+
+    def begin_backward(self) -> None:
+        """Note that a backward pass begins: the next gradient checks if the memory is free."""
+        self._is_free = False
+
+    @torch.no_grad()
+    def take_in(self, parameter: Parameter) -> bool:
+        """Move the parameter's gradient here. Return False if it must stay where it is."""
+        gradient, start = parameter.tensor.grad, self._places[parameter.index]
+        if gradient is None or parameter.stash is not None or gradient.requires_grad or not gradient.is_contiguous():
+            return False
+        if not self._is_free:
+            self._take_memory()
+        if self._holds(gradient, start):
+            return True
+        if not parameter.arrives:  # the script chose this memory
+            return False
+        assert self._values is not None
+        storage, shape = self._values.untyped_storage(), parameter.tensor.shape
+        view = torch.empty(0, dtype=gradient.dtype).set_(storage, start, shape, gradient.stride())
+        view.copy_(gradient)
+        parameter.replace_gradient(view)
+        return True
+
+    def whole(self) -> torch.Tensor | None:
+        """Return the gradients of all parameters side by side, None if one of them is not here."""
+        for parameter, start in zip(self._part.parameters, self._part.starts, strict=False):
+            gradient, is_trained = parameter.tensor.grad, parameter.tensor.requires_grad
+            if not (is_trained and parameter.local and parameter.stash is None and self._holds(gradient, start)):
+                return None
+        return self._values
+
+    def _holds(self, gradient: torch.Tensor | None, start: int) -> bool:
+        values = self._values
+        if values is None or gradient is None:
+            return False
+        return gradient.data_ptr() == values.data_ptr() + start * values.itemsize and gradient.is_contiguous()
+
+    def _take_memory(self) -> None:
+        """Take new memory if a tensor uses the old memory that is not a gradient of this part."""
+        self._is_free = True
+        if self._values is not None:
+            gradients = sum(self._holds(p.tensor.grad, self._places[p.index]) for p in self._part.parameters)
+            storage = self._values.untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) <= _USERS_OF_OWN_STORAGE + gradients:
+                return
+        self._values = torch.empty(self._part.length, dtype=self._part.dtype)
+
+
+def ends_for_overlap(parameters: Iterable[Parameter], rate: float = 0.0) -> set[int]:
     """Return the positions of `parameters` after which a dense bucket should end, so that its exchange overlaps with
     the rest of backward. The first bucket is small, so that the exchange starts early. The last bucket is small,
-    because it is exchanged after backward. The others have equal sizes, which follow from the sizes of the tensors."""
+    because it is exchanged after backward. The others have equal sizes, which follow from the sizes of the tensors and
+    from `rate`, the bytes per second that a node sends to other nodes (0: unknown)."""
     groups: dict[torch.dtype, list[tuple[int, int]]] = {}
     for position, parameter in enumerate(parameters):
         if parameter.length and not parameter.small and not parameter.has_rows:
@@ -163,8 +276,10 @@ def ends_for_overlap(parameters: Iterable[Parameter]) -> set[int]:
         total = sum(size for _, size in group)
         if total <= LEAST_BUCKET_BYTES:
             continue
-        usual = min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, total // BUCKETS))
-        filled, limit, left, before, is_last = 0, LEAST_BUCKET_BYTES, total, -1, False
+        by_link = rate * BUCKET_SECONDS
+        usual = min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, total // BUCKETS, by_link))
+        first = min(usual, max(LEAST_BUCKET_BYTES, by_link / 4))
+        filled, limit, left, before, is_last = 0, first, total, -1, False
         for position, size in group:
             begins_last = not is_last and left <= LEAST_BUCKET_BYTES
             if filled and (begins_last or filled + size > limit):

@@ -215,6 +215,7 @@ def case_buckets_of_a_state_stay_as_they_are(world: World) -> None:
     x, y = samples(8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "LEAST_BUCKET_BYTES", 2048)
+        patch.setattr(buckets, "BUCKET_SECONDS", 0.0)
         model = network()
         first = distributed(model, bucket_bytes=None)
         loss_of(model, own_part(x), own_part(y)).backward()
@@ -237,6 +238,7 @@ def case_buckets_are_sent_during_backward(world: World) -> None:
     """From the second step on: the first backward finds the order of the gradients."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "LEAST_BUCKET_BYTES", 2048)
+        patch.setattr(buckets, "BUCKET_SECONDS", 0.0)
         model, (x, y) = network(), samples(8)
         optimizer = distributed(model, bucket_bytes=None)
         handed_over: list[int] = []
@@ -247,3 +249,64 @@ def case_buckets_are_sent_during_backward(world: World) -> None:
             optimizer.zero_grad()
         assert handed_over == [0, 2]
         optimizer.unwrap()
+
+
+def case_gradients_that_a_script_keeps_stay_as_they_are(world: World) -> None:
+    """Gradients lie in memory that the next step uses again, unless the script still refers to them."""
+    model, (x, y) = network(), samples(8 * topkube.size())
+    optimizer = distributed(model, bucket_bytes=None)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for _ in range(4):
+        loss_of(model, own_part(x), own_part(y)).backward()
+        gradient = model[0].weight.grad
+        assert gradient is not None
+        kept.append((gradient[0], gradient[0].clone()))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(view, copy) for view, copy in kept)
+    optimizer.unwrap()
+
+
+def case_gradients_in_shared_memory_equal_those_of_one_process(world: World) -> None:
+    """With gradients that are zeroed in place, that are None, that accumulate, and that are assigned."""
+    model, reference = network(), network()
+    optimizer, plain = distributed(model, bucket_bytes=None), sgd(reference.parameters())
+    for step, set_to_none in enumerate((True, False, False, True, True)):
+        x, y = samples(8 * topkube.size(), step)
+        for _ in range(2 if step == 3 else 1):
+            loss_of(model, own_part(x), own_part(y)).backward()
+            loss_of(reference, x, y).backward()
+        if step == 1:
+            for weight in model.parameters():
+                assert weight.grad is not None
+                weight.grad = weight.grad.clone()
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad(set_to_none)
+        plain.zero_grad(set_to_none)
+    assert_close(model, reference)
+    optimizer.unwrap()
+
+
+def case_dense_gradients_of_16_bits_train(world: World) -> None:
+    """Gradients of large tensors are rounded between nodes; those of small tensors are not."""
+    model, reference = network(), network()
+    optimizer, plain = distributed(model, dense_wire="bf16"), sgd(reference.parameters())
+    for step in range(6):
+        x, y = samples(8 * topkube.size(), step)
+        loss_of(model, own_part(x), own_part(y)).backward()
+        loss_of(reference, x, y).backward()
+        if step == 0:
+            for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
+                assert a.grad is not None
+                assert b.grad is not None
+                torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=2**-7 * float(b.grad.abs().max()))
+                is_exact = torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+                assert is_exact == (a.ndim == 1 or a.numel() < 1024 or world.nodes == 1), name
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    assert same_on_all_ranks(weights(model))
+    assert_close(model, reference, tolerance=0.01)
+    optimizer.unwrap()
