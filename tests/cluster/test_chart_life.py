@@ -142,10 +142,19 @@ def _deployed(target: Target) -> bool:
     return True
 
 
+def avoid_a_node(jobs: Namespace) -> None:
+    """Create a job of another controller, which the test plays: its status says that new pods avoid a node."""
+    name = jobs.create(job("avoids", ["true"], runPolicy={"managedBy": "example.com/test"}))
+    avoided = {"name": "node1", "reason": "HardwareFault", "message": "an attempt of this job ended there"}
+    status = {"phase": "Running", "avoidedNodes": [avoided]}
+    patch = jobs.target.custom.patch_namespaced_custom_object_status
+    patch(GROUP, VERSION, jobs.name, PLURAL, name, {"status": status})
+
+
 @pytest.fixture(scope="module")
 def training(life: Life) -> Iterator[str]:
     """A job that trains until it is deleted (on this machine's cluster with a claim for checkpoints), the sample, a
-    failed job, and a job without a node."""
+    failed job, a job without a node, and a job that avoids a node."""
     options: dict[str, Any] = {"aggregation": {"algorithm": "hitopk", "density": 0.01}}
     if life.target.local is not None:
         shared_claim(life.jobs, life.target.local.layout.state / "volumes" / life.jobs.name, "checkpoints")
@@ -158,6 +167,7 @@ def training(life: Life) -> Iterator[str]:
     stuck = job("stuck", ["true"])
     stuck["spec"]["template"]["spec"]["nodeSelector"] = {"no": "where"}
     life.jobs.create(stuck)
+    avoid_a_node(life.jobs)
     yield name
     if life.target.local is not None:
         life.target.core.delete_persistent_volume(life.jobs.name)
