@@ -27,7 +27,10 @@ def describe_waiting(workload: Child | None) -> tuple[str, str]:
     if workload is None or workload.is_being_deleted:
         return "Queued", "a Workload asks Kueue for the job's admission"
     if workloads.holds(workload, "Evicted"):
-        return "Evicted", f"Kueue has taken the quota back: {_message(workload, 'Evicted')}"
+        cause, now = _message(workload, "Evicted"), _message(workload, "QuotaReserved")
+        is_waiting = now != cause and not workloads.holds(workload, "QuotaReserved")
+        wait = f"; Kueue has not admitted the job again: {now}" if now and is_waiting else ""
+        return "Evicted", f"Kueue has taken the quota back: {cause}{wait}"
     if workloads.holds(workload, "Finished"):
         end = _message(workload, "Finished")
         return "Queued", f"the Workload {workload.name} is finished: {end}. Next: suspend and resume the job"

@@ -107,6 +107,11 @@ def test_an_eviction_removes_all_pods_then_gives_the_quota_back(reason: str, req
         assert kueue.condition(kind)["status"] == "False"
     assert kueue.condition("Requeued")["status"] == requeued
     assert kueue.may_be_admitted() == (requeued == "True"), "Kueue decides how long the pause is"
+    kueue.refuse("no quota for pods")
+    world.reconcile()
+    waits = world.condition("Suspended")
+    assert waits["reason"] == "Evicted"
+    assert waits["message"].endswith("not admitted the job again: no quota for pods")
     world.wait(60)
     if requeued == "False":
         kueue.end_pause()
