@@ -367,7 +367,7 @@ def test_a_rollback_goes_back_and_keeps_jobs_running(life: Life, training: str) 
 
 def test_uninstalling_keeps_the_definition_the_jobs_and_their_pods(life: Life, training: str) -> None:
     pods = {name: uid for name, uid in life.jobs.uids("worker").items() if name.startswith(training)}
-    jobs = {"trains", "digits-cnn", "fails", "stuck", "begins"}
+    jobs = {"trains", "digits-cnn", "fails", "stuck", "avoids", "begins"}
     life.commands.run(line_of("uninstall"))
     assert life.operators() == []
     assert "Phase" in life.columns()
