@@ -39,9 +39,11 @@ def test_simulated_nodes(outcome, mpi: str, layout: tuple[int, ...], case: str) 
 
 
 ONEBIT = "training.onebit,training.onebit_checkpoints"
+EIGHT_NODES = (1,) * 8
+"""From eight nodes on, the exchange has two stages."""
 ONEBIT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {
-    "mpich": [(2,), (1, 1), (2, 2), (2, 1), (1, 1, 1)],
-    "openmpi": [(2, 2), (3, 1)],
+    "mpich": [(2,), (1, 1), (2, 2), (2, 1), (1, 1, 1), EIGHT_NODES],
+    "openmpi": [(2, 2), (3, 1), EIGHT_NODES],
 }
 
 
@@ -88,7 +90,9 @@ def test_another_world_takes_up_the_weights_of_all_nodes(tmp_path: Path, forks: 
         module = "training.onebit_checkpoints"
         return worlds.run_cases("mpich", layout, module, tmp_path, name, str(directory), forks=forks("mpich"))
 
-    for number, layout in enumerate([(1,), (2, 1), (1, 1, 1)]):
+    eight_nodes_of_two = (2,) + (1,) * 7
+    changes = [((2, 2), (1,)), ((2, 2), (2, 1)), ((2, 2), (1, 1, 1)), (EIGHT_NODES, (2, 1)), ((2, 1), EIGHT_NODES)]
+    for number, (before, after) in enumerate([*changes, (EIGHT_NODES, eight_nodes_of_two)]):
         directory = tmp_path / f"checkpoints-{number}"
-        assert run((2, 2), "leave", directory) == {"leave": ""}
-        assert run(layout, "take_up", directory) == {"take_up": ""}
+        assert run(before, "leave", directory) == {"leave": ""}
+        assert run(after, "take_up", directory) == {"take_up": ""}

@@ -56,13 +56,23 @@ def agreed(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[to
 
 
 def owed(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:
-    """The mean over nodes, weighted by ranks, of what they have not sent."""
+    """The mean over nodes, weighted by ranks, of what they have not sent, and what owners have not sent of means."""
     saved = optimizer.state_dict()["topkube"]["residuals"]
+    own = summed(world, saved["pieces"], model, saved["weight"])
+    return [a + b for a, b in zip(own, owed_by_owners(world, optimizer, model), strict=True)]
+
+
+def owed_by_owners(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:
+    return summed(world, optimizer.state_dict()["topkube"]["residuals"]["owners"], model, 1.0)
+
+
+def summed(world: World, pieces: Any, model: nn.Module, weight: float) -> list[np.ndarray]:
+    """The sum of the pieces of all ranks, times each rank's weight."""
     totals = []
     for name, parameter in model.named_parameters():
         full = np.zeros(parameter.numel())
-        for start, values in saved["pieces"].get(name, []):
-            full[start : start + len(values)] += values.double().numpy() * saved["weight"]
+        for start, values in pieces.get(name, []):
+            full[start : start + len(values)] += values.double().numpy() * weight
         totals.append(world.comm.allreduce(full).reshape(parameter.shape))
     return totals
 
@@ -77,6 +87,8 @@ class Definition:
         self.world, self.period = world, period
         self.shares = [len(ranks) / world.size for ranks in world.node_ranks]
         self.x = [p.detach().double() for p in model.parameters()]
+        self.owed = [torch.zeros_like(p) for p in self.x]
+        """What the owners of segments have not sent."""
         self.own = [[p.clone().requires_grad_() for p in self.x] for _ in world.node_ranks]
         self.optimizers = [make(parameters) for parameters in self.own]
         generator = torch.Generator().manual_seed(0)
@@ -142,15 +154,21 @@ class Definition:
         for index, x in enumerate(self.x):
             is_small = x.ndim <= 1 or x.numel() < 1024
             changes = [own[index] - x for own in self.own]
-            sent = [change.float().bfloat16().double() if is_small else signs(change) for change in changes]
-            x += sum(part * share for part, share in zip(sent, self.shares, strict=True))
+            compress = (lambda change: change.float().bfloat16().double()) if is_small else signs
+            sent = [compress(change) for change in changes]
+            mean = sum(part * share for part, share in zip(sent, self.shares, strict=True))
+            if self.world.nodes >= 8:  # two stages
+                total = self.owed[index] + mean
+                mean = compress(total)
+                self.owed[index].copy_(total - mean)
+            x += mean
             for own, change, part in zip(self.own, changes, sent, strict=True):
                 own[index].copy_(x + (change - part))
 
     @torch.no_grad()
-    def adopt(self, own: list[list[torch.Tensor]], x: list[torch.Tensor]) -> None:
+    def adopt(self, own: list[list[torch.Tensor]], x: list[torch.Tensor], owed: list[torch.Tensor]) -> None:
         """Continue from these weights of all nodes: rounding then does not add up over steps."""
-        for mine, theirs in [(self.x, x), *zip(self.own, own, strict=True)]:
+        for mine, theirs in [(self.x, x), (self.owed, owed), *zip(self.own, own, strict=True)]:
             for parameter, values in zip(mine, theirs, strict=True):
                 parameter.copy_(values)
 
@@ -186,7 +204,10 @@ def follow(world: World, make: Any, period: int, steps: int = 24) -> None:
         x = agreed(optimizer, model)
         assert_follows(own[world.node], definition.own[world.node])
         assert_follows(x, definition.x)
-        definition.adopt(own, x)
+        owners = [torch.from_numpy(rest) for rest in owed_by_owners(world, optimizer, model)]
+        assert_follows(owners, definition.owed)
+        assert any(bool(rest.any()) for rest in owners) == (world.nodes >= 8 and (step + 1) >= period)
+        definition.adopt(own, x, owners)
     assert same_on_all_ranks(x)
     assert world.nodes == 1 or not same_on_all_ranks(weights(model))
     optimizer.unwrap()
@@ -338,7 +359,10 @@ def case_few_bytes_travel(world: World) -> None:
             pass
         sent = float(world.sum_small(np.array([phases.current.take().inter_bytes], np.float64))[0])
         of_node = sent / world.nodes / 16
-        dense = 4 * count * (world.nodes - 1)  # of two nodes; an all-gather sends as much to every further node
+        if world.nodes < 8:
+            dense = 4 * count * (world.nodes - 1)  # of two nodes; an all-gather sends as much to every further node
+        else:
+            dense = 4 * count * 2 * (world.nodes - 1) / world.nodes
         assert of_node <= dense / {1: 24, 4: 75}[period], (period, dense / max(of_node, 1))
         assert (of_node > 0) == (world.nodes > 1)
         optimizer.unwrap()
