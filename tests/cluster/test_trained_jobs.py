@@ -22,9 +22,8 @@ from target import Namespace, shared_claim, wait_for
 
 from conftest import MANIFESTS
 
-
-# A small GPT. The first attempt trains without end; later ones make 12 steps from their checkpoint. At the end each rank
-# says which weights it agrees on with all others, and which its node trains.
+# A small GPT. The first attempt trains without end; later ones make 12 steps from their checkpoint. At the end each
+# rank says which weights it agrees on with all others, and which its node trains.
 TRAINS_NODE_WEIGHTS = """
 import hashlib, os, torch, topkube
 from topkube.examples.char_gpt import GPT, Source

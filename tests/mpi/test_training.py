@@ -52,6 +52,14 @@ def test_onebit(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome(ONEBIT, mpi, layout, case)), problem
 
 
+PRESETS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2, 2), (2, 1), (1, 1, 1)], "openmpi": [(2, 2)]}
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.presets", PRESETS))
+def test_presets(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome("training.presets", mpi, layout, case)), problem
+
+
 @pytest.fixture
 def run(forks: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[str, str]]:
     """Runs one function of ranks/training/runs.py with its arguments on all ranks; returns what went wrong."""

@@ -29,8 +29,8 @@ class Codec(ABC):
 
     @abstractmethod
     def pack(self, values: Array, row: Array) -> bool:
-        """Write what is sent of `values`, float32, into `row`, (row_bytes,) uint8, and subtract it from `values`. Return
-        True if all that is sent is finite; a NaN or an infinite value makes it False."""
+        """Write what is sent of `values`, float32, into `row`, (row_bytes,) uint8, and subtract it from `values`.
+        Return True if all that is sent is finite; a NaN or an infinite value makes it False."""
 
     @abstractmethod
     def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
@@ -122,6 +122,43 @@ class OneBit(CodecAllReduce):
 
     def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
         return Rounded(length, "bf16") if small else Signs(places)
+
+
+class LocalSgd(CodecAllReduce):
+    """Every node sends all its values, rounded to `wire`."""
+
+    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
+        return Rounded(length, wire)
+
+
+class SignSgd(ShardAllReduce):
+    """Majority vote (Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant",
+    2019). The sign of an element is that of most ranks, where a node votes for all its ranks; it is 0 if the votes are
+    even. Its magnitude is the mean |x| of its block of 256 elements, averaged over the nodes, so that the result has
+    the unit of a gradient. What was not sent is forgotten."""
+
+    def pack(self, shard: Shard) -> Any:
+        values = shard.scratch("values", len(shard.values), "float32")
+        values[:] = shard.values
+        rows = shard.rows(max(map(sign_row_bytes, shard.lengths)))
+        scales, bits = _views(rows[shard.world.node], slice(0, len(values)))
+        shard.finite.append(kernels.sign_pack_(values, scales, bits)[2])
+        return rows
+
+    def unpack(self, shard: Shard, received: Any) -> None:
+        length = len(shard.values)
+        parts = [_views(row, slice(0, length)) for row in received]
+        scales = np.zeros(_blocks(length), np.float32)
+        for sent, _ in parts:
+            scales += sent.view(BFLOAT16).astype(np.float32)
+        ones = np.ones(len(scales), np.float32).astype(BFLOAT16).view(np.uint16)
+        votes = shard.scratch("values", length, "float32")
+        votes[:] = 0
+        ranks = [float(len(ranks)) for ranks in shard.world.node_ranks]
+        kernels.sign_unpack_add_(votes, [(ones, bits) for _, bits in parts], ranks)
+        np.sign(votes, out=votes)
+        votes *= np.repeat(scales, kernels.SIGN_BLOCK)[:length]
+        shard.values[:] = votes.astype(shard.values.dtype)
 
 
 def sign_row_bytes(length: int) -> int:

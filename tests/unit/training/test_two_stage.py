@@ -1,5 +1,5 @@
-"""The two-stage exchange of changes, with all nodes in one process: nothing is lost, all nodes get the same, and the result
-does not depend on how segments are cut."""
+"""The two-stage exchange of changes, with all nodes in one process: nothing is lost, all nodes get the same, and the
+result does not depend on how segments are cut."""
 
 from __future__ import annotations
 

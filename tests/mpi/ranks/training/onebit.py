@@ -12,6 +12,7 @@ from torch import nn
 
 import topkube
 from ranks.training.scene import loss_of, network, same_on_all_ranks, weights
+from topkube.algorithms import find
 from topkube.errors import ArgumentError, TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
@@ -83,8 +84,8 @@ def summed(world: World, pieces: Any, model: nn.Module, weight: float) -> list[n
 class Definition:
     """The rule for all nodes of `world` in float64 torch, on one process. Only what is sent is rounded, as it is."""
 
-    def __init__(self, world: World, model: nn.Module, make: Any, period: int = 1) -> None:
-        self.world, self.period = world, period
+    def __init__(self, world: World, model: nn.Module, make: Any, period: int = 1, algorithm: str = "onebit") -> None:
+        self.world, self.period, self.algorithm = world, period, find(algorithm)
         self.shares = [len(ranks) / world.size for ranks in world.node_ranks]
         self.x = [p.detach().double() for p in model.parameters()]
         self.owed = [torch.zeros_like(p) for p in self.x]
@@ -119,6 +120,8 @@ class Definition:
             self.exchange()
 
     def ratios(self, rows: list[list[torch.Tensor]], step: int) -> list[list[float]]:
+        if self.algorithm.name == "localsgd":  # plain local steps
+            return [[1.0] * len(self.x) for _ in rows]
         result: list[list[float]] = [[] for _ in rows]
         for index, entries in enumerate(self.entries):
             parts = [row[index].reshape(-1)[entries].float().bfloat16().double() for row in rows]
@@ -149,15 +152,19 @@ class Definition:
                 scaled = (state["v"] / ratio / (1 - second ** state["t"])).sqrt() + group["eps"]
                 parameter.sub_(group["lr"] * state["m"] / (1 - first ** state["t"]) / scaled)
 
+    @property
+    def has_two_stages(self) -> bool:
+        return self.world.nodes >= {"onebit": 8, "localsgd": 3}[self.algorithm.name]
+
     @torch.no_grad()
     def exchange(self) -> None:
         for index, x in enumerate(self.x):
-            is_small = x.ndim <= 1 or x.numel() < 1024
+            is_rounded = x.ndim <= 1 or x.numel() < 1024 or self.algorithm.name == "localsgd"
             changes = [own[index] - x for own in self.own]
-            compress = (lambda change: change.float().bfloat16().double()) if is_small else signs
+            compress = (lambda change: change.float().bfloat16().double()) if is_rounded else signs
             sent = [compress(change) for change in changes]
             mean = sum(part * share for part, share in zip(sent, self.shares, strict=True))
-            if self.world.nodes >= 8:  # two stages
+            if self.has_two_stages:
                 total = self.owed[index] + mean
                 mean = compress(total)
                 self.owed[index].copy_(total - mean)
@@ -189,12 +196,12 @@ def assert_follows(weights: list[torch.Tensor], wanted: list[torch.Tensor]) -> N
     assert int((error > 2e-6).sum()) <= 20 + 2 * 256, (int((error > 2e-6).sum()), float(error.max()))
 
 
-def follow(world: World, make: Any, period: int, steps: int = 24) -> None:
+def follow(world: World, make: Any, period: int, steps: int = 24, algorithm: str = "onebit") -> None:
     if world.nodes == 1:
         return  # nothing is sent between nodes, and nothing is compressed
     model, played = network(), network()
-    definition = Definition(world, network(), make, period)
-    optimizer = onebit(model, make, period=period)
+    definition = Definition(world, network(), make, period, algorithm)
+    optimizer = onebit(model, make, period=period, aggregation=algorithm)
     leaders = [ranks[0] for ranks in world.node_ranks]
     for step in range(steps):
         train(world, model, optimizer, range(step, step + 1))
@@ -206,7 +213,7 @@ def follow(world: World, make: Any, period: int, steps: int = 24) -> None:
         assert_follows(x, definition.x)
         owners = [torch.from_numpy(rest) for rest in owed_by_owners(world, optimizer, model)]
         assert_follows(owners, definition.owed)
-        assert any(bool(rest.any()) for rest in owners) == (world.nodes >= 8 and (step + 1) >= period)
+        assert any(bool(rest.any()) for rest in owners) == (definition.has_two_stages and step + 1 >= period)
         definition.adopt(own, x, owners)
     assert same_on_all_ranks(x)
     assert world.nodes == 1 or not same_on_all_ranks(weights(model))
@@ -225,6 +232,12 @@ def case_adamw_follows_the_definition(world: World) -> None:
 def case_a_period_of_four_follows_the_definition(world: World) -> None:
     follow(world, sgd, 4)
     follow(world, adamw, 4)
+
+
+def case_localsgd_follows_its_definition(world: World) -> None:
+    """Weights are averaged every four steps, in bf16, and Adam's moments stay those of the node."""
+    follow(world, sgd, 4, algorithm="localsgd")
+    follow(world, adamw, 4, algorithm="localsgd")
 
 
 # ---- what must hold around the step
