@@ -33,23 +33,33 @@ def test_sharded_models(outcome, mpi: str, layout: tuple[int, ...], case: str) -
     assert not (problem := outcome("training.sharded", mpi, layout, case)), problem
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.simulated", {"mpich": [(1, 1), (1, 1, 1)]}))
+EIGHT_NODES = (1,) * 8
+"""From eight nodes on, onebit exchanges in two stages."""
+SIMULATED: dict[str, list[tuple[int, ...]]] = {"mpich": [(1, 1), (1, 1, 1), EIGHT_NODES]}
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.simulated", SIMULATED))
 def test_simulated_nodes(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome("training.simulated", mpi, layout, case)), problem
 
 
 ONEBIT = "training.onebit,training.onebit_checkpoints"
-EIGHT_NODES = (1,) * 8
-"""From eight nodes on, the exchange has two stages."""
 ONEBIT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {
-    "mpich": [(2,), (1, 1), (2, 2), (2, 1), (1, 1, 1), EIGHT_NODES],
-    "openmpi": [(2, 2), (3, 1), EIGHT_NODES],
+    "mpich": [(2,), (1, 1), (2, 2), (2, 1), (1, 1, 1)],
+    "openmpi": [(2, 2), (3, 1)],
 }
 
 
 @pytest.mark.parametrize(("mpi", "layout", "case"), parameters(ONEBIT, ONEBIT_LAYOUTS))
 def test_onebit(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome(ONEBIT, mpi, layout, case)), problem
+
+
+@pytest.mark.parametrize(
+    ("mpi", "layout", "case"), parameters("training.two_stage", {"mpich": [EIGHT_NODES], "openmpi": [EIGHT_NODES]})
+)
+def test_onebit_in_two_stages(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome("training.two_stage", mpi, layout, case)), problem
 
 
 PRESETS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2, 2), (2, 1), (1, 1, 1)], "openmpi": [(2, 2)]}

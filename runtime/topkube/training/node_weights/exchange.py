@@ -27,6 +27,7 @@ from topkube.collectives.exchange import Exchange, Exchanges, all_to_all_rows
 from topkube.collectives.request import Request
 from topkube.telemetry import phases
 from topkube.training.exchange.buckets import Parameter
+from topkube.training.node_weights.guard import Squares
 from topkube.training.node_weights.layout import Chunk, chunks_of
 from topkube.training.node_weights.two_stage import TwoStage
 from topkube.world import World
@@ -80,15 +81,20 @@ class WeightExchange:
             self._finish(exchange, call, sent)
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Exchange what has changed in the weights since the last exchange."""
+    def run(self, squares: Squares | None = None) -> None:
+        """Exchange what has changed in the weights since the last exchange. Add to `squares`, if it is passed."""
         for chunk, agreed in zip(self.chunks, self.agreed, strict=True):
             staging, own = self._staging(chunk)
             self._collect(chunk, own)
             call = self._call(chunk, staging)
             own -= agreed
+            if squares is not None:
+                squares.change += Squares.of(own)
             if self.world.cross_comm is not None:
                 self._exchange(call, chunk, own, agreed)
+            if squares is not None:
+                squares.left += Squares.of(own)
+                squares.agreed += Squares.of(agreed)
             own += agreed
             call.all_gather(staging)
             _scatter(chunk, staging)

@@ -20,6 +20,7 @@ from topkube.training.exchange.buckets import Parameter, is_sharded
 from topkube.training.exchange.residuals import Pieces
 from topkube.training.exchange.weights_check import WeightsCheck
 from topkube.training.node_weights.exchange import WeightExchange
+from topkube.training.node_weights.guard import Guard, Squares, say
 from topkube.training.node_weights.layout import Chunk, Piece
 from topkube.training.node_weights.second_moment import SecondMoment
 from topkube.training.node_weights.two_stage import TwoStage
@@ -63,7 +64,8 @@ class NodeWeights:
         check_parameters(parameters, algorithm.name)
         self.world, self.node_world = world, world_of_node(world)
         self.exchange = WeightExchange(world, parameters, algorithm, aggregation.wire)
-        self._parameters, self._optimizer, self._period = parameters, optimizer, aggregation.period
+        self._parameters, self._optimizer = parameters, optimizer
+        self.guard = Guard(aggregation.period, algorithm.name)
         self._second_moment = (
             SecondMoment(world, parameters, self.exchange.weights, optimizer)
             if world.nodes > 1 and algorithm.corrects_second_moment and SecondMoment.supports(optimizer)
@@ -110,8 +112,16 @@ class NodeWeights:
         length = sum(4 * parameter.length for parameter in self._parameters if parameter.tensor.grad is not None)
         counted = 2 * (node_ranks - 1) * length // node_ranks  # when the node reduced the gradients
         phases.current.sent(dense=2 * (ranks - 1) * length // ranks - counted)
-        if steps % self._period == 0:
-            _in_thread(self.exchange.run)
+        if steps % self.guard.period == 0:
+            _in_thread(self._measured_exchange if self.guard.is_due(steps) else self.exchange.run)
+
+    def _measured_exchange(self) -> None:
+        squares, weight = Squares(), self.exchange.weights[self.world.node]
+        self.exchange.run(squares)
+        total = agreement(self.world)([weight * part for part in (squares.change, squares.left, squares.agreed)])
+        problem = self.guard.judge(*total.tolist())
+        if problem and self.world.rank == 0:
+            say(problem)
 
     def end(self) -> None:
         """Write the weights that all nodes agree on into the parameters, and forget what was not sent. All ranks call
@@ -207,7 +217,7 @@ class NodeWeights:
                     owners[name] = [entry]
         differ = bool(self.exchange.agreed)  # also on a rank without a shard, which has no pieces
         weight = self.exchange.weights[self.world.node]
-        state = {"pieces": pieces, "weight": weight, "differ": differ, "owners": owners}
+        state = {"pieces": pieces, "weight": weight, "differ": differ, "owners": owners, "guard": self.guard.save()}
         if self._second_moment is not None and differ:
             state["second_moment"] = self._second_moment.save()
         return state
@@ -217,6 +227,7 @@ class NodeWeights:
         self.exchange.agreed = []
         is_of_nodes = state.get("differ", False) or ("mass" in state and state["pieces"])
         self._loaded = dict(state) if is_of_nodes else None
+        self.guard.load(state.get("guard"))
         if self._second_moment is not None:
             self._second_moment.load(state.get("second_moment"))
 

@@ -16,6 +16,7 @@ from topkube.algorithms import find
 from topkube.errors import ArgumentError, TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
+from topkube.training.node_weights import guard
 from topkube.training.optimizers.lamb import LAMB
 from topkube.training.optimizers.lars import LARS
 from topkube.training.optimizers.mixed_precision import MasterWeights
@@ -196,29 +197,43 @@ def assert_follows(weights: list[torch.Tensor], wanted: list[torch.Tensor]) -> N
     assert int((error > 2e-6).sum()) <= 20 + 2 * 256, (int((error > 2e-6).sum()), float(error.max()))
 
 
-def follow(world: World, make: Any, period: int, steps: int = 24, algorithm: str = "onebit") -> None:
+def follow(world: World, make: Any, period: int, steps: int = 18, algorithm: str = "onebit") -> None:
+    """Train, and compare every step with the definition, which rank 0 computes for all nodes."""
     if world.nodes == 1:
         return  # nothing is sent between nodes, and nothing is compressed
-    model, played = network(), network()
-    definition = Definition(world, network(), make, period, algorithm)
+    model = network()
     optimizer = onebit(model, make, period=period, aggregation=algorithm)
-    leaders = [ranks[0] for ranks in world.node_ranks]
+    definition = Definition(world, network(), make, period, algorithm) if world.rank == 0 else None
     for step in range(steps):
         train(world, model, optimizer, range(step, step + 1))
-        definition.step(played, step)
-        everyone = world.comm.allgather([tensor.numpy() for tensor in weights(model)])
-        own = [[torch.from_numpy(array) for array in everyone[leader]] for leader in leaders]
+        everyone = world.comm.gather([tensor.numpy() for tensor in weights(model)])
         x = agreed(optimizer, model)
-        assert_follows(own[world.node], definition.own[world.node])
-        assert_follows(x, definition.x)
         owners = [torch.from_numpy(rest) for rest in owed_by_owners(world, optimizer, model)]
-        assert_follows(owners, definition.owed)
-        assert any(bool(rest.any()) for rest in owners) == (definition.has_two_stages and step + 1 >= period)
-        definition.adopt(own, x, owners)
+        problem = ""
+        if definition is not None:
+            own = [[torch.from_numpy(array) for array in everyone[ranks[0]]] for ranks in world.node_ranks]
+            try:
+                compare_step(definition, step, own, x, owners)
+            except AssertionError as error:
+                problem = f"{algorithm}, period {period}, step {step}: {error}"
+        assert not (problem := world.comm.bcast(problem)), problem
     assert same_on_all_ranks(x)
-    assert world.nodes == 1 or not same_on_all_ranks(weights(model))
+    assert not same_on_all_ranks(weights(model))
     optimizer.unwrap()
     assert same_on_all_ranks(weights(model))
+
+
+def compare_step(
+    definition: Definition, step: int, own: list[list[torch.Tensor]], x: list[torch.Tensor], owners: list[torch.Tensor]
+) -> None:
+    definition.step(network(), step)
+    for node, mine in enumerate(own):
+        assert_follows(mine, definition.own[node])
+    assert_follows(x, definition.x)
+    assert_follows(owners, definition.owed)
+    is_owed = any(bool(rest.any()) for rest in owners)
+    assert is_owed == (definition.has_two_stages and step + 1 >= definition.period)
+    definition.adopt(own, x, owners)
 
 
 def case_the_weights_follow_the_definition(world: World) -> None:
@@ -235,9 +250,9 @@ def case_a_period_of_four_follows_the_definition(world: World) -> None:
 
 
 def case_localsgd_follows_its_definition(world: World) -> None:
-    """Weights are averaged every four steps, in bf16, and Adam's moments stay those of the node."""
-    follow(world, sgd, 4, algorithm="localsgd")
-    follow(world, adamw, 4, algorithm="localsgd")
+    """Weights are averaged every few steps, in bf16, and Adam's moments stay those of the node."""
+    follow(world, sgd, 4, steps=9, algorithm="localsgd")
+    follow(world, adamw, 2, steps=5, algorithm="localsgd")
 
 
 # ---- what must hold around the step
@@ -379,6 +394,37 @@ def case_few_bytes_travel(world: World) -> None:
         assert of_node <= dense / {1: 24, 4: 75}[period], (period, dense / max(of_node, 1))
         assert (of_node > 0) == (world.nodes > 1)
         optimizer.unwrap()
+
+
+def case_the_guard_shortens_the_period_on_all_ranks(world: World) -> None:
+    """With a limit that everything passes: 4, 2, 1 steps, kept through a state dict; then a warning, once."""
+    model = network()
+    optimizer = onebit(model, period=4)
+    limit, guard.MOST_SPREAD = guard.MOST_SPREAD, 1e-9
+    try:
+        periods = []
+        for step in range(36):
+            train(world, model, optimizer, range(step, step + 1))
+            periods.append(optimizer.guard.period)
+    finally:
+        guard.MOST_SPREAD = limit
+    if world.nodes == 1:
+        assert optimizer.guard.unsent_ratio is None
+        assert set(periods) == {4}
+    else:
+        assert periods == [4] * 3 + [2] * 30 + [1] * 3
+        assert len(set(world.comm.allgather((optimizer.guard.unsent_ratio, optimizer.guard.weight_spread)))) == 1
+        assert 0 < optimizer.guard.unsent_ratio < 2
+        assert 0 < optimizer.guard.weight_spread < 0.25
+        state = optimizer.state_dict()
+        optimizer.unwrap()
+        for period, wanted in ((4, 1), (8, 8)):  # a job that asks for another period gets it
+            again = onebit(model, period=period)
+            again.load_state_dict(state)
+            assert again.guard.period == wanted
+            again.unwrap()
+        return
+    optimizer.unwrap()
 
 
 # ---- equal weights, and what does not work
