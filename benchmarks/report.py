@@ -49,7 +49,7 @@ def generic(report: dict[str, Any]) -> str:
 
 
 def select_section(stored: dict[str, Any]) -> dict[str, str]:
-    parts = [stored, stored["mstopk"], stored["adversarial"]]
+    parts = [stored, stored["mstopk"], stored["adversarial"], *([stored["sign"]] if "sign" in stored else [])]
     return {"SELECT": "\n\n".join(f"**{part['title']}**\n\n{generic(part)}" for part in parts)}
 
 

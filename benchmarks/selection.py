@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ def sign_report(d: int, repeats: int) -> BenchReport:
     report = BenchReport("Signs", columns)
     x = np.random.default_rng(0).standard_normal(d, dtype=np.float32)
     work, part = x.copy(), kernels.sign_pack_(x.copy())[:2]
+    report.facts |= {"path": kernels.simd(), "elements": d, "load average": round(os.getloadavg()[0], 1)}
     bound = timed(lambda: kernels.scale_(work, 1.0), repeats=repeats).median
 
     def add(kernel: str, nodes: int, seconds: float) -> None:
@@ -163,7 +165,14 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=25_557_032)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--signs", action="store_true", help="measure the sign kernels only; keep what is stored")
     options = parser.parse_args()
+    if options.signs:
+        report = sign_report(options.elements, options.repeats)
+        Console(width=140).print(report.table())
+        stored = json.loads(options.out.read_text()) | {"sign": json.loads(report.to_json())}
+        options.out.write_text(json.dumps(stored, indent=1) + "\n")
+        return
     reports = [
         measure(options.elements, [0.001, 0.01], repeats=options.repeats),
         mstopk_report(options.elements, options.repeats),

@@ -181,9 +181,13 @@ class LocalAveraging(Rule):
         for index, (weight, *own) in enumerate(tensors):
             drift = [parameter - weight for parameter in own]
             sent = self.compress(index, drift)
-            weight += torch.stack(sent).sum(0) / self.options.nodes
+            weight += self.mean_of(index, sent)
             for parameter, moved, delivered in zip(own, drift, sent, strict=True):
                 parameter.copy_(weight + (moved - delivered))
+
+    def mean_of(self, index: int, sent: list[torch.Tensor]) -> torch.Tensor:
+        """Return what the weights of tensor `index` move by, if nodes sent `sent`."""
+        return torch.stack(sent).sum(0) / self.options.nodes
 
     def compress(self, index: int, drift: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return what each node sends of its drift in tensor `index`; the rest stays in the node's weights."""
@@ -300,6 +304,23 @@ class SignWeights(WeightFeedback):
         return elements / 8 + 2 * -(-elements // BLOCK)
 
 
+class SignWeightsTwoStage(SignWeights):
+    """As sign-weights; owners of segments compress the mean again, and keep what that leaves."""
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        self._owed = [torch.zeros_like(weight) for weight in self.weights]
+
+    def mean_of(self, index: int, sent: list[torch.Tensor]) -> torch.Tensor:
+        total = self._owed[index] + super().mean_of(index, sent)
+        mean = total.bfloat16().float() if self._small[index] else signs(total.reshape(-1)).view_as(total)
+        self._owed[index] = total - mean
+        return mean
+
+    def payload_bytes(self, elements: int) -> float:
+        return 2 / self.options.nodes * super().payload_bytes(elements)
+
+
 class TopKWeights(WeightFeedback):
     """Top-k of each tensor in bf16, error feedback in the weights."""
 
@@ -389,6 +410,7 @@ RULES: dict[str, type[Rule]] = {
     "powersgd": PowerSGD,
     "local-averaging": LocalAveraging,
     "sign-weights": SignWeights,
+    "sign-weights-two-stage": SignWeightsTwoStage,
     "topk-weights": TopKWeights,
     "sign-residual": SignResidual,
 }

@@ -101,6 +101,17 @@ JOB = Dashboard(
                         Query(f"sqrt(sum by (training_job) (topkube_residual_norm{{{OF_JOB}}} ^ 2))", "residual"),
                     ),
                 ),
+                Panel(
+                    "Weights of nodes",
+                    "onebit only. Unsent: what nodes keep of the changes of their weights, over what they "
+                    "send. Spread: the distance of the nodes' weights from the agreed weights, over the norm of those. "
+                    "Beyond 4 or 25% the run shortens its period.",
+                    "percentunit",
+                    (
+                        Query(f"max by (training_job) (topkube_unsent_ratio{{{OF_JOB}}})", "unsent"),
+                        Query(f"max by (training_job) (topkube_weight_spread_ratio{{{OF_JOB}}})", "spread"),
+                    ),
+                ),
             ),
         ),
         Row(

@@ -109,7 +109,7 @@ class Settings:
         False,
         "apply momentum to every shard before selection, instead of after the exchange",
     )
-    period: int = _setting("TOPKUBE_PERIOD", 1, "steps from one exchange of the weights to the next (onebit)")
+    period: int = _setting("TOPKUBE_PERIOD", 1, "steps from one exchange of the weights to the next (onebit, localsgd)")
     # the run
     job_name: str = _setting("TOPKUBE_JOB_NAME", "", "name of the TrainingJob, for messages and files")
     job_uid: str = _setting(

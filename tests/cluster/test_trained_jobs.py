@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -20,6 +21,34 @@ from localkube.images import RUNTIME_OPENMPI
 from target import Namespace, shared_claim, wait_for
 
 from conftest import MANIFESTS
+
+# A small GPT. The first attempt trains without end; later ones make 12 steps from their checkpoint. At the end each
+# rank says which weights it agrees on with all others, and which its node trains.
+TRAINS_NODE_WEIGHTS = """
+import hashlib, os, torch, topkube
+from topkube.examples.char_gpt import GPT, Source
+
+def digest(model):
+    tensors = model.state_dict()
+    return hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))).hexdigest()
+
+topkube.init()
+torch.manual_seed(0)
+model, source = GPT(layers=1, width=32, heads=2, context=32), Source(32, characters=200_000)
+optimizer = topkube.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model.named_parameters())
+sampler = topkube.data.DistributedSampler(source)
+loader = torch.utils.data.DataLoader(source, batch_size=2, sampler=sampler)
+with topkube.checkpointing(model, optimizer, sampler) as run:
+    total = run.step + 12 if int(os.environ["TOPKUBE_ATTEMPT"]) > 1 else 1_000_000
+    for codes, targets in run.progress(loader, total=total):
+        model(codes, targets).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+own = digest(model)
+with optimizer.consensus():
+    print(f"rank {topkube.rank()} of {topkube.size()} agrees on {digest(model)} and trains {own}", flush=True)
+"""
 
 
 @pytest.fixture
@@ -89,6 +118,36 @@ def test_the_sample_trains_and_its_checkpoint_holds_the_weights(namespace: Names
     assert all(torch.isfinite(tensor).all() for tensor in final.values())
     assert at >= 10
     print(f"the second attempt's first step was told {took:.1f} s after the kill")
+
+
+def test_onebit_survives_a_killed_worker_with_equal_weights(namespace: Namespace, checkpoints: Path) -> None:
+    """Every node trains weights of its own. After a worker was killed, the run continues from its checkpoint; at the
+    end all ranks agree on the same weights, those of the last checkpoint, and the nodes' own weights differ."""
+    spec = job("onebit", ["python", "-c", TRAINS_NODE_WEIGHTS], workers=2, slots=2)
+    spec["spec"] |= {
+        "aggregation": {"algorithm": "onebit", "period": 2},
+        "checkpoint": {"claimName": "checkpoints", "path": "onebit", "everySteps": 5, "keep": 2},
+    }
+    name = namespace.create(spec)
+    wait_for(lambda: published(checkpoints), "a first checkpoint", 120)
+    at = int(published(checkpoints)[-1].name[5:13])
+    namespace.target.kill_container(namespace.pods("worker")[1], "worker")
+    status = namespace.wait_phase(name, "Succeeded", seconds=180)
+    assert (status["attempt"], status["restarts"]) == (2, 1)
+    logs = "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods())
+    resumed_at = int(re.search(r"resumed at step (\d+) from step-", logs)[1])
+    assert resumed_at >= at >= 5, "what was saved before the kill was lost"
+    said = re.findall(r"rank (\d) of 4 agrees on (\w{64}) and trains (\w{64})", logs)
+    agreed = {rank: digest for rank, digest, _ in said}
+    own = {rank: digest for rank, _, digest in said}
+    assert sorted(agreed) == ["0", "1", "2", "3"], logs
+    assert len(set(agreed.values())) == 1, agreed
+    assert own["0"] == own["1"] != own["2"] == own["3"], own
+    last = published(checkpoints)[-1]
+    assert int(last.name[5:13]) == resumed_at + 12
+    saved = weights(last)
+    content = b"".join(saved[parameter].numpy().tobytes() for parameter in sorted(saved))
+    assert hashlib.sha256(content).hexdigest() == agreed["0"]
 
 
 def test_open_mpi(namespace: Namespace) -> None:

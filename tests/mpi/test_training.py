@@ -33,7 +33,12 @@ def test_sharded_models(outcome, mpi: str, layout: tuple[int, ...], case: str) -
     assert not (problem := outcome("training.sharded", mpi, layout, case)), problem
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.simulated", {"mpich": [(1, 1), (1, 1, 1)]}))
+EIGHT_NODES = (1,) * 8
+"""From eight nodes on, onebit exchanges in two stages."""
+SIMULATED: dict[str, list[tuple[int, ...]]] = {"mpich": [(1, 1), (1, 1, 1), EIGHT_NODES]}
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.simulated", SIMULATED))
 def test_simulated_nodes(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome("training.simulated", mpi, layout, case)), problem
 
@@ -48,6 +53,21 @@ ONEBIT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {
 @pytest.mark.parametrize(("mpi", "layout", "case"), parameters(ONEBIT, ONEBIT_LAYOUTS))
 def test_onebit(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome(ONEBIT, mpi, layout, case)), problem
+
+
+@pytest.mark.parametrize(
+    ("mpi", "layout", "case"), parameters("training.two_stage", {"mpich": [EIGHT_NODES], "openmpi": [EIGHT_NODES]})
+)
+def test_onebit_in_two_stages(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome("training.two_stage", mpi, layout, case)), problem
+
+
+PRESETS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2, 2), (2, 1), (1, 1, 1)], "openmpi": [(2, 2)]}
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.presets", PRESETS))
+def test_presets(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome("training.presets", mpi, layout, case)), problem
 
 
 @pytest.fixture
@@ -88,7 +108,9 @@ def test_another_world_takes_up_the_weights_of_all_nodes(tmp_path: Path, forks: 
         module = "training.onebit_checkpoints"
         return worlds.run_cases("mpich", layout, module, tmp_path, name, str(directory), forks=forks("mpich"))
 
-    for number, layout in enumerate([(1,), (2, 1), (1, 1, 1)]):
+    eight_nodes_of_two = (2,) + (1,) * 7
+    changes = [((2, 2), (1,)), ((2, 2), (2, 1)), ((2, 2), (1, 1, 1)), (EIGHT_NODES, (2, 1)), ((2, 1), EIGHT_NODES)]
+    for number, (before, after) in enumerate([*changes, (EIGHT_NODES, eight_nodes_of_two)]):
         directory = tmp_path / f"checkpoints-{number}"
-        assert run((2, 2), "leave", directory) == {"leave": ""}
-        assert run(layout, "take_up", directory) == {"take_up": ""}
+        assert run(before, "leave", directory) == {"leave": ""}
+        assert run(after, "take_up", directory) == {"take_up": ""}

@@ -124,6 +124,17 @@ def all_reduce_messages(partners: int) -> int:
     return 2 if partners <= PAIRWISE_LIMIT else 2 * (partners - 1)
 
 
+def two_stage_sent(message_bytes: float, nodes: int) -> float:
+    """Return the bytes that each node sends if it sends every owner of a segment its part of a message, and sends its
+    own segment of the sum, of the same length, to all nodes."""
+    return 2 * (nodes - 1) / nodes * message_bytes
+
+
+def two_stage_messages(partners: int) -> int:
+    """Return how many messages of both stages wait for one another: each stage has PAIRWISE_LIMIT partners at once."""
+    return 2 * -(-(partners - 1) // PAIRWISE_LIMIT)
+
+
 def all_gather_messages(partners: int) -> int:
     """Return how many messages of an all-gather wait for one another: pairwise up to PAIRWISE_LIMIT, then a ring."""
     return 1 if partners <= PAIRWISE_LIMIT else partners - 1

@@ -67,8 +67,10 @@ class Algorithm:
     the algorithm sends one piece while it adds up another. `on_device` is True if the algorithm also reduces torch
     tensors on a GPU; every algorithm reduces CPU arrays. `in_weights` is True if training keeps what was not sent in
     the node's weights: gradients are then reduced within the node only, and nodes exchange the changes of their weights
-    in the optimizer's step (training/node_weights/). `implementation` is the import path "module:Class" of a
-    subclass of `topkube.collectives.AllReduce`, which is loaded when the algorithm first runs.
+    in the optimizer's step (training/node_weights/). From `two_stage_from` nodes on, these exchanges have two stages;
+    `corrects_second_moment` is True if Adam's second moment is corrected for the noise of one node's gradient.
+    `implementation` is the import path "module:Class" of a subclass of `topkube.collectives.AllReduce` (with
+    `in_weights`: of `topkube.collectives.codecs.CodecAllReduce`), which is loaded when the algorithm first runs.
 
     Raises ArgumentError if the name or the import path is malformed, or a parameter is unknown.
     """
@@ -85,6 +87,8 @@ class Algorithm:
     overlaps: bool = False
     on_device: bool = False
     in_weights: bool = False
+    two_stage_from: int | None = None
+    corrects_second_moment: bool = False
 
     def __post_init__(self) -> None:
         if len(self.name) > _LONGEST_NAME or not re.fullmatch(rf"{NAME}(\.{NAME})?", self.name):

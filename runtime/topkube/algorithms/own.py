@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from topkube.algorithms import parameters
 from topkube.algorithms.cost import (
+    VALUE_BYTES,
     Traffic,
     Workload,
     all_gather_memory,
@@ -11,6 +12,8 @@ from topkube.algorithms.cost import (
     all_reduce_messages,
     all_reduce_sent,
     reduce_scatter_memory,
+    two_stage_messages,
+    two_stage_sent,
 )
 from topkube.algorithms.declaration import RANK_RESIDUAL, SHARD_RESIDUAL, WEIGHT_RESIDUAL, Algorithm, Family, Route
 
@@ -25,6 +28,10 @@ _SPARSE = (
 
 _SIGN_BLOCK = 256
 """Elements that share a scale (csrc/cpu/sign/sign.hpp)."""
+_TWO_STAGE_FROM = 8
+"""With fewer nodes, an all-gather of signs sends at most 3.5 times the bytes of two stages, and compresses once."""
+_AVERAGE_IN_TWO_STAGES_FROM = 3
+"""With two nodes, an all-gather sends as many bytes as two stages."""
 
 
 def _hierarchical(load: Workload) -> Traffic:
@@ -58,10 +65,29 @@ def _naive(load: Workload) -> Traffic:
 
 def _onebit(load: Workload) -> Traffic:
     bits, scales = load.elements / 8, 2 * -(-load.elements // _SIGN_BLOCK)
-    sent = (load.nodes - 1) * (bits + scales)
-    read_and_write_shards = 5 * load.array_bytes  # the change of the weights, what is sent of it, the sum of all nodes
+    return _of_changes(load, bits + scales, _TWO_STAGE_FROM)
+
+
+def _signsgd(load: Workload) -> Traffic:
+    sent = (load.nodes - 1) * (load.elements / 8 + 2 * -(-load.elements // _SIGN_BLOCK))
+    read_and_write_shards = 8 * load.array_bytes  # a copy, its signs, the votes, the result
     memory = reduce_scatter_memory(load) + all_gather_memory(load) + read_and_write_shards
     return Traffic(sent, memory, all_gather_messages(load.nodes))
+
+
+def _localsgd(load: Workload) -> Traffic:
+    return _of_changes(load, VALUE_BYTES[load.wire] * load.elements, _AVERAGE_IN_TWO_STAGES_FROM)
+
+
+def _of_changes(load: Workload, message_bytes: float, two_stage_from: int) -> Traffic:
+    """The exchange of the changes of weights, of which every node sends `message_bytes` for each receiver of all."""
+    if load.nodes < two_stage_from:
+        sent, messages = (load.nodes - 1) * message_bytes, all_gather_messages(load.nodes)
+    else:
+        sent, messages = two_stage_sent(message_bytes, load.nodes), two_stage_messages(load.nodes)
+    read_and_write_shards = 5 * load.array_bytes  # the change of the weights, what is sent of it, the sum of all nodes
+    memory = reduce_scatter_memory(load) + all_gather_memory(load) + read_and_write_shards
+    return Traffic(sent, memory, messages)
 
 
 HIERARCHICAL = Algorithm(
@@ -130,9 +156,34 @@ ONEBIT = Algorithm(
     state=(WEIGHT_RESIDUAL,),
     parameters=(parameters.PERIOD,),
     in_weights=True,
-    implementation="topkube.collectives.sign:OneBit",
+    two_stage_from=_TWO_STAGE_FROM,
+    corrects_second_moment=True,
+    implementation="topkube.collectives.codecs:OneBit",
 )
 
-OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, NAIVE, ONEBIT)
+SIGNSGD = Algorithm(
+    name="signsgd",
+    summary="every element takes the sign of most ranks, where each node votes for all its ranks (for comparisons)",
+    family=Family.SIGN,
+    sends="one bit per element, and the mean magnitude of each block of 256",
+    route=Route.ALL_GATHER,
+    traffic=_signsgd,
+    implementation="topkube.collectives.codecs:SignSgd",
+)
+LOCALSGD = Algorithm(
+    name="localsgd",
+    summary="every node steps with its own mean gradient, and nodes average their weights every `period` steps",
+    family=Family.LOCAL_UPDATE,
+    sends="the change of the weights, rounded",
+    route=Route.ALL_GATHER,
+    traffic=_localsgd,
+    state=(WEIGHT_RESIDUAL,),
+    parameters=(parameters.PERIOD, parameters.WIRE),
+    in_weights=True,
+    two_stage_from=_AVERAGE_IN_TWO_STAGES_FROM,
+    implementation="topkube.collectives.codecs:LocalSgd",
+)
+
+OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, NAIVE, ONEBIT, SIGNSGD, LOCALSGD)
 AUTOMATIC = (HITOPK,)
 """Compressing algorithms that `auto` may choose."""

@@ -7,7 +7,7 @@ Several pieces of an array can therefore be under way at once, driven by one thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from topkube import kernels
@@ -148,6 +148,16 @@ def ring_all_reduce(
 def all_reduce_buffer_length(length: int, ranks: int) -> int:
     """Return how long the buffer of either exchange must be for an array of `length`."""
     return -(-length // ranks) * max(ranks - 1, 1)
+
+
+def all_to_all_rows(comm: Any, sent: Sequence[Array], received: Sequence[Array], tag: int) -> Exchange:
+    """Send `sent[p]` to rank p and receive `received[p]` (uint8) from it, for all other ranks. Each rank has at most
+    PAIRWISE_LIMIT partners at a time. An array of `sent` may occur more than once."""
+    ranks, me = comm.size, comm.rank
+    for first in range(1, ranks, PAIRWISE_LIMIT):
+        distances = range(first, min(first + PAIRWISE_LIMIT, ranks))
+        requests = [comm.Irecv(received[(me - d) % ranks], (me - d) % ranks, tag) for d in distances]
+        yield requests + [comm.Isend(sent[(me + d) % ranks], (me + d) % ranks, tag) for d in distances]
 
 
 def all_gather_rows(comm: Any, rows: Array, tag: int) -> Exchange:

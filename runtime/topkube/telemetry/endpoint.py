@@ -42,6 +42,9 @@ _BY_JOB = {
     metrics.DENSITY: "density",
     metrics.SKIPPED: "skipped_steps",
     metrics.DIFFERING_RANKS: "differing_ranks",
+    metrics.UNSENT: "unsent_ratio",
+    metrics.WEIGHT_SPREAD: "weight_spread",
+    metrics.PERIOD: "period",
 }
 
 

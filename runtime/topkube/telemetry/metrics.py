@@ -83,6 +83,30 @@ RESIDUAL_NORM = Metric(
     "if there are no residuals.",
     RANK,
 )
+UNSENT = Metric(
+    "topkube_unsent_ratio",
+    "gauge",
+    "Norm of what nodes keep of the changes of their weights, divided by the norm of what they send; sampled. Absent "
+    "for algorithms without weights of each node.",
+    JOB,
+    job_wide=True,
+)
+WEIGHT_SPREAD = Metric(
+    "topkube_weight_spread_ratio",
+    "gauge",
+    "Distance of the nodes' own weights from the weights that all nodes agree on, after an exchange, "
+    "divided by the norm of those; sampled. Absent for algorithms without weights of each node.",
+    JOB,
+    job_wide=True,
+)
+PERIOD = Metric(
+    "topkube_exchange_period_steps",
+    "gauge",
+    "Steps from one exchange of weights to the next. The guard halves it if nodes keep too much. Absent for algorithms "
+    "without weights of each node.",
+    JOB,
+    job_wide=True,
+)
 LAST_STEP = Metric(
     "topkube_last_step_timestamp_seconds", "gauge", "Time at which this rank finished its last step.", RANK
 )
@@ -182,5 +206,6 @@ CACHE = (
 
 METRICS = (
     *(STEP_SECONDS, PHASE_SECONDS, SAMPLES, LAST_STEP, STEP, PROGRESS, ATTEMPT, LOSS, GRADIENT_NORM, RESIDUAL_NORM),
+    *(UNSENT, WEIGHT_SPREAD, PERIOD),
     *(SKIPPED, DIFFERING_RANKS, DENSITY, SENT_BYTES, DENSE_BYTES, BOUND_SECONDS, LINK_RATE, BUILD),
 )

@@ -28,7 +28,7 @@ _VERSION = 2
 _COUNTERS = ("steps", "step_seconds", "samples", "intra_bytes", "inter_bytes", "dense_bytes", "bound_seconds")
 _GAUGES = (
     *("loss", "gradient_norm", "residual_norm", "density", "last_step", "step", "total_steps", "link_rate"),
-    "differing_ranks",
+    *("differing_ranks", "unsent_ratio", "weight_spread", "period"),
 )
 CACHE = (
     *("memory_requests", "memory_misses", "disk_requests", "disk_misses"),

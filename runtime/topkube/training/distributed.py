@@ -20,6 +20,7 @@ from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.backward import Backward
 from topkube.training.exchange.loss_scale import watch_scalers
+from topkube.training.node_weights.guard import Guard
 from topkube.training.node_weights.node_weights import NodeWeights, NodeWeightsCheck
 from topkube.training.optimizers.layerwise import LayerwiseOptimizer
 from topkube.training.optimizers.mixed_precision import MasterWeights
@@ -39,11 +40,11 @@ class DistributedOptimizer(OptimizerWrapper):
     "auto", "dense" or the name of an algorithm; `density` the share of a large tensor that is sent; `warmup_steps` the
     steps over which the density falls from 1 to `density`; `wire` "fp32", "bf16" or "fp16"; `selection` "topk" or
     "mstopk"; `momentum_correction` moves the momentum of SGD, Adam or AdamW before the selection (`momentum.py`), if
-    the exchange is sparse; `period` the steps from one exchange of the weights to the next (onebit); `bucket_bytes`
-    the most bytes of a fused bucket (by default chosen from the sizes of the tensors and the link); `dense_wire`
-    "fp32", "bf16" or "fp16", the format of dense gradients between nodes. Arguments that are None come from the job's
-    spec.aggregation (`Settings`). `world` holds the ranks that exchange: all ranks by default, or a part of them
-    (`topkube.new_world`) if another library already reduces among the others. Parameters that are
+    the exchange is sparse; `period` the steps from one exchange of the weights to the next (onebit, localsgd);
+    `bucket_bytes` the most bytes of a fused bucket (by default chosen from the sizes of the tensors and the link);
+    `dense_wire` "fp32", "bf16" or "fp16", the format of dense gradients between nodes. Arguments that are None come
+    from the job's spec.aggregation (`Settings`). `world` holds the ranks that exchange: all ranks by default, or a
+    part of them (`topkube.new_world`) if another library already reduces among the others. Parameters that are
     DTensors (FSDP2, tensor parallelism) need such a world, of ranks that hold the same shard.
 
     Aggregation comes before the optimizer: momentum and Adam's moments see mean gradients, the same on all ranks, so
@@ -167,6 +168,12 @@ class DistributedOptimizer(OptimizerWrapper):
         self._backward.norms = norms
 
     @property
+    def guard(self) -> Guard | None:
+        """What error feedback in the weights keeps back, measured at intervals, and the period in force; None for other
+        algorithms."""
+        return self._node_weights.guard if self._node_weights is not None else None
+
+    @property
     def residual_copy(self) -> tuple[int, int]:
         """The number of the residual copy of which this rank holds a part, and the number of copies in the world."""
         residuals = self._node_weights or self._backward.exchange.residuals
@@ -177,7 +184,8 @@ class DistributedOptimizer(OptimizerWrapper):
         """Return a context in which the parameters hold the weights that all nodes agree on: use it to evaluate or save
         the model. All ranks enter it together. Parameters must not change inside, and `step()` raises an error.
 
-        Only an algorithm with error feedback in the weights (onebit) has such weights: those after the last exchange.
+        Only an algorithm with error feedback in the weights (onebit, localsgd) has such weights: those after the last
+        exchange.
         With other algorithms all ranks have the same weights anyway, and the context does nothing."""
         with self._node_weights.consensus() if self._node_weights is not None else nullcontext():
             yield
@@ -193,9 +201,9 @@ class DistributedOptimizer(OptimizerWrapper):
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before. All ranks call this
         together, between `backward()` and `step()`.
 
-        With error feedback in the weights (onebit), each node has a gradient of its own. The norm is then the root of
-        the mean of the squares of the nodes' norms, weighted by ranks: the same on all nodes, and at least the norm of
-        the mean gradient. `torch.nn.utils.clip_grad_norm_` would clip each node by its own norm."""
+        With error feedback in the weights (onebit, localsgd), each node has a gradient of its own. The norm is then the
+        root of the mean of the squares of the nodes' norms, weighted by ranks: the same on all nodes, and at least the
+        norm of the mean gradient. `torch.nn.utils.clip_grad_norm_` would clip each node by its own norm."""
         gradients = [p.tensor.grad for p in self._backward.parameters if p.tensor.grad is not None]
         if self._node_weights is None:
             return float(torch.nn.utils.clip_grad_norm_([p.tensor for p in self._backward.parameters], max_norm))

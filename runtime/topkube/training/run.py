@@ -256,7 +256,7 @@ class Run:
         self._checkpoint(stop, saved)
 
     def _gauges(self, record: StepRecord) -> dict[str, float]:
-        norms = self._optimizer.norms or Norms()
+        norms, guard = self._optimizer.norms or Norms(), self._optimizer.guard
         return {
             "step": record.step,
             "total_steps": ABSENT if record.total_steps is None else record.total_steps,
@@ -266,6 +266,9 @@ class Run:
             "last_step": record.time,
             "gradient_norm": ABSENT if norms.gradient is None else norms.gradient,
             "residual_norm": ABSENT if norms.residual is None else norms.residual,
+            "unsent_ratio": ABSENT if guard is None or guard.unsent_ratio is None else guard.unsent_ratio,
+            "weight_spread": ABSENT if guard is None or guard.weight_spread is None else guard.weight_spread,
+            "period": ABSENT if guard is None else guard.period,
         }
 
     def _write(self, record: StepRecord, loss: float, weight: float, intra: float, inter: float, dense: float) -> None:

@@ -74,8 +74,8 @@ def test_packing_equals_numpy_bit_for_bit(x: Any) -> None:
     np.testing.assert_array_equal(own.view(np.uint32), left.view(np.uint32))
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 255, 256, 257, 511, 512, 1000, 100_003])
-@pytest.mark.parametrize("nodes", [0, 1, 2, 5])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 47, 63, 255, 256, 257, 511, 512, 1000, 100_003])
+@pytest.mark.parametrize("nodes", [0, 1, 2, 5, 8])
 def test_unpacking_adds_all_nodes_in_their_order(length: int, nodes: int) -> None:
     rng = np.random.default_rng(length + nodes)
     weights = rng.random(nodes).astype(np.float32).tolist()

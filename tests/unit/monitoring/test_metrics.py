@@ -20,6 +20,10 @@ from topkube.telemetry.rank_file import ABSENT, CACHE, RankMetrics, metrics_path
 from topkube.training.reporting.norms import Norms
 
 GAUGES = {"step": 1, "total_steps": 4, "density": 0.01, "skipped_steps": 0, "differing_ranks": 0, "last_step": 1e9}
+SAMPLED = {
+    **dict.fromkeys(("loss", "gradient_norm", "residual_norm", "link_rate"), 1),
+    **dict.fromkeys(("unsent_ratio", "weight_spread", "period"), 1),
+}
 
 
 def snapshot(seconds: float = 0.5, **counts: int) -> Snapshot:
@@ -96,7 +100,7 @@ def test_job_wide_series_come_from_rank_0_alone(tmp_path: Path, endpoint: Metric
 def test_every_metric_is_served_with_its_labels_and_a_help_that_lists_label_values(
     tmp_path: Path, endpoint: MetricsEndpoint
 ) -> None:
-    everything = {**GAUGES, "loss": 1, "gradient_norm": 1, "residual_norm": 1, "link_rate": 1}
+    everything = {**GAUGES, **SAMPLED}
     rank = RankMetrics(tmp_path, 0)
     rank.cache(dict.fromkeys(CACHE, 0.0))
     rank.step(0.1, snapshot(), 8, everything)
@@ -141,7 +145,7 @@ def test_restarts_leave_no_old_series(tmp_path: Path, endpoint: MetricsEndpoint)
 
 
 def test_eight_ranks_are_one_cheap_scrape(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
-    everything = {**GAUGES, "loss": 1, "gradient_norm": 1, "residual_norm": 1, "link_rate": 1}
+    everything = {**GAUGES, **SAMPLED}
     for rank in range(8):
         rank_metrics = RankMetrics(tmp_path, rank)
         rank_metrics.cache(dict.fromkeys(CACHE, 0.0))

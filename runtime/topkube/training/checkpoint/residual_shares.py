@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from topkube.training.exchange.residuals import redistribute
+from topkube.training.exchange.residuals import Pieces, redistribute
 
 
 def shares(old_copies: int, copy: int, copies: int) -> dict[int, float]:
@@ -27,26 +27,38 @@ def recut(saved: Iterable[Mapping[str, Any]], copy: int, copies: int) -> dict[st
     ranks of the other world saved. Residuals that this copy takes nothing of may be among them.
 
     With error feedback in the weights, each old copy has a "weight". Pieces are then multiplied by it, and "mass" is
-    the sum of the weights that the new copy takes."""
+    the sum of the weights that the new copy takes. "owners", what old copies owe of the mean of all nodes, is not
+    weighted."""
     weights: dict[int, float] = {}
-    taken = _taken(saved, copy, copies, weights)
+    owners: list[dict[str, Any]] = []
+    taken = _taken(saved, copy, copies, weights, owners)
     own = {"copy": copy, "copies": copies, "pieces": redistribute(taken, copy, copies)}
-    return own | ({"mass": sum(weights.values())} if weights else {})
+    return own | ({"mass": sum(weights.values()), "owners": redistribute(owners, copy, copies)} if weights else {})
 
 
 def _taken(
-    saved: Iterable[Mapping[str, Any]], copy: int, copies: int, weights: dict[int, float]
+    saved: Iterable[Mapping[str, Any]],
+    copy: int,
+    copies: int,
+    weights: dict[int, float],
+    owners: list[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the parts that the new copy takes. Fill `weights` with the weight of each old copy in them."""
+    """Yield the parts that the new copy takes. Fill `weights` with the weight of each old copy in them, and `owners`
+    with the parts of what old copies owe of the mean of all nodes."""
     for state in saved:
         share = shares(state["copies"], copy, copies).get(state["copy"])
         if share is None:
             continue
+        owed = _scaled(state.get("owners", {}), share)
+        owners.append({"copy": copy, "copies": copies, "pieces": owed})
         if "weight" in state:  # error feedback in the weights: a copy counts by its node's share of the ranks
             share *= state["weight"]
             weights[state["copy"]] = share
-        pieces = {
-            name: [(first, values if share == 1.0 else values * share) for first, values in entries]
-            for name, entries in state["pieces"].items()
-        }
-        yield {"copy": copy, "copies": copies, "pieces": pieces}
+        yield {"copy": copy, "copies": copies, "pieces": _scaled(state["pieces"], share)}
+
+
+def _scaled(pieces: Pieces, share: float) -> Pieces:
+    return {
+        name: [(first, values if share == 1.0 else values * share) for first, values in entries]
+        for name, entries in pieces.items()
+    }

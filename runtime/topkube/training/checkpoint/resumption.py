@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -65,9 +66,10 @@ def _problem(residuals: Any) -> str:
     """Return the problem with a rank's "residuals"; "" if there is none."""
     if not isinstance(residuals, Mapping) or not {"copy", "copies", "pieces"} <= residuals.keys():
         return "without copy, copies or pieces"
-    if not isinstance(residuals["pieces"], Mapping):
+    parts = [residuals["pieces"], residuals.get("owners", {})]
+    if not all(isinstance(pieces, Mapping) for pieces in parts):
         return "whose pieces have no names"
-    for name, entries in residuals["pieces"].items():
+    for name, entries in itertools.chain.from_iterable(pieces.items() for pieces in parts):
         for entry in entries:
             if not (isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[0], int)):
                 return f"of {name} that do not say their place"

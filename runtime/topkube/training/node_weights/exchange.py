@@ -2,33 +2,34 @@
 
 x are the weights that all nodes agree on. Node i trains x_i = x + e_i, and e_i is what node i has not sent. In an
 exchange, node i sends c_i = C(x_i - x). All nodes add the mean of all c_i to x, weighted by the ranks per node. Then
-e_i = (x_i - x_before) - c_i, and x_i = x + e_i. C keeps the sign of each element and the mean magnitude of each
-block of 256 (`kernels.sign_pack_`); small tensors are rounded to bf16 instead.
+e_i = (x_i - x_before) - c_i, and x_i = x + e_i. C is the codec of the algorithm (collectives/codecs.py): onebit keeps
+the sign of each element and the mean magnitude of each block of 256, and rounds small tensors to bf16 instead.
 
 Every rank works on its shard: it keeps x of its shard only. The ranks of equal local rank on all nodes send each other
 their shards, and add them up in the order of the nodes: x has the same bits on all nodes. The ranks of a node gather
-the shards of x_i, so they have the same weights.
+the shards of x_i, so they have the same weights. From `two_stage_from` nodes on (the algorithm declares it), the
+exchange has two stages, and x moves by what the owners of segments send of the mean (two_stage.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from topkube import kernels
 from topkube.algorithms import Algorithm, Route
-from topkube.arrays import BFLOAT16, Array
-from topkube.collectives.all_reduce import between_nodes
+from topkube.arrays import Array
+from topkube.collectives.all_reduce import between_nodes, load
 from topkube.collectives.call import Call, workspace
-from topkube.collectives.exchange import Exchanges
+from topkube.collectives.codecs import Codec, CodecAllReduce
+from topkube.collectives.exchange import Exchange, Exchanges, all_to_all_rows
 from topkube.collectives.request import Request
-from topkube.collectives.sign import sign_row_bytes, sign_row_views
 from topkube.telemetry import phases
 from topkube.training.exchange.buckets import Parameter
-from topkube.training.node_weights.layout import Chunk, Piece, chunks_of
+from topkube.training.node_weights.guard import Squares
+from topkube.training.node_weights.layout import Chunk, chunks_of
+from topkube.training.node_weights.two_stage import TwoStage
 from topkube.world import World
 
 
@@ -37,27 +38,63 @@ class WeightExchange:
     `capture` or `place`. All methods but `capture` are collectives of all ranks, or of the ranks of a node, and run in
     the communication thread."""
 
-    def __init__(self, world: World, parameters: Sequence[Parameter], algorithm: Algorithm) -> None:
-        self.world, self.algorithm = world, algorithm
+    def __init__(self, world: World, parameters: Sequence[Parameter], algorithm: Algorithm, wire: str) -> None:
+        self.world, self.algorithm, self._wire = world, algorithm, wire
         self.chunks = chunks_of(parameters, world)
         self.agreed: list[Array] = []
         self.weights = [len(ranks) / world.size for ranks in world.node_ranks]
         """The weight of each node in means: its share of the ranks."""
+        self._codecs = [self._codec(chunk, [p.place for p in chunk.pieces], chunk.shard) for chunk in self.chunks]
+        self.stages: list[TwoStage | None] = [self._two_stage(chunk) for chunk in self.chunks]
+        """The two stages of each chunk; None if the chunk is exchanged in one stage."""
+
+    def _codec(self, chunk: Chunk, places: list[slice], length: int) -> Codec:
+        implementation = load(self.algorithm)
+        assert isinstance(implementation, CodecAllReduce), self.algorithm.name
+        return implementation.codec(places, length, self._wire, chunk.small)
+
+    def _two_stage(self, chunk: Chunk) -> TwoStage | None:
+        world, least_nodes = self.world, self.algorithm.two_stage_from
+        if least_nodes is None or world.nodes < max(least_nodes, 2):
+            return None
+        places = [piece.place for piece in chunk.pieces]
+
+        def codec_of(places: list[slice], length: int) -> Codec:
+            return self._codec(chunk, places, length)
+
+        return TwoStage(codec_of, places, chunk.shard, world.node, world.nodes)
 
     def capture(self) -> None:
-        """Take the current weights of this rank as x: they are the same on all ranks."""
+        """Take the current weights of this rank as x: they are the same on all ranks. Nothing is owed then."""
         self.agreed = [self._collected(chunk) for chunk in self.chunks]
+        for stage in self.stages:
+            if stage is not None:
+                stage.owed[:] = 0
+
+    def sum_over_nodes(self, shard: Array) -> None:
+        """Replace `shard`, this rank's shard of a chunk in float32, by the sum over all nodes. A collective of all
+        ranks."""
+        call = Call(self.world, f"{self.algorithm.name} sums", Request(shard, "sum"))
+        call.same_between_nodes()
+        if self.world.nodes > 1 and self.world.cross_comm is not None:
+            exchange, sent = between_nodes(Route.ALL_REDUCE, self.world.cross_comm, shard)
+            self._finish(exchange, call, sent)
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Exchange what has changed in the weights since the last exchange."""
+    def run(self, squares: Squares | None = None) -> None:
+        """Exchange what has changed in the weights since the last exchange. Add to `squares`, if it is passed."""
         for chunk, agreed in zip(self.chunks, self.agreed, strict=True):
             staging, own = self._staging(chunk)
             self._collect(chunk, own)
             call = self._call(chunk, staging)
             own -= agreed
+            if squares is not None:
+                squares.change += Squares.of(own)
             if self.world.cross_comm is not None:
                 self._exchange(call, chunk, own, agreed)
+            if squares is not None:
+                squares.left += Squares.of(own)
+                squares.agreed += Squares.of(agreed)
             own += agreed
             call.all_gather(staging)
             _scatter(chunk, staging)
@@ -87,19 +124,42 @@ class WeightExchange:
     def _exchange(self, call: Call, chunk: Chunk, own: Array, agreed: Array) -> None:
         """Send `own`, the change of this shard, and leave in it what was not sent. Add the mean change of all nodes to
         `agreed`."""
-        world, comm = self.world, self.world.cross_comm
-        codec = _Rounded(own.size) if chunk.small else _Signs(chunk)
+        world, codec, stage = self.world, self._codecs[chunk.number], self.stages[chunk.number]
+        if stage is not None:
+            self._exchange_in_two_stages(call, stage, own, agreed)
+            return
         rows = workspace(world, "rows of weights", world.nodes * codec.row_bytes, np.uint8)
         rows = rows.reshape(world.nodes, codec.row_bytes)
         with phases.current.timed("select"):
             codec.pack(own, rows[world.node])
-        exchange, sent = between_nodes(Route.ALL_GATHER, comm, rows)
+        exchange, sent = between_nodes(Route.ALL_GATHER, world.cross_comm, rows)
+        self._finish(exchange, call, sent)
+        with phases.current.timed("select"):
+            codec.unpack_add(agreed, list(rows), self.weights)
+
+    def _exchange_in_two_stages(self, call: Call, stage: TwoStage, own: Array, agreed: Array) -> None:
+        world, comm, me = self.world, self.world.cross_comm, self.world.node
+        row_bytes = stage.codecs[me].row_bytes
+        rows = stage.rows(workspace(world, "rows of weights", stage.total_bytes, np.uint8))
+        arrived = workspace(world, "rows of the segment", world.nodes * row_bytes, np.uint8)
+        segments = list(arrived.reshape(world.nodes, row_bytes))
+        with phases.current.timed("select"):
+            stage.pack(own, rows)
+            segments[me] = rows[me]
+        self._finish(all_to_all_rows(comm, rows, segments, 0), call, stage.total_bytes - row_bytes)
+        sums = stage.rows(workspace(world, "rows of means", stage.total_bytes, np.uint8))
+        with phases.current.timed("select"):
+            stage.reduce(segments, self.weights, sums[me])
+        self._finish(all_to_all_rows(comm, [sums[me]] * world.nodes, sums, 1), call, (world.nodes - 1) * row_bytes)
+        with phases.current.timed("select"):
+            stage.add(agreed, sums)
+
+    @staticmethod
+    def _finish(exchange: Exchange, call: Call, sent: int) -> None:
         exchanges = Exchanges()
         exchanges.start(0, exchange)
         exchanges.finish(0, call)
         phases.current.sent(inter=sent)
-        with phases.current.timed("select"):
-            codec.unpack_add(agreed, rows, self.weights)
 
     def _staging(self, chunk: Chunk) -> tuple[Array, Array]:
         """Return a work buffer for the chunk, and this rank's shard of it."""
@@ -107,7 +167,7 @@ class WeightExchange:
         return staging, staging[chunk.first : chunk.last]
 
     def _collected(self, chunk: Chunk) -> Array:
-        shard: Array = np.empty(chunk.last - chunk.first, np.float32)
+        shard: Array = np.empty(chunk.shard, np.float32)
         self._collect(chunk, shard)
         return shard
 
@@ -120,49 +180,6 @@ class WeightExchange:
             shard[piece.place] = piece.of(piece.parameter.tensor).numpy()
             filled = piece.place.stop
         shard[filled:] = 0
-
-
-class _Signs:
-    """Signs with a scale per block of 256 elements, tensor by tensor. The last block of a tensor may be shorter."""
-
-    def __init__(self, chunk: Chunk) -> None:
-        self._pieces = chunk.pieces
-        self._offsets = [0]
-        for piece in chunk.pieces:
-            self._offsets.append(self._offsets[-1] + sign_row_bytes(piece.end - piece.begin))
-        self.row_bytes = self._offsets[-1]
-
-    def _parts(self, row: Array) -> list[tuple[Piece, Any]]:
-        return [
-            (piece, sign_row_views(row[offset:], piece.end - piece.begin))
-            for piece, offset in zip(self._pieces, self._offsets, strict=False)
-        ]
-
-    def pack(self, values: Array, row: Array) -> None:
-        for piece, (scales, bits) in self._parts(row):
-            kernels.sign_pack_(values[piece.place], scales, bits)
-
-    def unpack_add(self, out: Array, rows: Array, weights: Sequence[float]) -> None:
-        for parts in zip(*map(self._parts, rows), strict=True):
-            kernels.sign_unpack_add_(out[parts[0][0].place], [views for _, views in parts], weights)
-
-
-class _Rounded:
-    """All values, rounded to bf16."""
-
-    def __init__(self, length: int) -> None:
-        self.row_bytes = 2 * length
-
-    def pack(self, values: Array, row: Array) -> None:
-        sent = row.view(BFLOAT16)
-        kernels.cast_(sent, values)
-        values -= sent.astype(np.float32)
-
-    def unpack_add(self, out: Array, rows: Array, weights: Sequence[float]) -> None:
-        total = np.zeros_like(out)
-        for row, weight in zip(rows, weights, strict=True):
-            total += row.view(BFLOAT16).astype(np.float32) * np.float32(weight)
-        out += total
 
 
 def _scatter(chunk: Chunk, staging: Array) -> None:

@@ -56,6 +56,11 @@ class Chunk:
     pieces: list[Piece] = field(default_factory=list)
     """The parts of parameters in this rank's shard."""
 
+    @property
+    def shard(self) -> int:
+        """The length of this rank's shard."""
+        return self.last - self.first
+
     def close(self, world: World) -> None:
         """Note that the chunk has all its parameters, and find this rank's shard."""
         self.length = _rounded_up(self.length, SIGN_BLOCK * world.shards)

@@ -20,8 +20,10 @@ from topkube.training.exchange.buckets import Parameter, is_sharded
 from topkube.training.exchange.residuals import Pieces
 from topkube.training.exchange.weights_check import WeightsCheck
 from topkube.training.node_weights.exchange import WeightExchange
-from topkube.training.node_weights.layout import Piece
+from topkube.training.node_weights.guard import Guard, Squares, say
+from topkube.training.node_weights.layout import Chunk, Piece
 from topkube.training.node_weights.second_moment import SecondMoment
+from topkube.training.node_weights.two_stage import TwoStage
 from topkube.training.ranks.agreement import Agreement, agreement, differing_ranks, digest, names_of
 from topkube.training.ranks.communication_thread import schedule
 from topkube.world import World, sub_world
@@ -61,11 +63,12 @@ class NodeWeights:
         algorithm = find(aggregation.algorithm)
         check_parameters(parameters, algorithm.name)
         self.world, self.node_world = world, world_of_node(world)
-        self.exchange = WeightExchange(world, parameters, algorithm)
-        self._parameters, self._optimizer, self._period = parameters, optimizer, aggregation.period
+        self.exchange = WeightExchange(world, parameters, algorithm, aggregation.wire)
+        self._parameters, self._optimizer = parameters, optimizer
+        self.guard = Guard(aggregation.period, algorithm.name)
         self._second_moment = (
             SecondMoment(world, parameters, self.exchange.weights, optimizer)
-            if world.nodes > 1 and SecondMoment.supports(optimizer)
+            if world.nodes > 1 and algorithm.corrects_second_moment and SecondMoment.supports(optimizer)
             else None
         )
         self._loaded: Mapping[str, Any] | None = None
@@ -109,8 +112,16 @@ class NodeWeights:
         length = sum(4 * parameter.length for parameter in self._parameters if parameter.tensor.grad is not None)
         counted = 2 * (node_ranks - 1) * length // node_ranks  # when the node reduced the gradients
         phases.current.sent(dense=2 * (ranks - 1) * length // ranks - counted)
-        if steps % self._period == 0:
-            _in_thread(self.exchange.run)
+        if steps % self.guard.period == 0:
+            _in_thread(self._measured_exchange if self.guard.is_due(steps) else self.exchange.run)
+
+    def _measured_exchange(self) -> None:
+        squares, weight = Squares(), self.exchange.weights[self.world.node]
+        self.exchange.run(squares)
+        total = agreement(self.world)([weight * part for part in (squares.change, squares.left, squares.agreed)])
+        problem = self.guard.judge(*total.tolist())
+        if problem and self.world.rank == 0:
+            say(problem)
 
     def end(self) -> None:
         """Write the weights that all nodes agree on into the parameters, and forget what was not sent. All ranks call
@@ -190,17 +201,23 @@ class NodeWeights:
 
     def save(self) -> dict[str, Any]:
         """Return this rank's part of the node's state, keyed by parameter name: what was not sent, under "NAME", and
-        the node's optimizer state, under "NAME KEY". "weight" is the node's share of the ranks, and "differ" is True
-        if nodes have different weights."""
+        the node's optimizer state, under "NAME KEY". "owners" holds, by name, what this node owes as the owner of
+        segments: a part of the mean of all nodes. "weight" is the node's share of the ranks, and "differ" is True if
+        nodes have different weights."""
         pieces: Pieces = {}  # none before the first step
+        owners: Pieces = {}
         for chunk, agreed in zip(self.exchange.chunks, self.exchange.agreed, strict=False):
             for piece in chunk.pieces:
                 own = piece.of(piece.parameter.tensor).numpy()
                 pieces[piece.parameter.name] = _difference(piece, own, agreed[piece.place])
                 for key, values in self._state_of(piece.parameter):
                     pieces[f"{piece.parameter.name} {key}"] = [(piece.begin, piece.of(values).clone())]
+            if (stage := self.exchange.stages[chunk.number]) is not None:
+                for name, entry in _owed_pieces(chunk, stage):
+                    owners[name] = [entry]
         differ = bool(self.exchange.agreed)  # also on a rank without a shard, which has no pieces
-        state = {"pieces": pieces, "weight": self.exchange.weights[self.world.node], "differ": differ}
+        weight = self.exchange.weights[self.world.node]
+        state = {"pieces": pieces, "weight": weight, "differ": differ, "owners": owners, "guard": self.guard.save()}
         if self._second_moment is not None and differ:
             state["second_moment"] = self._second_moment.save()
         return state
@@ -210,6 +227,7 @@ class NodeWeights:
         self.exchange.agreed = []
         is_of_nodes = state.get("differ", False) or ("mass" in state and state["pieces"])
         self._loaded = dict(state) if is_of_nodes else None
+        self.guard.load(state.get("guard"))
         if self._second_moment is not None:
             self._second_moment.load(state.get("second_moment"))
 
@@ -231,6 +249,7 @@ class NodeWeights:
         own = []
         for chunk, agreed in zip(self.exchange.chunks, self.exchange.agreed, strict=True):
             shard = agreed.copy()
+            self._restore_owed(state, chunk, shard)
             for piece in chunk.pieces:
                 entries = pieces.get(piece.parameter.name, [])
                 if "mass" in state:  # of another world: all that was not sent stays the same
@@ -242,6 +261,20 @@ class NodeWeights:
             own.append(shard)
         self.exchange.place(own)
         self._restore_optimizer(pieces, float(state.get("mass", 1.0)))
+
+    def _restore_owed(self, state: Mapping[str, Any], chunk: Chunk, own: Array) -> None:
+        """Restore what owners of segments owe in a chunk. With other segments than before, all nodes add up what was
+        owed; without segments, every node adds the sum to its own weights, so the mean over nodes owes the same."""
+        stage, owners = self.exchange.stages[chunk.number], state.get("owners", {})
+        owed = np.zeros_like(own)
+        for piece in chunk.pieces:
+            _add(owed[piece.place], piece, owners.get(piece.parameter.name, []))
+        if "mass" in state:
+            self.exchange.sum_over_nodes(owed)
+        if stage is not None:
+            stage.owed[:] = owed[stage.segment]
+        else:
+            own += owed
 
     def _restore_optimizer(self, pieces: Mapping[str, Any], mass: float) -> None:
         keys = sorted({key for p in self._parameters for key, _ in self._state_of(p)})
@@ -352,6 +385,15 @@ def _difference(piece: Piece, own: Array, agreed: Array) -> list[tuple[int, torc
         if (reached == own).all():
             break
     return entries
+
+
+def _owed_pieces(chunk: Chunk, stage: TwoStage) -> Iterator[tuple[str, tuple[int, torch.Tensor]]]:
+    """Yield the parts of parameters in the own segment: (name, (first element in the parameter, what is owed))."""
+    for piece in chunk.pieces:
+        low, high = max(piece.place.start, stage.segment.start), min(piece.place.stop, stage.segment.stop)
+        if low < high:
+            values = stage.owed[low - stage.segment.start : high - stage.segment.start]
+            yield piece.parameter.name, (piece.begin + low - piece.at, torch.from_numpy(values.copy()))
 
 
 def _add(target: Array, piece: Piece, entries: list[tuple[int, torch.Tensor]]) -> None:

@@ -20,7 +20,7 @@ from topkube.algorithms import Route
 from topkube.arrays import BFLOAT16, Array
 from topkube.collectives.all_reduce import between_nodes
 from topkube.collectives.call import Call, workspace
-from topkube.collectives.exchange import Exchanges
+from topkube.collectives.exchange import Exchange, Exchanges
 from topkube.collectives.request import Request
 from topkube.telemetry import phases
 from topkube.training.exchange.buckets import Parameter
@@ -30,6 +30,8 @@ PROBES = 256
 """Entries of a tensor that are exchanged."""
 PROBE_EVERY = 16
 """Steps between two exchanges of the entries."""
+_ROWS_UP_TO = 4
+"""Nodes up to which (nodes - 1) rows of bf16 are at most as long as an all-reduce of float32."""
 _DECAY = 0.9
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 """Optimizers with v = beta v + (1 - beta) g^2 in `exp_avg_sq`. Others are not corrected."""
@@ -64,11 +66,8 @@ class SecondMoment:
     @torch.no_grad()
     def exchange(self) -> None:
         """Exchange the entries of the gradients and set `ratios`. A collective, in the communication thread."""
-        rows = self._gathered()
-        mean = np.zeros(rows.shape[1], np.float32)
-        for row, weight in zip(rows, self._weights, strict=True):
-            mean += row * np.float32(weight)
-        for squares, values in ((self._own, rows[self._world.node]), (self._mean, mean)):
+        own, mean = self._own_and_mean()
+        for squares, values in ((self._own, own), (self._mean, mean)):
             squares *= np.float32(_DECAY)
             squares += np.float32(1 - _DECAY) * values * values
         self._is_new = False
@@ -79,32 +78,47 @@ class SecondMoment:
             own, mean = float(self._own[start:stop].sum()), float(self._mean[start:stop].sum())
             self.ratios[number] = min(max(own / max(mean, 1e-30), 1.0), float(self._world.nodes))
 
-    def _gathered(self) -> Array:
-        """Return the entries of all nodes, (nodes, entries), float32. Each rank exchanges a shard of them."""
+    def _own_and_mean(self) -> tuple[Array, Array]:
+        """Return the node's entries, rounded to bf16, and their mean over the nodes, weighted by ranks: (entries,),
+        float32. Each rank exchanges a shard of them. Up to _ROWS_UP_TO nodes, nodes send each other their entries;
+        beyond, an all-reduce of float32 sends less."""
         world = self._world
-        values = np.zeros(self._length, np.float32)
+        own = np.zeros(self._length, BFLOAT16)
         for parameter, entries, start in zip(self._parameters, self._entries, self._bounds, strict=False):
             gradient = parameter.tensor.grad
             if gradient is not None:
-                values[start : start + len(entries)] = gradient.reshape(-1)[entries].numpy()
-        rows = np.empty((world.nodes, self._length), np.float32)
-        call = Call(world, "second moments", Request(rows.reshape(-1), "sum"))
+                kernels.cast_(own[start : start + len(entries)], gradient.reshape(-1)[entries].numpy())
+        values, mean = own.astype(np.float32), np.zeros(self._length, np.float32)
+        call = Call(world, "second moments", Request(mean, "sum"))
         call.same_between_nodes()
         shard = self._length // world.shards
         if world.cross_comm is not None:
             place = slice(world.local_rank * shard, (world.local_rank + 1) * shard)
-            sent = workspace(world, "rows of second moments", world.nodes * 2 * shard, np.uint8)
-            sent = sent.reshape(world.nodes, 2 * shard)
-            kernels.cast_(sent[world.node].view(BFLOAT16), values[place])
-            exchange, count = between_nodes(Route.ALL_GATHER, world.cross_comm, sent)
-            exchanges = Exchanges()
-            exchanges.start(0, exchange)
-            exchanges.finish(0, call)
-            phases.current.sent(inter=count)
-            rows[:, place] = [row.view(BFLOAT16).astype(np.float32) for row in sent]
-        for row in rows:
-            call.all_gather(row)
-        return rows[:, : int(self._bounds[-1])]
+            if world.nodes <= _ROWS_UP_TO:
+                self._add_rows(call, own[place], mean[place])
+            else:
+                mean[place] = values[place] * np.float32(self._weights[world.node])
+                self._finish(call, *between_nodes(Route.ALL_REDUCE, world.cross_comm, mean[place]))
+        call.all_gather(mean)
+        count = int(self._bounds[-1])
+        return values[:count], mean[:count]
+
+    def _add_rows(self, call: Call, own: Array, mean: Array) -> None:
+        """Gather the `own` entries (bf16) of all nodes and add them to `mean`, weighted, in the order of the nodes."""
+        world, row_bytes = self._world, 2 * len(own)
+        rows = workspace(world, "rows of second moments", world.nodes * row_bytes, np.uint8)
+        rows = rows.reshape(world.nodes, row_bytes)
+        rows[world.node].view(BFLOAT16)[:] = own
+        self._finish(call, *between_nodes(Route.ALL_GATHER, world.cross_comm, rows))
+        for row, weight in zip(rows, self._weights, strict=True):
+            mean += row.view(BFLOAT16).astype(np.float32) * np.float32(weight)
+
+    @staticmethod
+    def _finish(call: Call, exchange: Exchange, sent: int) -> None:
+        exchanges = Exchanges()
+        exchanges.start(0, exchange)
+        exchanges.finish(0, call)
+        phases.current.sent(inter=sent)
 
     @contextmanager
     @torch.no_grad()

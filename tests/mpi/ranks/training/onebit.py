@@ -12,9 +12,11 @@ from torch import nn
 
 import topkube
 from ranks.training.scene import loss_of, network, same_on_all_ranks, weights
+from topkube.algorithms import find
 from topkube.errors import ArgumentError, TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
+from topkube.training.node_weights import guard
 from topkube.training.optimizers.lamb import LAMB
 from topkube.training.optimizers.lars import LARS
 from topkube.training.optimizers.mixed_precision import MasterWeights
@@ -56,13 +58,23 @@ def agreed(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[to
 
 
 def owed(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:
-    """The mean over nodes, weighted by ranks, of what they have not sent."""
+    """The mean over nodes, weighted by ranks, of what they have not sent, and what owners have not sent of means."""
     saved = optimizer.state_dict()["topkube"]["residuals"]
+    own = summed(world, saved["pieces"], model, saved["weight"])
+    return [a + b for a, b in zip(own, owed_by_owners(world, optimizer, model), strict=True)]
+
+
+def owed_by_owners(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:
+    return summed(world, optimizer.state_dict()["topkube"]["residuals"]["owners"], model, 1.0)
+
+
+def summed(world: World, pieces: Any, model: nn.Module, weight: float) -> list[np.ndarray]:
+    """The sum of the pieces of all ranks, times each rank's weight."""
     totals = []
     for name, parameter in model.named_parameters():
         full = np.zeros(parameter.numel())
-        for start, values in saved["pieces"].get(name, []):
-            full[start : start + len(values)] += values.double().numpy() * saved["weight"]
+        for start, values in pieces.get(name, []):
+            full[start : start + len(values)] += values.double().numpy() * weight
         totals.append(world.comm.allreduce(full).reshape(parameter.shape))
     return totals
 
@@ -73,10 +85,12 @@ def owed(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module
 class Definition:
     """The rule for all nodes of `world` in float64 torch, on one process. Only what is sent is rounded, as it is."""
 
-    def __init__(self, world: World, model: nn.Module, make: Any, period: int = 1) -> None:
-        self.world, self.period = world, period
+    def __init__(self, world: World, model: nn.Module, make: Any, period: int = 1, algorithm: str = "onebit") -> None:
+        self.world, self.period, self.algorithm = world, period, find(algorithm)
         self.shares = [len(ranks) / world.size for ranks in world.node_ranks]
         self.x = [p.detach().double() for p in model.parameters()]
+        self.owed = [torch.zeros_like(p) for p in self.x]
+        """What the owners of segments have not sent."""
         self.own = [[p.clone().requires_grad_() for p in self.x] for _ in world.node_ranks]
         self.optimizers = [make(parameters) for parameters in self.own]
         generator = torch.Generator().manual_seed(0)
@@ -107,6 +121,8 @@ class Definition:
             self.exchange()
 
     def ratios(self, rows: list[list[torch.Tensor]], step: int) -> list[list[float]]:
+        if self.algorithm.name == "localsgd":  # plain local steps
+            return [[1.0] * len(self.x) for _ in rows]
         result: list[list[float]] = [[] for _ in rows]
         for index, entries in enumerate(self.entries):
             parts = [row[index].reshape(-1)[entries].float().bfloat16().double() for row in rows]
@@ -137,20 +153,30 @@ class Definition:
                 scaled = (state["v"] / ratio / (1 - second ** state["t"])).sqrt() + group["eps"]
                 parameter.sub_(group["lr"] * state["m"] / (1 - first ** state["t"]) / scaled)
 
+    @property
+    def has_two_stages(self) -> bool:
+        return self.world.nodes >= {"onebit": 8, "localsgd": 3}[self.algorithm.name]
+
     @torch.no_grad()
     def exchange(self) -> None:
         for index, x in enumerate(self.x):
-            is_small = x.ndim <= 1 or x.numel() < 1024
+            is_rounded = x.ndim <= 1 or x.numel() < 1024 or self.algorithm.name == "localsgd"
             changes = [own[index] - x for own in self.own]
-            sent = [change.float().bfloat16().double() if is_small else signs(change) for change in changes]
-            x += sum(part * share for part, share in zip(sent, self.shares, strict=True))
+            compress = (lambda change: change.float().bfloat16().double()) if is_rounded else signs
+            sent = [compress(change) for change in changes]
+            mean = sum(part * share for part, share in zip(sent, self.shares, strict=True))
+            if self.has_two_stages:
+                total = self.owed[index] + mean
+                mean = compress(total)
+                self.owed[index].copy_(total - mean)
+            x += mean
             for own, change, part in zip(self.own, changes, sent, strict=True):
                 own[index].copy_(x + (change - part))
 
     @torch.no_grad()
-    def adopt(self, own: list[list[torch.Tensor]], x: list[torch.Tensor]) -> None:
+    def adopt(self, own: list[list[torch.Tensor]], x: list[torch.Tensor], owed: list[torch.Tensor]) -> None:
         """Continue from these weights of all nodes: rounding then does not add up over steps."""
-        for mine, theirs in [(self.x, x), *zip(self.own, own, strict=True)]:
+        for mine, theirs in [(self.x, x), (self.owed, owed), *zip(self.own, own, strict=True)]:
             for parameter, values in zip(mine, theirs, strict=True):
                 parameter.copy_(values)
 
@@ -171,26 +197,43 @@ def assert_follows(weights: list[torch.Tensor], wanted: list[torch.Tensor]) -> N
     assert int((error > 2e-6).sum()) <= 20 + 2 * 256, (int((error > 2e-6).sum()), float(error.max()))
 
 
-def follow(world: World, make: Any, period: int, steps: int = 24) -> None:
+def follow(world: World, make: Any, period: int, steps: int = 18, algorithm: str = "onebit") -> None:
+    """Train, and compare every step with the definition, which rank 0 computes for all nodes."""
     if world.nodes == 1:
         return  # nothing is sent between nodes, and nothing is compressed
-    model, played = network(), network()
-    definition = Definition(world, network(), make, period)
-    optimizer = onebit(model, make, period=period)
-    leaders = [ranks[0] for ranks in world.node_ranks]
+    model = network()
+    optimizer = onebit(model, make, period=period, aggregation=algorithm)
+    definition = Definition(world, network(), make, period, algorithm) if world.rank == 0 else None
     for step in range(steps):
         train(world, model, optimizer, range(step, step + 1))
-        definition.step(played, step)
-        everyone = world.comm.allgather([tensor.numpy() for tensor in weights(model)])
-        own = [[torch.from_numpy(array) for array in everyone[leader]] for leader in leaders]
+        everyone = world.comm.gather([tensor.numpy() for tensor in weights(model)])
         x = agreed(optimizer, model)
-        assert_follows(own[world.node], definition.own[world.node])
-        assert_follows(x, definition.x)
-        definition.adopt(own, x)
+        owners = [torch.from_numpy(rest) for rest in owed_by_owners(world, optimizer, model)]
+        problem = ""
+        if definition is not None:
+            own = [[torch.from_numpy(array) for array in everyone[ranks[0]]] for ranks in world.node_ranks]
+            try:
+                compare_step(definition, step, own, x, owners)
+            except AssertionError as error:
+                problem = f"{algorithm}, period {period}, step {step}: {error}"
+        assert not (problem := world.comm.bcast(problem)), problem
     assert same_on_all_ranks(x)
-    assert world.nodes == 1 or not same_on_all_ranks(weights(model))
+    assert not same_on_all_ranks(weights(model))
     optimizer.unwrap()
     assert same_on_all_ranks(weights(model))
+
+
+def compare_step(
+    definition: Definition, step: int, own: list[list[torch.Tensor]], x: list[torch.Tensor], owners: list[torch.Tensor]
+) -> None:
+    definition.step(network(), step)
+    for node, mine in enumerate(own):
+        assert_follows(mine, definition.own[node])
+    assert_follows(x, definition.x)
+    assert_follows(owners, definition.owed)
+    is_owed = any(bool(rest.any()) for rest in owners)
+    assert is_owed == (definition.has_two_stages and step + 1 >= definition.period)
+    definition.adopt(own, x, owners)
 
 
 def case_the_weights_follow_the_definition(world: World) -> None:
@@ -204,6 +247,12 @@ def case_adamw_follows_the_definition(world: World) -> None:
 def case_a_period_of_four_follows_the_definition(world: World) -> None:
     follow(world, sgd, 4)
     follow(world, adamw, 4)
+
+
+def case_localsgd_follows_its_definition(world: World) -> None:
+    """Weights are averaged every few steps, in bf16, and Adam's moments stay those of the node."""
+    follow(world, sgd, 4, steps=9, algorithm="localsgd")
+    follow(world, adamw, 2, steps=5, algorithm="localsgd")
 
 
 # ---- what must hold around the step
@@ -338,10 +387,44 @@ def case_few_bytes_travel(world: World) -> None:
             pass
         sent = float(world.sum_small(np.array([phases.current.take().inter_bytes], np.float64))[0])
         of_node = sent / world.nodes / 16
-        dense = 4 * count * (world.nodes - 1)  # of two nodes; an all-gather sends as much to every further node
+        if world.nodes < 8:
+            dense = 4 * count * (world.nodes - 1)  # of two nodes; an all-gather sends as much to every further node
+        else:
+            dense = 4 * count * 2 * (world.nodes - 1) / world.nodes
         assert of_node <= dense / {1: 24, 4: 75}[period], (period, dense / max(of_node, 1))
         assert (of_node > 0) == (world.nodes > 1)
         optimizer.unwrap()
+
+
+def case_the_guard_shortens_the_period_on_all_ranks(world: World) -> None:
+    """With a limit that everything passes: 4, 2, 1 steps, kept through a state dict; then a warning, once."""
+    model = network()
+    optimizer = onebit(model, period=4)
+    limit, guard.MOST_SPREAD = guard.MOST_SPREAD, 1e-9
+    try:
+        periods = []
+        for step in range(36):
+            train(world, model, optimizer, range(step, step + 1))
+            periods.append(optimizer.guard.period)
+    finally:
+        guard.MOST_SPREAD = limit
+    if world.nodes == 1:
+        assert optimizer.guard.unsent_ratio is None
+        assert set(periods) == {4}
+    else:
+        assert periods == [4] * 3 + [2] * 30 + [1] * 3
+        assert len(set(world.comm.allgather((optimizer.guard.unsent_ratio, optimizer.guard.weight_spread)))) == 1
+        assert 0 < optimizer.guard.unsent_ratio < 2
+        assert 0 < optimizer.guard.weight_spread < 0.25
+        state = optimizer.state_dict()
+        optimizer.unwrap()
+        for period, wanted in ((4, 1), (8, 8)):  # a job that asks for another period gets it
+            again = onebit(model, period=period)
+            again.load_state_dict(state)
+            assert again.guard.period == wanted
+            again.unwrap()
+        return
+    optimizer.unwrap()
 
 
 # ---- equal weights, and what does not work

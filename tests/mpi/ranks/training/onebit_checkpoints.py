@@ -13,7 +13,7 @@ from torch import nn
 
 import topkube
 from ranks.training.checkpoints import shared_directory
-from ranks.training.onebit import adamw, agreed, batch, onebit, owed, train
+from ranks.training.onebit import adamw, agreed, batch, onebit, owed, owed_by_owners, train
 from ranks.training.scene import loss_of, network, same_on_all_ranks, weights
 from topkube.errors import CheckpointError, TrainingError
 from topkube.settings import Settings
@@ -118,9 +118,8 @@ def leave(world: World, directory: str) -> None:
         for p in model.parameters()
     ]
     if world.rank == 0:
-        torch.save(
-            {"x": x, "owed": [torch.from_numpy(rest) for rest in left], "second": second}, f"{directory}/left.pt"
-        )
+        state = {"x": x, "owed": [torch.from_numpy(rest) for rest in left], "second": second}
+        torch.save(state | {"two_stage": world.nodes >= 8}, f"{directory}/left.pt")
 
 
 def take_up(world: World, directory: str) -> None:
@@ -131,8 +130,10 @@ def take_up(world: World, directory: str) -> None:
     with topkube.checkpointing(model, optimizer, settings=Settings(checkpoint_directory=directory)) as run:
         assert run.step == 6
         own = [world.comm.allreduce(p.detach().double().numpy()) / world.size for p in model.parameters()]
-        for mean, x, rest in zip(own, left["x"], left["owed"], strict=True):
-            np.testing.assert_allclose(mean, x.double().numpy() + rest.numpy(), rtol=0, atol=1e-6)
+        owners = owed_by_owners(world, optimizer, model)
+        assert any(rest.any() for rest in owners) == (left["two_stage"] and world.nodes >= 8)
+        for mean, owner, x, rest in zip(own, owners, left["x"], left["owed"], strict=True):
+            np.testing.assert_allclose(mean + owner, x.double().numpy() + rest.numpy(), rtol=0, atol=1e-6)
         for parameter, second in zip(model.parameters(), left["second"], strict=True):
             mean = world.comm.allreduce(optimizer.state[parameter]["exp_avg_sq"].double().numpy()) / world.size
             assert (mean > 0).all() == bool((second > 0).all())

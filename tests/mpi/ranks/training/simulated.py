@@ -80,7 +80,8 @@ def compare_weights(world: World, kind: str, period: int, tolerance: float) -> N
     model = network()
     start = [parameter.detach().clone() for parameter in model.parameters()]
     nodes = Nodes(network(), world.nodes, makes[kind])
-    simulated = RULES["sign-weights"](nodes, RuleOptions(world.nodes, period=period))
+    rule = "sign-weights" if world.nodes < 8 else "sign-weights-two-stage"
+    simulated = RULES[rule](nodes, RuleOptions(world.nodes, period=period))
     optimizer = topkube.DistributedOptimizer(
         makes[kind](model), model.named_parameters(), aggregation="onebit", period=period
     )

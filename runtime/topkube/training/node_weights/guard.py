@@ -1,0 +1,92 @@
+"""The guard of error feedback in the weights: it watches how much nodes keep back, and exchanges more often if that is
+too much.
+
+At the first of every 16 exchanges, all ranks together measure two numbers. The unsent ratio is the norm of what
+nodes keep of their changes, over the norm of what they send. The weight spread is the distance of the nodes' own
+weights from the agreed weights after the exchange, over the norm of the agreed weights. Both are means over the nodes,
+weighted by ranks, and the same on all ranks. If one is beyond its limit, the period is halved; if the period is 1
+already, rank 0 says so once. An algorithm that sends everything (localsgd) keeps nothing, and is never beyond a limit.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from topkube.arrays import Array
+
+MEASURE_EVERY = 16
+"""Exchanges between two measurements."""
+MOST_UNSENT = 4.0
+"""The largest unsent ratio: beyond it, an exchange sends a small part of what it should."""
+MOST_SPREAD = 0.25
+"""The largest weight spread: beyond it, nodes train different models."""
+
+
+@dataclass
+class Squares:
+    """Sums of squares over this rank's shards: of the changes before an exchange, of what is left of them after it, and
+    of the agreed weights."""
+
+    change: float = 0.0
+    left: float = 0.0
+    agreed: float = 0.0
+
+    @staticmethod
+    def of(values: Array) -> float:
+        """Return the sum of the squares of `values`, float32."""
+        return float(np.dot(values, values))
+
+
+class Guard:
+    """The guard of one optimizer. `period` is the number of steps between exchanges in force, at most the job's.
+    `unsent_ratio` and `weight_spread` are None before the first measurement."""
+
+    def __init__(self, period: int, algorithm: str) -> None:
+        self.period = self._wanted = period
+        self.unsent_ratio: float | None = None
+        self.weight_spread: float | None = None
+        self._algorithm, self._has_warned = algorithm, False
+
+    def is_due(self, steps: int) -> bool:
+        """Return True if the exchange after `steps` steps is measured. The same on all ranks."""
+        return steps // self.period % MEASURE_EVERY == 1
+
+    def judge(self, change: float, left: float, agreed: float) -> str:
+        """Take the sums of squares of all nodes, weighted, and return what rank 0 should say; "" for nothing."""
+        sent = max(change - left, 0.0)  # what a codec sends is orthogonal to what it leaves, but for rounding
+        self.unsent_ratio = math.sqrt(left / sent) if sent > 0 else 0.0 if left == 0 else math.inf
+        self.weight_spread = math.sqrt(left / agreed) if agreed > 0 else 0.0
+        if self.unsent_ratio <= MOST_UNSENT and self.weight_spread <= MOST_SPREAD:
+            return ""  # NaN is beyond every limit
+        numbers = (
+            f"nodes keep {self.unsent_ratio:.1f} times what they send (limit {MOST_UNSENT:g}), and their weights are"
+            f" {self.weight_spread:.0%} away from the agreed weights (limit {MOST_SPREAD:.0%})"
+        )
+        if self.period > 1:
+            self.period //= 2
+            every = f"every {self.period} steps" if self.period > 1 else "in every step"
+            return f"{numbers}: {self._algorithm} now exchanges {every}"
+        if self._has_warned:
+            return ""
+        self._has_warned = True
+        return f"{numbers}: lower the learning rate, or choose dense; {self._algorithm} may end with a higher loss"
+
+    def save(self) -> dict[str, int]:
+        """Return the period in force, and the job's."""
+        return {"period": self.period, "wanted": self._wanted}
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Load what `save` returned. The job's period counts if it has changed since, or with None."""
+        is_same = state is not None and state["wanted"] == self._wanted
+        self.period = state["period"] if state is not None and is_same else self._wanted
+
+
+def say(text: str) -> None:
+    """Print a warning on this rank."""
+    print(f"topkube: warning: {text}", file=sys.stderr, flush=True)

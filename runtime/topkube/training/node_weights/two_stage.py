@@ -1,0 +1,86 @@
+"""The exchange of changes in two stages: what each node sends does not grow with the number of nodes.
+
+A shard is cut into one segment per node, its owner. Each node compresses its changes and sends every owner its segment.
+The owner adds the weighted mean of all nodes to what it still owes, compresses the sum with the same codec, keeps what
+that leaves, and sends the row to all nodes. (Tang et al., "DoubleSqueeze: Parallel stochastic gradient descent with
+double-pass error-compensated compression", 2019, with owners in place of one server.)
+
+This module does not communicate: `pack`, `reduce` and `add` are the work before, between and after the two stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from topkube.arrays import Array
+from topkube.collectives.codecs import Codec
+from topkube.kernels import SIGN_BLOCK
+
+CodecOf = Callable[[list[slice], int], Codec]
+"""(places of tensors, length) -> the codec for that many values."""
+
+
+class TwoStage:
+    """The two stages for one shard of `length` elements, a multiple of 256, on node number `node` of `nodes`.
+
+    `places` are the slices of the shard that belong to one tensor each. `codecs[i]` is the codec of node i's segment,
+    which is [bounds[i], bounds[i + 1]) of the shard. `owed` is what this node, as an owner, has not sent of the mean
+    change of all nodes: float32, one value per element of its own segment.
+    """
+
+    def __init__(self, codec_of: CodecOf, places: Sequence[slice], length: int, node: int, nodes: int) -> None:
+        blocks = length // SIGN_BLOCK
+        self.bounds = [SIGN_BLOCK * (blocks * i // nodes) for i in range(nodes + 1)]
+        self.codecs = [
+            codec_of(_cut(places, start, stop), stop - start)
+            for start, stop in zip(self.bounds, self.bounds[1:], strict=False)
+        ]
+        self._node = node
+        self.owed: Array = np.zeros(self.segment.stop - self.segment.start, np.float32)
+
+    @property
+    def segment(self) -> slice:
+        """This node's own segment of the shard."""
+        return slice(self.bounds[self._node], self.bounds[self._node + 1])
+
+    def rows(self, buffer: Array) -> list[Array]:
+        """Cut `buffer`, (total_bytes,) uint8, into one row per segment."""
+        rows, end = [], 0
+        for codec in self.codecs:
+            rows.append(buffer[end : end + codec.row_bytes])
+            end += codec.row_bytes
+        return rows
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of one row per segment."""
+        return sum(codec.row_bytes for codec in self.codecs)
+
+    def pack(self, change: Array, rows: Sequence[Array]) -> None:
+        """Write what is sent of `change`, the whole shard, into one row per segment, and subtract it from `change`."""
+        for codec, row, start, stop in zip(self.codecs, rows, self.bounds, self.bounds[1:], strict=False):
+            codec.pack(change[start:stop], row)
+
+    def reduce(self, rows: Sequence[Array], weights: Sequence[float], sent: Array) -> None:
+        """Add the weighted mean of all nodes' rows for the own segment to what is owed. Write what is sent of it into
+        `sent`; the rest stays owed."""
+        codec = self.codecs[self._node]
+        codec.unpack_add(self.owed, rows, weights)
+        codec.pack(self.owed, sent)
+
+    def add(self, out: Array, rows: Sequence[Array]) -> None:
+        """Add what all owners sent to `out`, the whole shard."""
+        for codec, row, start, stop in zip(self.codecs, rows, self.bounds, self.bounds[1:], strict=False):
+            codec.unpack_add(out[start:stop], [row], [1.0])
+
+
+def _cut(places: Sequence[slice], start: int, stop: int) -> list[slice]:
+    """Return the parts of `places` in [start, stop), relative to `start`."""
+    cut = []
+    for place in places:
+        low, high = max(place.start, start), min(place.stop, stop)
+        if low < high:
+            cut.append(slice(low - start, high - start))
+    return cut

@@ -1,0 +1,52 @@
+"""onebit on eight nodes and more, where the exchange has two stages: what depends on it, in few steps."""
+
+from __future__ import annotations
+
+from ranks.training import onebit, onebit_checkpoints
+from ranks.training.onebit import adamw, agreed, follow, sgd, train
+from ranks.training.scene import network, same_on_all_ranks, weights
+from topkube.world import World
+
+
+def case_the_weights_follow_the_definition(world: World) -> None:
+    """In float64, with the residuals of the owners."""
+    assert world.nodes >= 8
+    follow(world, sgd, 1, steps=4)
+    follow(world, adamw, 2, steps=4)
+
+
+def case_nothing_is_lost(world: World) -> None:
+    onebit.case_nothing_is_lost(world)
+
+
+def case_few_bytes_travel_however_many_nodes_there_are(world: World) -> None:
+    onebit.case_few_bytes_travel(world)
+
+
+def case_a_nan_on_one_rank_changes_nothing_anywhere(world: World) -> None:
+    onebit.case_a_nan_on_one_rank_changes_nothing_anywhere(world)
+
+
+def case_consensus_gives_equal_weights_and_takes_them_back(world: World) -> None:
+    onebit.case_consensus_gives_equal_weights_and_takes_them_back(world)
+
+
+def case_runs_repeat_bit_for_bit(world: World) -> None:
+    results = []
+    for _ in range(2):
+        model = network()
+        optimizer = onebit.onebit(model, adamw)
+        train(world, model, optimizer, range(4))
+        results.append([tensor.numpy().tobytes() for tensor in [*weights(model), *agreed(optimizer, model)]])
+        assert same_on_all_ranks(agreed(optimizer, model))
+        optimizer.unwrap()
+    assert results[0] == results[1]
+
+
+def case_a_resumed_run_goes_on_bit_for_bit(world: World) -> None:
+    """What owners owe is in the checkpoint."""
+    with onebit_checkpoints.shared_directory(world) as directory:
+        whole = onebit_checkpoints.state_of(*onebit_checkpoints.run_to(world, f"{directory}/whole", 8))
+        onebit_checkpoints.run_to(world, f"{directory}/parts", 5)
+        parts = onebit_checkpoints.state_of(*onebit_checkpoints.run_to(world, f"{directory}/parts", 8))
+        assert whole == parts

@@ -1,0 +1,60 @@
+"""The guard of error feedback in the weights: what it measures, when it acts, and what it says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from topkube.training.node_weights.guard import MEASURE_EVERY, MOST_SPREAD, MOST_UNSENT, Guard
+
+
+def test_it_measures_what_is_kept_and_how_far_nodes_are_apart() -> None:
+    guard = Guard(4, "onebit")
+    assert guard.unsent_ratio is guard.weight_spread is None
+    assert guard.judge(change=25.0, left=16.0, agreed=2500.0) == ""
+    assert guard.unsent_ratio == pytest.approx(4 / 3)
+    assert guard.weight_spread == pytest.approx(0.08)
+    assert guard.period == 4
+    assert guard.judge(change=9.0, left=0.0, agreed=900.0) == ""
+    assert guard.unsent_ratio == 0
+    assert guard.judge(change=0.0, left=0.0, agreed=0.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "left", "agreed"),
+    [
+        (1.0, 1 - 0.5 / (1 + MOST_UNSENT**2), 1e6),
+        (1.0, 0.4, 0.39 / MOST_SPREAD**2),
+        (1.0, 1.0, 1e6),
+        (math.inf, math.inf, 1e6),
+        (math.nan, math.nan, math.nan),
+    ],
+)
+def test_beyond_a_limit_it_halves_the_period_and_at_one_says_so_once(change: float, left: float, agreed: float) -> None:
+    guard = Guard(6, "onebit")
+    said = [guard.judge(change, left, agreed) for _ in range(4)]
+    assert guard.period == 1
+    assert "onebit now exchanges every 3 steps" in said[0]
+    assert "onebit now exchanges in every step" in said[1]
+    assert "lower the learning rate" in said[2]
+    assert said[3] == ""
+
+
+def test_it_measures_the_first_of_every_sixteen_exchanges() -> None:
+    guard = Guard(5, "onebit")
+    due = [steps for steps in range(5, 1000, 5) if guard.is_due(steps)]
+    assert due == [5 + 5 * MEASURE_EVERY * i for i in range(len(due))]
+    assert len(due) == 13
+
+
+def test_a_shortened_period_is_kept_unless_the_job_changes_its_own() -> None:
+    guard = Guard(8, "onebit")
+    guard.judge(1.0, 1.0, 1.0)
+    saved = guard.save()
+    for period, wanted in ((8, 4), (2, 2)):
+        again = Guard(period, "onebit")
+        again.load(saved)
+        assert again.period == wanted
+    again.load(None)
+    assert again.period == 2

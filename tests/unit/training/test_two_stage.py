@@ -1,0 +1,126 @@
+"""The two-stage exchange of changes, with all nodes in one process: nothing is lost, all nodes get the same, and the
+result does not depend on how segments are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topkube.collectives.codecs import Codec, Rounded, Signs
+from topkube.training.node_weights.two_stage import TwoStage
+
+BLOCK = 256
+
+
+def codec_of(kind: str, places: list[slice], length: int) -> Codec:
+    return Signs(places) if kind == "signs" else Rounded(length, kind)
+
+
+def exchange(stages: list[TwoStage], changes: list[Any], weights: list[float]) -> list[Any]:
+    """Carry the rows between the nodes; return what every node adds to its agreed weights."""
+    nodes = range(len(stages))
+    sent = [stage.rows(np.zeros(stage.total_bytes, np.uint8)) for stage in stages]
+    for stage, change, rows in zip(stages, changes, sent, strict=True):
+        stage.pack(change, rows)
+    means = stages[0].rows(np.zeros(stages[0].total_bytes, np.uint8))
+    for owner, stage in enumerate(stages):
+        stage.reduce([sent[node][owner] for node in nodes], weights, means[owner])
+    added = []
+    for stage in stages:
+        moved = np.zeros(stage.bounds[-1], np.float32)
+        stage.add(moved, means)
+        added.append(moved)
+    return added
+
+
+def owed(stages: list[TwoStage]) -> Any:
+    return np.concatenate([stage.owed for stage in stages])
+
+
+@st.composite
+def layouts(draw: Any) -> tuple[int, list[slice]]:
+    """A shard of tensors that begin at multiples of 256: (length, the places of the tensors)."""
+    places, start = [], 0
+    for length in draw(st.lists(st.integers(1, 900), min_size=1, max_size=5)):
+        places.append(slice(start, start + length))
+        start += -(-length // BLOCK) * BLOCK
+    return start, places
+
+
+def values(rng: Any, length: int, places: list[slice]) -> Any:
+    """Values of very different sizes in the tensors, and zeros in the gaps between them."""
+    x = np.zeros(length, np.float32)
+    for place in places:
+        x[place] = rng.standard_normal(place.stop - place.start) * 10.0 ** rng.integers(-3, 3)
+    return x
+
+
+@settings(deadline=None)
+@given(layouts(), st.integers(2, 12), st.integers(0, 2**32), st.sampled_from(["signs", "bf16", "fp32"]))
+def test_nothing_is_lost(layout: tuple[int, list[slice]], nodes: int, seed: int, kind: str) -> None:
+    """The mean of all changes is what x moved, what nodes have left, and what owners owe, over several exchanges."""
+    length, places = layout
+    rng = np.random.default_rng(seed)
+    weights = (rng.integers(1, 5, nodes) * 1.0).tolist()
+    weights = [weight / sum(weights) for weight in weights]
+    stages = [TwoStage(lambda p, n: codec_of(kind, p, n), places, length, node, nodes) for node in range(nodes)]
+    left = [np.zeros(length, np.float32) for _ in range(nodes)]
+    moved, given_sum, largest = np.zeros(length), np.zeros(length), 0.0
+    for _ in range(4):
+        for rest, weight in zip(left, weights, strict=True):
+            change = values(rng, length, places)
+            rest += change
+            given_sum += change.astype(np.float64) * weight
+        largest = max(largest, max(float(np.abs(rest).max()) for rest in left))
+        added = exchange(stages, left, weights)
+        for other in added:
+            assert other.tobytes() == added[0].tobytes()
+        moved += added[0]
+    kept = sum(rest.astype(np.float64) * weight for rest, weight in zip(left, weights, strict=True))
+    np.testing.assert_allclose(moved + kept + owed(stages), given_sum, rtol=0, atol=largest * 2.0**-18)
+    if kind == "fp32":
+        assert not any(rest.any() for rest in left)
+        assert not owed(stages).any()
+
+
+@settings(deadline=None)
+@given(layouts(), st.integers(2, 9), st.integers(0, 2**32))
+def test_the_result_is_that_of_one_owner(layout: tuple[int, list[slice]], nodes: int, seed: int) -> None:
+    """Segments are cut between blocks only: one owner of everything would send the same bits."""
+    length, places = layout
+    weights = [1 / nodes] * nodes
+    results = []
+    for owners in (nodes, 1):
+        rng = np.random.default_rng(seed)
+        stages = [TwoStage(lambda p, n: codec_of("signs", p, n), places, length, i, owners) for i in range(owners)]
+        for _ in range(2):
+            changes = [values(rng, length, places) for _ in range(nodes)]
+            if owners == nodes:
+                moved = exchange(stages, changes, weights)[0]
+            else:
+                rows = [np.zeros(stages[0].total_bytes, np.uint8) for _ in range(nodes)]
+                for change, row in zip(changes, rows, strict=True):
+                    stages[0].pack(change, [row])
+                sent = np.zeros_like(rows[0])
+                stages[0].reduce(rows, weights, sent)
+                moved = np.zeros(length, np.float32)
+                stages[0].add(moved, [sent])
+        results.append((moved.tobytes(), owed(stages).tobytes()))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("nodes", [2, 7, 40])
+def test_segments_cover_the_shard_in_whole_blocks(nodes: int) -> None:
+    """With more nodes than blocks, some own nothing."""
+    length = 20 * BLOCK
+    stages = [TwoStage(lambda p, n: Signs(p), [slice(0, length - 3)], length, node, nodes) for node in range(nodes)]
+    assert [stage.segment.start for stage in stages] == stages[0].bounds[:-1]
+    assert stages[0].bounds[0] == 0
+    assert stages[0].bounds[-1] == length
+    assert all(bound % BLOCK == 0 for bound in stages[0].bounds)
+    assert sum(len(stage.owed) for stage in stages) == length
+    assert max(len(stage.owed) for stage in stages) <= -(-20 // nodes) * BLOCK
