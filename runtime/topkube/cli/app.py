@@ -112,6 +112,10 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="File of the plot (default: plot.png in DIR).")
     ] = None,
     no_plot: Annotated[bool, typer.Option("--no-plot", help="Draw no plot.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Record some steps of all ranks, for Perfetto and for `topkube plan`."),
+    ] = None,
     deadline: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="End the run after this time (default: the job's).")
     ] = None,
@@ -152,6 +156,7 @@ def run(
         run_directory=run_directory,
         plot=plot,
         draw=not no_plot,
+        trace=trace,
         deadline_seconds=deadline,
         collective_deadline_seconds=collective_deadline,
         metrics_port=metrics_port,
