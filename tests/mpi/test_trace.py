@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from topkube.algorithms import resolve
+from topkube.planning.profile import from_trace
+from topkube.planning.step import bucket_lengths
 from topkube.telemetry import trace
 
 Event = dict[str, Any]
@@ -163,3 +166,20 @@ def test_a_run_that_is_too_short_says_so(tmp_path: Path) -> None:
     assert "no trace was written" in done.stdout
     assert "train for more steps" in done.stdout
     assert not (tmp_path / "trace.json").exists()
+
+
+def test_the_planner_reads_the_trace_and_plans_the_same_buckets(traced: tuple[str, dict[str, Any]]) -> None:
+    algorithm, content = traced
+    profile = from_trace(content)
+    assert {gradient.name for gradient in profile.gradients} == PARAMETERS
+    assert profile.elements == 64 * 1024 * 2 + 1024 + 64
+    steps = [step for rank in range(RANKS) for step in steps_of(content["traceEvents"], rank)]
+    processor = [the(events, trace.STEP, events[0]["name"])["args"]["compute_cpu_ms"] / 1e3 for events in steps]
+    assert min(profile.forward, profile.backward, profile.update) > 0
+    assert profile.serial <= 2 * max(processor)
+    chosen = resolve(algorithm, 2, profile.elements, 0.01)
+    planned = [bucket.elements for bucket in bucket_lengths(profile, chosen, RANKS)]
+    for events in steps:
+        buckets = [e["args"] for e in events if e["cat"] == trace.BUCKET and e["ph"] == "X"]
+        assert planned == [args["elements"] for args in sorted(buckets, key=lambda args: args["bucket"])]
+    assert chosen.name in profile.host

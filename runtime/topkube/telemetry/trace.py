@@ -140,7 +140,11 @@ class Trace:
         now, processor = time.perf_counter_ns(), _processor_seconds()
         if self.recording and self._step_began is not None:
             compute, communication = (after - before for after, before in zip(processor, self._processor, strict=True))
-            args = {"step": self._step, "compute_cpu_ms": 1e3 * compute, "communication_cpu_ms": 1e3 * communication}
+            args: dict[str, Any] = {
+                "step": self._step,
+                "compute_cpu_ms": 1e3 * compute,
+                "communication_cpu_ms": 1e3 * communication,
+            }
             self.span(STEP, f"step {self._step}", self._step_began, now, track=COMPUTE, **args)
             self._left -= 1
         self._step += 1
