@@ -35,6 +35,10 @@ TRACED_STEPS = 8
 MEMORY = 20e9
 """Bytes per second, the default of `topkube plan`. Measured costs of the host replace most of it."""
 _PROBE_BYTES = 4_000_000
+PAPER = {"resnet50": (64, 96, 128, 256), "resnet50-96": (128, 256), "bert-large": (64, 128)}
+"""Models and samples per GPU for the cluster of the HiTopK paper: 16 nodes with 8 V100 each, 25 Gbit/s."""
+PAPER_FLOPS, PAPER_LINK, PAPER_MEMORY = 30e12, 0.95 * 25e9 / 8, 300e9
+"""Assumptions: what a V100 sustains in mixed precision, what a link of 25 Gbit/s carries, what NVLink carries."""
 Row = dict[str, Any]
 
 
@@ -88,6 +92,27 @@ def predict_rows(stored: dict[str, Any]) -> None:
         profile = load_profile(stored["profiles"][row["part"]])
         row["predicted_ms"] = round(predicted(profile, row, stored["facts"]["processors"]), 1)
         row["error"] = round(error(row), 3)
+
+
+def predict_paper() -> list[Row]:
+    """Return the predicted steps on the cluster of the HiTopK paper, dense and with 1% of the entries."""
+    from topkube.algorithms import Machines, find
+    from topkube.planning.models import find_model
+    from topkube.planning.step import Situation, predict
+
+    where = Situation(Machines(16, 8, PAPER_LINK, PAPER_MEMORY))
+    rows = []
+    for name, batches in PAPER.items():
+        model = find_model(name)
+        for batch in batches:
+            profile = model.profile(model.flops * batch / PAPER_FLOPS)
+            steps = {algorithm: predict(profile, where, find(algorithm)) for algorithm in ("torus2d", "hitopk")}
+            row: Row = {"model": model.name, "batch": batch, "compute_ms": round(1e3 * profile.compute, 1)}
+            for algorithm, prediction in steps.items():
+                row[f"{algorithm}_ms"] = round(1e3 * prediction.step, 1)
+                row[f"{algorithm}_efficiency"] = round(prediction.efficiency, 3)
+            rows.append({**row, "faster": round(steps["torus2d"].step / steps["hitopk"].step - 1, 3)})
+    return rows
 
 
 def load_profile(stored: dict[str, Any]) -> Any:
@@ -145,6 +170,7 @@ def main() -> int:
             stored["profiles"][part], stored["rows"] = profile, kept + rows
             target.write_text(json.dumps(stored, indent=1) + "\n")
     predict_rows(stored)
+    stored["paper"] = predict_paper()
     target.write_text(json.dumps(stored, indent=1) + "\n")
     for row in stored["rows"]:
         print(json.dumps(row))

@@ -347,10 +347,10 @@ def _print_advice(advice: dict[str, Any], options: PlanOptions) -> None:
     for algorithm, row in advice["breakEven"].items():
         link = row["linkBitsPerSecond"]
         if link is not None:
-            print(f"break-even: {algorithm} is faster than dense on links below {_rate(link)}")
+            where = f"on links below {_rate(link)}"
         else:
-            word = "faster" if row["fasterOnAllLinks"] else "slower"
-            print(f"break-even: {algorithm} is {word} than dense on every link")
+            where = "on every link" if row["fasterOnAllLinks"] else "on no link"
+        print(f"break-even: {algorithm} saves at least {guidelines.WORTH:.0%} of the dense step {where}")
 
 
 def _rate(bits: float) -> str:

@@ -21,6 +21,8 @@ NODES = tuple(2**power for power in range(1, 13))
 _LARGEST_FACTOR = 1 << 12
 _LINK_BOUNDS = (1e5, 1e13)
 """Bytes per second between which a break-even link is searched."""
+WORTH = 0.02
+"""An algorithm that saves a smaller share of the step than this is not worth its state and its effect on training."""
 _OPTIMIZER_BYTES = 16
 """Bytes per parameter of weight, gradient and the two moments of Adam, in float32."""
 
@@ -90,9 +92,8 @@ def most_samples(memory: float, parameters: int, activations: float, algorithm: 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """The link at which an algorithm and dense training take the same time, in bytes per second. The algorithm is
-    faster on slower links. `link` is None if one of the two is faster on every link: `is_faster` tells if it is the
-    algorithm."""
+    """The link up to which an algorithm saves at least WORTH of the dense step, in bytes per second. `link` is None if
+    it does so on every link (`is_faster`) or on none."""
 
     link: float | None
     is_faster: bool
@@ -103,7 +104,7 @@ def break_even(profile: StepProfile, situation: Situation, algorithm: Algorithm,
 
     def dense_wins(link: float) -> bool:
         there = at_link(situation, link)
-        return predict(profile, there, dense).step <= predict(profile, there, algorithm).step
+        return predict(profile, there, dense).step * (1 - WORTH) <= predict(profile, there, algorithm).step
 
     slow, fast = _LINK_BOUNDS
     if dense_wins(slow):

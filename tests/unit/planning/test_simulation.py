@@ -175,9 +175,9 @@ def test_built_in_models(name: str, parameters: int, billions: float) -> None:
     assert profile.backward == pytest.approx(0.2)
 
 
-def test_the_break_even_link_is_where_both_take_the_same_time() -> None:
+def test_the_break_even_link_is_where_the_gain_ends() -> None:
     profile = find_model("resnet50").profile(0.05)
-    where = Situation(Machines(16, 8, 1e9, 3e11))
+    where = Situation(Machines(16, 1, 1e9, 3e11))
     dense, sparse = find("hierarchical"), find("hitopk")
     even = guidelines.break_even(profile, where, sparse, dense)
     assert even.link is not None
@@ -186,10 +186,11 @@ def test_the_break_even_link_is_where_both_take_the_same_time() -> None:
         there = guidelines.at_link(where, link)
         return predict(profile, there, dense).step / predict(profile, there, sparse).step
 
-    assert gain(even.link / 2) > 1
-    assert gain(even.link) == pytest.approx(1, abs=0.02)
-    assert gain(even.link * 2) <= 1
-    assert guidelines.break_even(profile, where, find("naive"), dense) == guidelines.BreakEven(None, False)
+    assert gain(even.link / 2) > 1.03
+    assert gain(even.link) == pytest.approx(1 / (1 - guidelines.WORTH), abs=0.01)
+    assert gain(even.link * 2) < 1 / (1 - guidelines.WORTH)
+    many = guidelines.at_nodes(where, 4096)
+    assert guidelines.break_even(profile, many, find("naive"), dense) == guidelines.BreakEven(None, False)
 
 
 def test_the_recommended_batch_and_workers_are_the_first_that_suffice() -> None:
