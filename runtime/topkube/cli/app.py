@@ -280,7 +280,7 @@ def plan(
         str | None, typer.Option(help="Format of sent values: fp32, bf16 or fp16 (default: the job's, or bf16).")
     ] = None,
     overlap: Annotated[
-        bool, typer.Option("--overlap/--no-overlap", help="Whether exchanges overlap with backward.")
+        bool, typer.Option("--overlap/--no-overlap", help="Exchanges overlap with backward, or begin after it.")
     ] = True,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw step time and scaling from 2 to 4,096 nodes.")
