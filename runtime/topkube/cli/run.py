@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 import time
@@ -76,6 +77,7 @@ def run_job(options: RunOptions) -> int:
     directory = fresh_directory(options.run_directory, job, time.localtime())
     environment = rank_environment(job, mpi, directory, process_environment(), options.collective_deadline_seconds)
     if options.trace is not None:
+        shutil.rmtree(directory / TRACES, ignore_errors=True)  # of an earlier run in this directory
         environment["TOPKUBE_TRACE_DIRECTORY"] = str((directory / TRACES).resolve())
     if is_this_python(rank_command(job, environment)):
         mpi_library.check_match(mpi, mpi_library.library())

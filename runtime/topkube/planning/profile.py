@@ -112,8 +112,20 @@ def from_trace(content: Mapping[str, Any], name: str = "trace") -> StepProfile:
     """Return the medians over all steps and ranks of a trace that `topkube.telemetry.trace.read` returned.
 
     Times are processor times of the thread if it computes alone, because these do not contain waits for other
-    processes; with a GPU or several threads, they are wall times. Raises TraceError if the trace has no whole step.
+    processes; with a GPU or several threads, they are wall times. Raises TraceError if the trace has no whole step, or
+    if its events are not those of TopKube.
     """
+    try:
+        return _from_events(content, name)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise TraceError(
+            f"{name} cannot be used: {type(error).__name__}: {error}",
+            cause="another program or another version of TopKube wrote it",
+            next_step="write a trace: topkube run --trace FILE train.py",
+        ) from error
+
+
+def _from_events(content: Mapping[str, Any], name: str) -> StepProfile:
     facts, events = content.get("otherData", {}), content["traceEvents"]
     clock = "tdur" if facts.get("device", "cpu") == "cpu" and facts.get("threads", 1) == 1 else "dur"
     steps = [step for rank in _by_rank(events).values() for step in _steps(rank)]

@@ -194,6 +194,11 @@ def _processor_seconds() -> tuple[float, float]:
 
 # ---- files
 
+MOST_READ = 64
+"""A reader of a directory needs no more ranks than this, evenly spaced."""
+_SAME = ("nodes", "ranksPerNode", "algorithm", "device")
+"""Facts that all ranks of a run share."""
+
 
 def rank_files(directory: Path) -> list[Path]:
     """Return the files that the ranks of a run wrote, in rank order."""
@@ -202,10 +207,10 @@ def rank_files(directory: Path) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the trace in a file, or the merged trace of all ranks in a directory. Raises TraceError if there is none,
-    or if the file is not a trace."""
+    """Return the trace in a file, or the merged trace of a directory, of at most MOST_READ ranks. Raises TraceError if
+    there is none, or if the file is not a trace."""
     if path.is_dir():
-        return merge(path)
+        return merge(path, MOST_READ)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -223,10 +228,13 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def merge(directory: Path) -> dict[str, Any]:
-    """Return one trace with the events of all ranks in `directory`, on a common time axis that starts at 0. Ranks on
-    different machines are aligned by their clocks. Raises TraceError if no rank wrote a trace."""
+def merge(directory: Path, most: int | None = None) -> dict[str, Any]:
+    """Return one trace with the events of all ranks in `directory`, or of `most` of them, on a common time axis that
+    starts at 0. Ranks on different machines are aligned by their clocks. Raises TraceError if no rank wrote a trace, or
+    if the files are of different runs."""
     files = rank_files(directory)
+    if most is not None and len(files) > most:
+        files = [files[number * len(files) // most] for number in range(most)]
     if not files:
         raise TraceError(
             f"{directory} contains no trace of a rank",
@@ -234,6 +242,14 @@ def merge(directory: Path) -> dict[str, Any]:
             next_step="train for more steps, or wrap the optimizer in topkube.DistributedOptimizer",
         )
     traces = [read(path) for path in files]
+    for path, content in zip(files, traces, strict=True):
+        facts, first = content.get("otherData", {}), traces[0].get("otherData", {})
+        if "originUnixNanoseconds" not in facts or any(facts.get(name) != first.get(name) for name in _SAME):
+            raise TraceError(
+                f"{path} and {files[0]} are traces of different runs",
+                cause="a run with other workers or another algorithm wrote into the same directory before",
+                next_step="remove the directory, and record the trace again",
+            )
     origins = [trace["otherData"]["originUnixNanoseconds"] for trace in traces]
     shifts = [(origin - min(origins)) / 1e3 for origin in origins]
     begin = min(

@@ -219,6 +219,8 @@ def test_files_that_are_no_traces(tmp_path: Path, capsys: Any) -> None:
         ("[1, 2", "cannot be read"),
         ("{}", "has no traceEvents"),
         ('{"traceEvents": []}', "has no whole training step"),
+        ('{"traceEvents": [{"ts": 1, "cat": "step", "ph": "X", "pid": 0, "dur": 5}]}', "contains no gradients"),
+        ('{"traceEvents": [7]}', "cannot be used"),
     ]:
         path.write_text(content)
         assert run_app(["plan", "--trace", str(path)]) == 2
