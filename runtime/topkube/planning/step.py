@@ -103,7 +103,8 @@ def _step_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm
     data = add("data", INPUT, profile.data)
     forward = add("forward", COMPUTE, profile.forward * slow, *(() if situation.is_input_pipelined else (data,)))
     ready: list[Task] = []
-    buckets = bucket_lengths(profile, algorithm, situation.ranks) if situation.ranks > 1 else ()
+    rate = situation.machines.link if situation.machines.nodes > 1 else 0.0
+    buckets = bucket_lengths(profile, algorithm, situation.ranks, rate) if situation.ranks > 1 else ()
     seconds, first, last = 0.0, 0, forward
     for bucket in buckets:
         segment = profile.gradients[first : bucket.last + 1]
@@ -249,25 +250,33 @@ class BucketLength:
     pieces: int
 
 
-def bucket_lengths(profile: StepProfile, algorithm: Algorithm, ranks: int) -> tuple[BucketLength, ...]:
-    """Return the buckets that the runtime plans for the gradients of `profile`, in the order of their exchanges."""
-    return _planned(profile.gradients, profile.bucket_bytes, algorithm.compresses, profile.on_cpu, ranks > 1)
-
-
-@functools.lru_cache(maxsize=64)
-def _planned(
-    gradients: tuple[Gradient, ...], given: int | None, compresses: bool, on_cpu: bool, several: bool
+def bucket_lengths(
+    profile: StepProfile, algorithm: Algorithm, ranks: int, rate: float = 0.0
 ) -> tuple[BucketLength, ...]:
-    try:
-        import torch
+    """Return the buckets that the runtime plans for the gradients of `profile`, in the order of their exchanges. `rate`
+    is the bytes per second that a node sends to other nodes (0: unknown)."""
+    largest = _largest(profile, algorithm.compresses, ranks)
+    return _planned(profile.gradients, largest, rate if largest is None else 0.0)
 
-        from topkube.training.exchange.buckets import SMALL_ELEMENTS, largest_bucket, plan_sizes
+
+def _largest(profile: StepProfile, compresses: bool, ranks: int) -> int | None:
+    try:
+        from topkube.training.exchange.buckets import largest_bucket
     except ImportError as error:
         raise ArgumentError(
             f"a step cannot be predicted: {error}",
             cause="torch is not installed; the rule that makes buckets is part of the training loop",
             next_step="pip install 'topkube[train]'",
         ) from error
+    return profile.bucket_bytes or largest_bucket(compresses, profile.on_cpu, ranks)
+
+
+@functools.lru_cache(maxsize=64)
+def _planned(gradients: tuple[Gradient, ...], largest: int | None, rate: float) -> tuple[BucketLength, ...]:
+    import torch
+
+    from topkube.training.exchange.buckets import SMALL_ELEMENTS, plan_sizes
+
     types = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     parameters: list[Any] = [
         SimpleNamespace(
@@ -279,7 +288,7 @@ def _planned(
         )
         for position, gradient in enumerate(gradients)
     ]
-    planned = plan_sizes(parameters, given or largest_bucket(compresses, on_cpu, 2 if several else 1))
+    planned = plan_sizes(parameters, largest, rate)
     latest, lengths = -1, []
     for number, bucket in enumerate(planned):
         members: list[Any] = bucket.parameters
