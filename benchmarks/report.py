@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import allreduce_report
 import cluster_report
+import prediction_report
 import ranks_report
 import simulated_report
 import step_report
@@ -201,6 +202,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
     "checkpoints": checkpoints_section,
     "ranks": ranks_report.section,
     "step": step_report.section,
+    "prediction": prediction_report.section,
     **cluster_report.SECTIONS,
 }
 

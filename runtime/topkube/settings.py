@@ -127,6 +127,10 @@ class Settings:
     )
     checkpoint_every: int = _setting("TOPKUBE_CHECKPOINT_EVERY", 500, "steps between two checkpoints")
     checkpoint_keep: int = _setting("TOPKUBE_CHECKPOINT_KEEP", 3, "number of checkpoints that are kept")
+    trace_directory: str = _setting(
+        "TOPKUBE_TRACE_DIRECTORY", "", "directory in which every rank writes a trace of some steps; empty: no trace"
+    )
+    trace_steps: int = _setting("TOPKUBE_TRACE_STEPS", 10, "number of steps in a trace")
     attempt: int = _setting("TOPKUBE_ATTEMPT", 1, "number of this attempt of the job, from 1")
     # inside pods
     launch_plan: str = _setting(
@@ -190,6 +194,7 @@ class Settings:
             ("checkpoint_every", 1),
             ("checkpoint_keep", 1),
             ("attempt", 1),
+            ("trace_steps", 1),
         ]:
             positive(name, least)
         if not self.deadline_seconds > 0:

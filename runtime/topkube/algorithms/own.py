@@ -52,8 +52,9 @@ def _flat(load: Workload) -> Traffic:
 
 def _hitopk(load: Workload) -> Traffic:
     sent = (load.nodes - 1) * load.slots * load.kept(load.slots) * load.entry_bytes
-    read_shards, write_arrays = load.array_bytes, load.slots * load.array_bytes
-    return Traffic(sent, reduce_scatter_memory(load) + read_shards + write_arrays, all_gather_messages(load.nodes))
+    select = 3 * load.array_bytes  # reads the sum and the residual, writes the residual
+    write_arrays = load.slots * load.array_bytes
+    return Traffic(sent, reduce_scatter_memory(load) + select + write_arrays, all_gather_messages(load.nodes))
 
 
 def _naive(load: Workload) -> Traffic:

@@ -112,6 +112,10 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="File of the plot (default: plot.png in DIR).")
     ] = None,
     no_plot: Annotated[bool, typer.Option("--no-plot", help="Draw no plot.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Record some steps of all ranks, for Perfetto and for `topkube plan`."),
+    ] = None,
     deadline: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="End the run after this time (default: the job's).")
     ] = None,
@@ -152,6 +156,7 @@ def run(
         run_directory=run_directory,
         plot=plot,
         draw=not no_plot,
+        trace=trace,
         deadline_seconds=deadline,
         collective_deadline_seconds=collective_deadline,
         metrics_port=metrics_port,
@@ -214,9 +219,20 @@ def plan(
         Path | None,
         typer.Argument(metavar="JOB.yaml", help="A TrainingJob: its workers, slots and aggregation are the defaults."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Built-in model: resnet50, resnet50-96, bert-large, gpt2 or 7b."),
+    ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Trace of `topkube run --trace`; repeat it for traces of other algorithms of this model.",
+        ),
+    ] = None,
     parameters: Annotated[
-        str, typer.Option(metavar="COUNT", help="Parameters of the model, such as 25.6M or 7B.")
-    ] = "25.6M",
+        str | None, typer.Option(metavar="COUNT", help="Parameters of the model, such as 25.6M (the default) or 7B.")
+    ] = None,
     link: Annotated[
         str, typer.Option(metavar="RATE", help="Bandwidth of a node's link, such as 10Gbit/s.")
     ] = "10Gbit/s",
@@ -227,23 +243,76 @@ def plan(
         ),
     ] = "20GB/s",
     compute: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0.0, help="Time of forward and backward of one step.")
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Seconds of forward and backward of one step, or a rate such as 60TFLOP/s with --batch.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, metavar="SAMPLES", help="Samples per rank and step that --compute is about.")
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Memory of a rank, such as 16GB: bounds the batch of a --model.")
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Number of nodes (default: the job's, or 2).")] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Ranks per node (default: the job's, or 1).")] = None,
+    cores: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processor cores of a node (default: the trace's; else no thread waits for a core)."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where ranks compute: cpu or gpu (default: the trace's, else gpu).")
+    ] = None,
+    data: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Time in which the input pipeline prepares a batch.")
+    ] = 0.0,
+    spread: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=1.0, help="Relative standard deviation of ranks' compute times (default: the trace's)."
+        ),
+    ] = None,
     density: Annotated[
         float | None, typer.Option(help="Share of the gradient that is sent (default: the job's, or 0.01).")
     ] = None,
     wire: Annotated[
         str | None, typer.Option(help="Format of sent values: fp32, bf16 or fp16 (default: the job's, or bf16).")
     ] = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap/--no-overlap", help="Exchanges overlap with backward, or begin after it.")
+    ] = True,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw step time and scaling from 2 to 4,096 nodes.")
+    ] = None,
     output: OutputOption = OutputFormat.text,
 ) -> None:
-    """Compute what each all-reduce algorithm costs on a cluster, in bytes and seconds, by the cost model."""
+    """Predict steps and scaling of each all-reduce algorithm on a cluster: a simulation from a trace or a model."""
     from topkube.cli.plan import PlanOptions, show_plan
 
     show_plan(
-        PlanOptions(job, parameters, link, memory, compute, workers, slots, density, wire, output is OutputFormat.json)
+        PlanOptions(
+            job=job,
+            model=model,
+            traces=tuple(trace or ()),
+            parameters=parameters,
+            link=link,
+            memory=memory,
+            compute=compute,
+            batch=batch,
+            device_memory=device_memory,
+            workers=workers,
+            slots=slots,
+            cores=cores,
+            device=device,
+            data=data,
+            spread=spread,
+            density=density,
+            wire=wire,
+            overlap=overlap,
+            plot=plot,
+            json=output is OutputFormat.json,
+        )
     )
 
 

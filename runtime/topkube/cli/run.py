@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 import time
@@ -34,6 +35,7 @@ from topkube.launch.mpi import mpi_library
 from topkube.launch.output.rank_report import log_path
 from topkube.processors import cores
 from topkube.settings import process_environment
+from topkube.telemetry import trace
 from topkube.telemetry.bar import ProgressDisplay
 from topkube.telemetry.history import History, LogFollower, ProgressReader
 from topkube.telemetry.plot import PlotError, draw
@@ -41,6 +43,8 @@ from topkube.telemetry.summary import rows, summarize
 
 LOOK_SECONDS = 0.15
 """Seconds between two reads of the ranks' logs and progress."""
+TRACES = "traces"
+"""The folder of the run's directory in which ranks write their traces."""
 DEADLINE_CODE = 124
 """Exit code of a run that its deadline ended, like that of timeout(1)."""
 
@@ -53,6 +57,8 @@ class RunOptions:
     run_directory: Path | None = None
     plot: Path | None = None
     draw: bool = True
+    trace: Path | None = None
+    """The file of the trace; None if no trace is recorded."""
     deadline_seconds: float | None = None
     collective_deadline_seconds: float | None = None
     metrics_port: int | None = None
@@ -70,6 +76,9 @@ def run_job(options: RunOptions) -> int:
     mpi = mpi_library.find()
     directory = fresh_directory(options.run_directory, job, time.localtime())
     environment = rank_environment(job, mpi, directory, process_environment(), options.collective_deadline_seconds)
+    if options.trace is not None:
+        shutil.rmtree(directory / TRACES, ignore_errors=True)  # of an earlier run in this directory
+        environment["TOPKUBE_TRACE_DIRECTORY"] = str((directory / TRACES).resolve())
     if is_this_python(rank_command(job, environment)):
         mpi_library.check_match(mpi, mpi_library.library())
     console = Console(stderr=options.json)
@@ -222,6 +231,16 @@ def _say(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
+def _write_trace(directory: Path, path: Path, console: Console) -> Path | None:
+    """Write the trace of all ranks to `path`. Return None, with a warning, if there is none or the disk refuses it."""
+    try:
+        trace.write_merged(directory, path)
+    except (trace.TraceError, OSError) as error:
+        _say(console, f"warning: no trace was written to {path}: {error}")
+        return None
+    return path
+
+
 def _finish(watch: _Watch, failure: LaunchError | None) -> None:
     """Print the summary as a table or JSON, draw the plot, and print where the files are."""
     options, job, history, console = watch.options, watch.job, watch.history, watch.console
@@ -235,6 +254,7 @@ def _finish(watch: _Watch, failure: LaunchError | None) -> None:
         except PlotError as error:
             plotted = None
             _say(console, f"warning: {error}")
+    traced = _write_trace(directory / TRACES, options.trace, console) if options.trace is not None else None
     report = watch.local.failed_report() if failure else None
     outcome: Literal["succeeded", "failed", "interrupted"]
     outcome = "interrupted" if watch.signals.received else ("failed" if failure else "succeeded")
@@ -268,6 +288,8 @@ def _finish(watch: _Watch, failure: LaunchError | None) -> None:
     table.add_row("logs", f"{directory}/rank-*.log")
     if plotted:
         table.add_row("plot", str(plotted))
+    if traced:
+        table.add_row("trace", str(traced))
     if job.spec.checkpoint:
         table.add_row("checkpoints", f"{directory}/checkpoints")
     colour = {"succeeded": "green", "failed": "red", "interrupted": "yellow"}[outcome]

@@ -19,7 +19,7 @@ from topkube import _kernels
 from topkube.arrays import DTYPE_CODES, Array, as_bytes
 from topkube.collectives.request import Request
 from topkube.errors import MismatchError
-from topkube.telemetry import phases
+from topkube.telemetry import phases, trace
 from topkube.world import World
 
 _TAG = 32767
@@ -64,6 +64,7 @@ class Call:
         self._description = f"{algorithm} length={request.length} dtype={request.dtype} op={request.op}{sparse}"
         self._hash = xxhash.xxh3_64_intdigest(f"{world.calls} {self._description}".encode())
         self._stage = 0
+        self._traced_bucket = trace.active.bucket if trace.active is not None else None
         self.greetings: list[Any] = []
         """The requests of the hashes between nodes."""
         self._peers = np.empty(0, np.uint64)
@@ -101,13 +102,14 @@ class Call:
         return node
 
     @contextmanager
-    def _inside_node(self, sent: int) -> Iterator[tuple[int, float]]:
-        """Yield the signature and the deadline of one stage, and convert its failures to typed errors."""
+    def _inside_node(self, sent: int, stage: str) -> Iterator[tuple[int, float]]:
+        """Yield the signature and the deadline of one stage, and convert its failures to typed errors. `stage` is its
+        name in a trace."""
         self._stage += 1
         world = self.world
         world.cache["call"] = self
         try:
-            with phases.current.timed("intra"):
+            with phases.current.timed("intra", stage, self._traced_bucket):
                 yield (self._hash + self._stage) % 2**64, world.deadline_seconds
         except _kernels.NodeTimeout:
             world.give_up(self.name)
@@ -118,14 +120,14 @@ class Call:
 
     def all_reduce_inside(self, x: Array, scale: float) -> bool:
         """Replace x by the node's sum times `scale`. Return True if the sum is finite."""
-        with self._inside_node(x.nbytes) as (signature, deadline):
+        with self._inside_node(x.nbytes, "all-reduce inside node") as (signature, deadline):
             return bool(self._node.all_reduce(as_bytes(x), DTYPE_CODES[x.dtype], scale, signature, deadline))
 
     def reduce_scatter(self, x: Array, scale: float, out: Array | None = None, add: Array | None = None) -> bool:
         """Write the node's sum times `scale` (plus `add`) into this rank's shard of x, or into `out` (fp32). Return
         True if it is finite."""
         first, last = own_shard(self.world, x.size)
-        with self._inside_node(x.nbytes - (last - first) * x.itemsize) as (signature, deadline):
+        with self._inside_node(x.nbytes - (last - first) * x.itemsize, trace.REDUCE) as (signature, deadline):
             return bool(
                 self._node.reduce_scatter(as_bytes(x), DTYPE_CODES[x.dtype], scale, out, add, signature, deadline)
             )
@@ -133,7 +135,7 @@ class Call:
     def all_gather(self, x: Array) -> None:
         """Gather all shards of x on every rank of the node."""
         first, last = own_shard(self.world, x.size)
-        with self._inside_node((last - first) * x.itemsize) as (signature, deadline):
+        with self._inside_node((last - first) * x.itemsize, trace.GATHER) as (signature, deadline):
             self._node.all_gather(as_bytes(x), x.itemsize, None, signature, deadline)
 
     def same_between_nodes(self) -> None:
@@ -150,10 +152,10 @@ class Call:
 
     def same_everywhere(self) -> None:
         """Check the same for a call whose messages go to any rank."""
-        with self._inside_node(0) as (signature, deadline):
+        with self._inside_node(0, "check of the call") as (signature, deadline):
             self._node.check(signature, deadline)
         self.same_between_nodes()
-        with self._inside_node(0) as (signature, deadline):
+        with self._inside_node(0, "check of the call") as (signature, deadline):
             self._node.check(signature, deadline)
 
     def wait(self, ready: Callable[[], bool], pause_seconds: float | None = None) -> None:

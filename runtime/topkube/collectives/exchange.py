@@ -14,7 +14,7 @@ from topkube import kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array, as_bytes
 from topkube.collectives.call import Call, shard_bounds
-from topkube.telemetry import phases
+from topkube.telemetry import phases, trace
 from topkube.waiting import advance_messages
 
 Exchange = Iterator[list[Any]]
@@ -28,7 +28,7 @@ class Exchanges:
         self._running: dict[int, tuple[Exchange, list[Any]]] = {}
 
     def start(self, number: int, exchange: Exchange) -> None:
-        self._running[number] = (exchange, [])
+        self._running[number] = (exchange if trace.active is None else trace.active.exchange(exchange), [])
         self.advance()
 
     def advance(self) -> None:

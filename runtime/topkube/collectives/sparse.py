@@ -64,12 +64,12 @@ class HiTopK(ShardAllReduce):
             phases.current.sent(inter=(world.nodes - 1) * max(sizes))
         if rows.nbytes <= _SPARSE_INSIDE * x.nbytes:
             call.all_gather(rows.reshape(-1))
-            with phases.current.timed("intra"):
+            with phases.current.timed("intra", "add entries"):
                 for shard_rows, start, stop in zip(rows, bounds, bounds[1:], strict=False):
                     finite = _spread(x[start:stop], shard_rows, k, request.wire) and finite
         else:
             if world.cross_comm is not None:
-                with phases.current.timed("intra"):
+                with phases.current.timed("intra", "add entries"):
                     finite = _spread(x[first:last], rows[world.local_rank], k, request.wire) and finite
             call.all_gather(x)
         return finite
@@ -132,7 +132,7 @@ class Naive(AllReduce):
         exchanges.finish(0, call)
         neighbours = world.local_size - 1
         phases.current.sent(intra=neighbours * size, inter=(world.size - 1 - neighbours) * size)
-        with phases.current.timed("intra"):
+        with phases.current.timed("intra", "add entries"):
             return _spread(x, rows, k, request.wire) and finite
 
 

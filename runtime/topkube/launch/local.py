@@ -39,6 +39,8 @@ _PERSONAL = (
     "cache_directory",
     "cache_memory_directory",
     "cache_free_percent",
+    "trace_directory",
+    "trace_steps",
 )
 """Settings that a TrainingJob does not contain: they come from the environment of `topkube run`."""
 

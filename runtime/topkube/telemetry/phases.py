@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from topkube.telemetry import trace
+
 PHASES = ("data", "forward", "backward", "select", "intra", "inter", "update")
 """The phases of a step. `select` is the compression, `intra` the exchange inside the node, `inter` that between nodes.
 These three run in the communication thread and overlap with `backward`."""
@@ -34,13 +36,18 @@ class Phases:
         self._intra = self._inter = self._dense = 0
 
     @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Count the seconds of a `with` block for `phase`."""
-        start = time.perf_counter()
+    def timed(self, phase: str, stage: str | None = None, bucket: int | None = None) -> Iterator[None]:
+        """Count the seconds of a `with` block for `phase`. A trace shows the block as `stage` of `bucket`."""
+        recorder = trace.active
+        processor = time.thread_time_ns() if recorder is not None else 0
+        start = time.perf_counter_ns()
         try:
             yield
         finally:
-            self.add(phase, time.perf_counter() - start)
+            end = time.perf_counter_ns()
+            self.add(phase, (end - start) / 1e9)
+            if recorder is not None:
+                recorder.phase(phase, stage, bucket, start, end, time.thread_time_ns() - processor)
 
     def add(self, phase: str, seconds: float) -> None:
         assert phase in PHASES, phase

@@ -28,6 +28,7 @@ from topkube.training.optimizers.momentum import MomentumCorrection
 from topkube.training.optimizers.parameters import named, named_group
 from topkube.training.optimizers.wrapper import OptimizerWrapper
 from topkube.training.reporting.norms import Norms
+from topkube.training.reporting.step_trace import start_trace
 from topkube.training.reporting.steps import StepReports
 from topkube.world import World, current
 
@@ -120,6 +121,8 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._node_weights is not None:
             mode, every = settings.check_weights, settings.check_weights_every
             self._backward.weights = NodeWeightsCheck(self._node_weights, mode, every)
+        if not is_copy:
+            self._backward.traced = start_trace(world, [(p.name, p.tensor) for p in parameters], aggregation, settings)
         self._reports = StepReports(world)
         self._exchanged = self._ids()
         self._stepping = False
@@ -298,6 +301,8 @@ class DistributedOptimizer(OptimizerWrapper):
         else:
             self._backward.note_skipped_step()
         self._reports.step(self.steps, self.skipped_steps, self.density_used)
+        if self._backward.traced is not None and not self._backward.traced.end_step():
+            self._backward.traced = None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -101,3 +101,129 @@ def test_the_table(capsys: Any) -> None:
 def test_mistakes(option: str, value: str, capsys: Any) -> None:
     assert run_app(["plan", option, value]) == 2
     assert f"{option} is" in capsys.readouterr().err
+
+
+RESNET = ["--model", "resnet50", "--workers", "16", "--slots", "8", "--link", "25Gbit/s", "--memory", "300GB/s"]
+RESNET += ["--compute", "30TFLOP/s", "--batch", "64"]
+
+
+def test_a_built_in_model_from_2_to_4096_nodes(capsys: Any) -> None:
+    plan = planned(*RESNET, "--device-memory", "16GB", capsys=capsys)
+    assert plan["parameters"] == 25_557_032
+    assert plan["profile"]["forwardSeconds"] == pytest.approx(64 * 8.18e9 / 30e12, rel=0.01)
+    assert [row["nodes"] for row in plan["nodes"]] == [2**power for power in range(1, 13)]
+    rows = {row["algorithm"]: row for row in plan["algorithms"]}
+    at_16 = next(row["algorithms"] for row in plan["nodes"] if row["nodes"] == 16)
+    assert at_16["hitopk"]["stepSeconds"] == rows["hitopk"]["stepSeconds"] < rows["hierarchical"]["stepSeconds"]
+    at_4096 = plan["nodes"][-1]["algorithms"]
+    assert (
+        at_4096["hitopk"]["stepSeconds"] > at_4096["hierarchical"]["stepSeconds"]
+    )  # all to all: bytes grow with nodes
+    advice = plan["advice"]
+    assert (advice["algorithm"], advice["fastest"]) == ("hitopk", "hitopk")
+    efficient = [row["nodes"] for row in plan["nodes"] if row["algorithms"]["hitopk"]["efficiency"] >= 0.8]
+    assert advice["nodes"] == max(efficient)
+    assert 1 < advice["batch"] < 64 < advice["largestBatchInMemory"]
+    assert advice["breakEven"]["hitopk"]["linkBitsPerSecond"] > 25e9
+    assert advice["breakEven"]["naive"] == {"linkBitsPerSecond": None, "fasterOnAllLinks": False}
+
+
+def test_a_faster_link_and_a_larger_batch_scale_better(capsys: Any) -> None:
+    def dense(*options: str) -> float:
+        plan = planned(*RESNET, *options, capsys=capsys)
+        return float(next(row["efficiency"] for row in plan["algorithms"] if row["algorithm"] == "hierarchical"))
+
+    usual = dense()
+    assert dense("--link", "100Gbit/s") > usual
+    assert dense("--batch", "256") > usual
+    assert dense("--no-overlap") < usual
+    assert dense("--spread", "0.1") < usual
+    assert dense("--data", "1") >= 0.999  # every number of ranks waits for its input
+
+
+def test_a_trace_describes_the_step(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(synthetic_trace()))
+    plan = planned("--trace", str(path), "--workers", "2", "--link", "100Mbit/s", capsys=capsys)
+    assert plan["parameters"] == 3_000_000
+    profile = plan["profile"]
+    assert profile["forwardSeconds"] == pytest.approx(0.010)
+    assert profile["backwardSeconds"] == pytest.approx(0.030)
+    assert profile["updateSeconds"] == pytest.approx(0.002)
+    assert profile["otherSeconds"] == pytest.approx(0.008)
+    rows = {row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]}
+    assert rows["hierarchical"] > 12e6 * 8 / 100e6
+    faster = planned("--trace", str(path), "--compute", "0.004", "--link", "100Mbit/s", capsys=capsys)
+    assert faster["profile"]["forwardSeconds"] == pytest.approx(0.001)
+
+
+def synthetic_trace() -> dict[str, Any]:
+    """A step of 60 ms, of which the thread computes 50 ms."""
+
+    def span(category: str, name: str, start: float, milliseconds: float, **args: Any) -> dict[str, Any]:
+        times = {"ts": start * 1e3, "dur": milliseconds * 1.2e3, "tdur": milliseconds * 1e3}
+        return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": 1, **times, "args": args}
+
+    def ready(name: str, elements: int, at: float) -> dict[str, Any]:
+        args = {"parameter": name, "elements": elements, "itemsize": 4, "small": False}
+        return {
+            "ph": "i",
+            "cat": "gradient",
+            "name": "gradient ready",
+            "pid": 0,
+            "tid": 1,
+            "ts": at * 1e3,
+            "args": args,
+        }
+
+    events = [
+        {**span("step", "step 3", 0, 50, step=3, compute_cpu_ms=50.0, communication_cpu_ms=3.0), "dur": 60e3},
+        span("forward", "forward", 1, 10),
+        span("backward", "backward", 14, 30),
+        span("backward", "last", 14, 20),
+        ready("last.weight", 2_000_000, 38),
+        span("backward", "first", 38, 10),
+        ready("first.weight", 1_000_000, 50),
+        span("optimizer", "optimizer", 55, 2),
+    ]
+    return {"otherData": {"nodes": 1, "ranksPerNode": [1], "cores": 2, "threads": 1}, "traceEvents": events}
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    assert run_app(["plan", *RESNET, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "resnet99"], "--model is 'resnet99'"),
+        (["--model", "gpt2", "--parameters", "7B"], "--model and --parameters both describe the model"),
+        (["--compute", "30TFLOP/s"], "add --model and --batch"),
+        (["--device", "tpu"], "--device is 'tpu'"),
+        (["--plot", "plan.png"], "--plot needs the time of a step"),
+        (["--trace", "absent.json"], "the trace absent.json cannot be read"),
+        (["--model", "gpt2", "--compute", "0.1", "--device-memory", "much"], "--device-memory is 'much'"),
+    ],
+)
+def test_mistakes_in_what_is_planned(options: list[str], message: str, capsys: Any) -> None:
+    assert run_app(["plan", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_files_that_are_no_traces(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "trace.json"
+    for content, message in [
+        ("[1, 2", "cannot be read"),
+        ("{}", "has no traceEvents"),
+        ('{"traceEvents": []}', "has no whole training step"),
+        ('{"traceEvents": [{"ts": 1, "cat": "step", "ph": "X", "pid": 0, "dur": 5}]}', "contains no gradients"),
+        ('{"traceEvents": [7]}', "cannot be used"),
+    ]:
+        path.write_text(content)
+        assert run_app(["plan", "--trace", str(path)]) == 2
+        assert message in capsys.readouterr().err
+    assert run_app(["plan", "--trace", str(tmp_path / "..")]) == 2
+    assert "contains no trace of a rank" in capsys.readouterr().err

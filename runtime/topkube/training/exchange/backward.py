@@ -31,6 +31,7 @@ from topkube.training.exchange.weights_check import WeightsCheck
 from topkube.training.ranks.agreement import differing_ranks, names_of
 from topkube.training.ranks.communication_thread import schedule
 from topkube.training.reporting.norms import Norms
+from topkube.training.reporting.step_trace import StepTrace
 from topkube.world import World
 
 
@@ -73,6 +74,8 @@ class Backward:
         self._loss_scale: torch.Tensor | float = 1.0
         self._compares_weights, self._first_weights = False, True
         self._weights_digest = 0.0
+        self.traced: StepTrace | None = None
+        """The recorder of a trace, None if no trace is recorded."""
         self._hooks = GradientHooks(self, parameters)
         self.number = 0 if is_copy else backward_pass().register(self)
 
@@ -216,6 +219,8 @@ class Backward:
 
     def after(self, parameter: Parameter) -> None:
         """Note that a gradient was accumulated, and hand over its bucket if it is full."""
+        if self.traced is not None:
+            self.traced.note_gradient(parameter.name, parameter.length, parameter.dtype.itemsize, parameter.small)
         if not self.synchronize:
             parameter.own_gradient()
             self.unsynchronized = True
@@ -252,6 +257,8 @@ class Backward:
         """Begin a backward pass of this optimizer, before its first gradient is accumulated."""
         self._first_gradient = time.perf_counter()
         self.turns.forward_ended(self._first_gradient)
+        if self.traced is not None:
+            self.traced.begin_backward()
         self._loss_scale = backward_pass().loss_scale
         self._undo_discarded()
         if all(parameter.tensor.grad is None for parameter in self.parameters):
@@ -293,9 +300,13 @@ class Backward:
     def finish(self) -> None:
         """Finish the backward pass, in the thread that called it: exchange the remaining buckets, and agree whether the
         step is finite. Then run the script's hooks on the aggregated gradients."""
+        if self.traced is not None:
+            self.traced.end_gradients()
         if self.synchronize:
             self._exchange_all()
         phases.current.add("backward", time.perf_counter() - self._first_gradient)
+        if self.traced is not None:
+            self.traced.end_backward()
         ran = self._hooks.run_deferred(self.synchronize)
         stolen = [p.name for p in ran if p.tensor.grad is None]
         if stolen and self.exchange.residuals.are_tentative:
@@ -317,10 +328,15 @@ class Backward:
     def _submit(self, bucket: Bucket) -> Future[bool]:
         density, warming = self.density, self.steps < self._aggregation.warmup_steps
         scale = self._loss_scale if self.exchange.is_sparse(bucket) else 1.0  # it may be on a device: not read yet
+        run = self.exchange.run
+        if self.traced is not None:
+            number = next(n for n, planned in enumerate(self.plan.buckets) if planned is bucket)
+            algorithm = self.exchange.algorithm_of(bucket, density, warming)
+            run = self.traced.around_exchange(run, number, bucket.length, bucket.dtype.itemsize, algorithm, density)
         if self.world.size == 1 and not self.exchange.large.compresses:  # nothing to send: no thread is needed
-            return _done(self.exchange.run(bucket, density, warming))
+            return _done(run(bucket, density, warming))
         mark = self.exchange.ready()
-        return schedule().submit(lambda: self.exchange.run(bucket, density, warming, mark, scale))
+        return schedule().submit(lambda: run(bucket, density, warming, mark, scale))
 
     def _exchange_all(self) -> None:
         first = not self.plan.is_agreed

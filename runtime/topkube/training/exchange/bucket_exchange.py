@@ -63,6 +63,14 @@ class BucketExchange:
             return False
         return isinstance(self.dense if bucket.small else self._all_reduce(bucket.length), Hierarchical)
 
+    def algorithm_of(self, bucket: Bucket, density: float, warming: bool) -> str:
+        """Return the name of the algorithm that `run` uses for the bucket."""
+        return self._all_reduce_of(bucket, density, warming).algorithm.name
+
+    def _all_reduce_of(self, bucket: Bucket, density: float, warming: bool) -> AllReduce:
+        whole = warming and density == 1 and not self.aggregation.momentum_correction
+        return self.dense if bucket.small or whole else self._all_reduce(bucket.length)
+
     def _all_reduce(self, length: int, name: str | None = None) -> AllReduce:
         """Return the implementation for large tensors: "auto" depends on the bucket's length, and on the target
         density, so that warm-up changes nothing."""
@@ -110,8 +118,7 @@ class BucketExchange:
         self, bucket: Bucket, density: float, warming: bool, mark: Mark | None, loss_scale: float
     ) -> bool:
         trainable = [parameter for parameter in bucket.parameters if parameter.tensor.requires_grad]
-        whole = warming and density == 1 and not self.aggregation.momentum_correction
-        all_reduce = self.dense if bucket.small or whole else self._all_reduce(bucket.length)
+        all_reduce = self._all_reduce_of(bucket, density, warming)
         if self.world.size == 1 and not all_reduce.algorithm.compresses:
             return self._deliver_alone(trainable, mark)
         if bucket.dtype != torch.float64:

@@ -12,7 +12,7 @@ from topkube import algorithms
 from topkube.collectives.link import link_rate
 from topkube.errors import TrainingError
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.buckets import BUCKET_BYTES, Bucket, Parameter, ends_for_overlap, is_sharded, plan
+from topkube.training.exchange.buckets import Bucket, Parameter, is_sharded, largest_bucket, plan_sizes
 from topkube.training.ranks.agreement import Agreement, differing_ranks, digest, names_of
 from topkube.world import World
 
@@ -146,10 +146,7 @@ class BucketPlan:
 
     def _plan(self, parameters: list[Parameter]) -> list[Bucket]:
         sizes = self._sizes()
-        if sizes is None:
-            new = plan(parameters, ends=ends_for_overlap(parameters, self._link_rate or 0.0))
-        else:
-            new = plan(parameters, sizes)
+        new = plan_sizes(parameters, sizes, self._link_rate or 0.0)
         self._adopt(new, parameters)
         return new
 
@@ -161,14 +158,14 @@ class BucketPlan:
             self._bucket_of.setdefault(parameter.index, Bucket(parameter.dtype, True))  # no elements
 
     def _sizes(self) -> int | None:
-        """Return the most bytes of a bucket, None if sizes are chosen so that dense exchanges overlap with backward.
-        Compression selects per bucket, and a device has its own pipeline: both have large buckets."""
+        """Return the most bytes of a bucket, None if sizes are chosen so that dense exchanges overlap with
+        backward."""
         given, world = self._aggregation.bucket_bytes, self._world
         if given is not None:
             return given
         algorithm = algorithms.resolve(self._aggregation.algorithm, world.nodes, sys.maxsize, self._aggregation.density)
         is_on_cpu = all(parameter.tensor.device.type == "cpu" for parameter in self._parameters)
-        return None if is_on_cpu and world.size > 1 and not algorithm.compresses else BUCKET_BYTES
+        return largest_bucket(algorithm.compresses, is_on_cpu, world.size)
 
     def _measure_link(self) -> float:
         """Return the bytes per second that the slowest node sends to another node. All ranks call this together."""

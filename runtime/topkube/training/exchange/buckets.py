@@ -324,3 +324,17 @@ def plan(
             complete.append((position, open_buckets.pop(key)))
     complete += [(last[id(bucket)], bucket) for bucket in open_buckets.values()]
     return [bucket for _, bucket in sorted(complete, key=lambda entry: entry[0])]
+
+
+def largest_bucket(compresses: bool, is_on_cpu: bool, ranks: int) -> int | None:
+    """Return the most bytes of a bucket, None if sizes are chosen so that dense exchanges overlap with backward.
+    Compression selects per bucket, and a device has its own pipeline: both have large buckets."""
+    return None if is_on_cpu and ranks > 1 and not compresses else BUCKET_BYTES
+
+
+def plan_sizes(parameters: list[Parameter], largest: int | None, rate: float = 0.0) -> list[Bucket]:
+    """Return the buckets of `parameters`, which come in the order of their gradients. `largest` is what
+    `largest_bucket` returned, or the job's choice; `rate` is as for `ends_for_overlap`."""
+    if largest is not None:
+        return plan(parameters, largest)
+    return plan(parameters, ends=ends_for_overlap(parameters, rate))

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from topkube.errors import TopKubeError, WorldError
 from topkube.mpi_exit import exit_status, is_rank
+from topkube.telemetry.trace import COMMUNICATION_THREAD
 from topkube.world import current, leave_waits
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ class Schedule:
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._closing = False
         self._advance: Callable[[], float | None] | None = None
-        self._thread = threading.Thread(target=self._run, name="topkube-communication", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=COMMUNICATION_THREAD, daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:

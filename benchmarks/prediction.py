@@ -1,0 +1,182 @@
+"""Compares the steps that `topkube plan` predicts from a trace with measured steps.
+
+    python benchmarks/prediction.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|1gbit|200mbit|100mbit ...]
+    python benchmarks/prediction.py --again        # predict again from the stored profiles; measure nothing
+
+Nodes are network namespaces, as in benchmarks/step.py; this needs root. For every layout, one trace per algorithm is
+recorded over links that are not shaped. From these traces alone, and from the bandwidth that a plain TCP stream reaches
+on each link, the steps over all links are predicted. Then the same training is measured, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from allreduce import probes
+from allreduce.network import Network, missing
+from allreduce.scratch import scratch
+from allreduce.worlds import RankWorld, Recipe
+from step import LAYOUTS, UNSHAPED, WARM_STEPS, WORLDS, StepBench, describe_machine
+
+RESULTS = Path(__file__).parent / "results" / "prediction.json"
+RATES = (UNSHAPED, "1gbit", "200mbit", "100mbit")
+CONTENDERS = ("dense", "hitopk")
+TRACED_STEPS = 8
+MEMORY = 20e9
+"""Bytes per second, the default of `topkube plan`. Measured costs of the host replace most of it."""
+_PROBE_BYTES = 4_000_000
+PAPER = {"resnet50": (64, 96, 128, 256), "resnet50-96": (128, 256), "bert-large": (64, 128)}
+"""Models and samples per GPU for the cluster of the HiTopK paper: 16 nodes with 8 V100 each, 25 Gbit/s."""
+PAPER_FLOPS, PAPER_LINK, PAPER_MEMORY = 30e12, 0.95 * 25e9 / 8, 300e9
+"""Assumptions: what a V100 sustains in mixed precision, what a link of 25 Gbit/s carries, what NVLink carries."""
+Row = dict[str, Any]
+
+
+def record(part: str, contender: str, directory: Path, network: Network) -> dict[str, Any]:
+    """Return the trace of some steps of `contender`, over links that are not shaped."""
+    folder = directory / f"traces-{contender}"
+    more = (("TOPKUBE_TRACE_DIRECTORY", str(folder)), ("TOPKUBE_TRACE_STEPS", str(TRACED_STEPS)))
+    recipe: Recipe = dataclasses.replace(
+        WORLDS["mpich"], name=f"trace-{contender}", environment=WORLDS["mpich"].environment + more
+    )
+    with RankWorld(recipe, LAYOUTS[part], directory, network) as world:
+        world.ask(do="steps", contender=contender, warm=WARM_STEPS, steps=TRACED_STEPS + 1)
+    from topkube.telemetry import trace
+
+    return trace.read(folder)
+
+
+def probe(network: Network) -> dict[str, float]:
+    """Return the bytes per second that a TCP stream reaches, and the seconds of a short message."""
+    answer = probes.link(network, [_PROBE_BYTES])
+    return {"bandwidth": _PROBE_BYTES / answer["seconds"][0], "latency": answer["latency"] / 2}
+
+
+def profile_of(traces: list[dict[str, Any]], part: str) -> Any:
+    """Return the profile of a layout: the computation from the first trace, the costs of the host from all."""
+    from topkube.planning.profile import from_trace, with_host_costs
+
+    profiles = [from_trace(trace, f"trace of {part}") for trace in traces]
+    return with_host_costs(profiles[0], profiles[1:])
+
+
+def predicted(profile: Any, row: Row, cores: int) -> float:
+    """Return the predicted milliseconds of a step of a row."""
+    from topkube.algorithms import DENSITY, Machines, resolve
+    from topkube.planning.step import Situation, predict
+
+    nodes, slots = map(int, row["part"].split("x"))
+    machines = Machines(nodes, slots, row["bandwidth"], MEMORY, profile.latency or row["latency"])
+    algorithm = resolve(row["contender"], nodes, sys.maxsize, DENSITY.default)
+    return 1e3 * predict(profile, Situation(machines, cores=cores / nodes), algorithm).step
+
+
+def error(row: Row) -> float:
+    """Return the relative error of a prediction: negative if the prediction is too fast."""
+    return float(row["predicted_ms"] / row["ms"] - 1)
+
+
+def predict_rows(stored: dict[str, Any]) -> None:
+    """Replace the predictions of all rows by those of this version, from the stored profiles."""
+    for row in stored["rows"]:
+        profile = load_profile(stored["profiles"][row["part"]])
+        row["predicted_ms"] = round(predicted(profile, row, stored["facts"]["processors"]), 1)
+        row["error"] = round(error(row), 3)
+
+
+def predict_paper() -> list[Row]:
+    """Return the predicted steps on the cluster of the HiTopK paper, dense and with 1% of the entries."""
+    from topkube.algorithms import Machines, find
+    from topkube.planning.models import find_model
+    from topkube.planning.step import Situation, predict
+
+    where = Situation(Machines(16, 8, PAPER_LINK, PAPER_MEMORY))
+    rows = []
+    for name, batches in PAPER.items():
+        model = find_model(name)
+        for batch in batches:
+            profile = model.profile(model.flops * batch / PAPER_FLOPS)
+            steps = {algorithm: predict(profile, where, find(algorithm)) for algorithm in ("torus2d", "hitopk")}
+            row: Row = {"model": model.name, "batch": batch, "compute_ms": round(1e3 * profile.compute, 1)}
+            for algorithm, prediction in steps.items():
+                row[f"{algorithm}_ms"] = round(1e3 * prediction.step, 1)
+                row[f"{algorithm}_efficiency"] = round(prediction.efficiency, 3)
+            rows.append({**row, "faster": round(steps["torus2d"].step / steps["hitopk"].step - 1, 3)})
+    return rows
+
+
+def load_profile(stored: dict[str, Any]) -> Any:
+    """Return the profile that `dataclasses.asdict` has stored."""
+    from topkube.planning.profile import Gradient, HostCost, StepProfile
+
+    values = {
+        **stored,
+        "gradients": tuple(Gradient(**gradient) for gradient in stored["gradients"]),
+        "host": {name: HostCost(**cost) for name, cost in stored["host"].items()},
+    }
+    return StepProfile(**values)
+
+
+def measure(part: str, rates: list[str], rounds: int, steps: int) -> tuple[dict[str, Any], list[Row]]:
+    """Return the profile of a layout, and a measured row for every link and contender."""
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(scratch())
+        network = stack.enter_context(Network(len(LAYOUTS[part])))
+        profile = profile_of([record(part, contender, directory, network) for contender in CONTENDERS], part)
+        bench = StepBench(part, directory, network)
+        stack.callback(bench.close)
+        rows = []
+        for rate in rates:
+            measured = bench.measure(rate, list(CONTENDERS), rounds, steps)
+            link = probe(network)
+            rows += [
+                {**{key: row[key] for key in ("part", "rate", "contender", "ms", "ms_min", "ms_max", "steps")}, **link}
+                for row in measured
+            ]
+        return dataclasses.asdict(profile), rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=LAYOUTS, action="append", help="only this layout; may be repeated")
+    parser.add_argument("--rate", choices=RATES, action="append", help="only this link; may be repeated")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of every contender (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps per turn (%(default)s)")
+    parser.add_argument("--again", action="store_true", help="only predict again, from the stored profiles")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="result file (default %(default)s)")
+    options = parser.parse_args()
+    target: Path = options.json
+    stored = json.loads(target.read_text()) if target.exists() else {"facts": {}, "profiles": {}, "rows": []}
+    if not options.again:
+        if reason := missing():
+            print(reason, file=sys.stderr)
+            return 2
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        for part in options.part or list(LAYOUTS):
+            profile, rows = measure(part, options.rate or list(RATES), options.rounds, options.steps)
+            replaced = {(row["part"], row["rate"]) for row in rows}
+            kept = [row for row in stored["rows"] if (row["part"], row["rate"]) not in replaced]
+            stored["facts"] = {**describe_machine(), "rounds": options.rounds, "steps": options.steps}
+            stored["profiles"][part], stored["rows"] = profile, kept + rows
+            target.write_text(json.dumps(stored, indent=1) + "\n")
+    predict_rows(stored)
+    stored["paper"] = predict_paper()
+    target.write_text(json.dumps(stored, indent=1) + "\n")
+    for row in stored["rows"]:
+        print(json.dumps(row))
+    print(f"median error {median(abs(row['error']) for row in stored['rows']):.1%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The section of docs/benchmarks.md about predicted steps."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from step_report import facts
+from tables import number, table
+
+LINKS = {"unshaped": "not shaped", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s", "100mbit": "100 Mbit/s"}
+GOAL = 0.10
+"""The error that predictions should not exceed."""
+
+
+def section(stored: dict[str, Any]) -> dict[str, str]:
+    """Return the table of predicted and measured steps, the errors in a sentence, and the cluster of the paper."""
+    rows = [row for rate in LINKS for row in stored["rows"] if row["rate"] == rate]
+    cells = [
+        [
+            row["part"].replace("x", " × "),
+            LINKS[row["rate"]],
+            row["contender"],
+            number(row["predicted_ms"]),
+            number(row["ms"]),
+            f"{number(row['ms_min'])}–{number(row['ms_max'])}",
+            f"{row['error']:+.1%}",
+        ]
+        for row in sorted(rows, key=lambda row: (row["part"], row["contender"]))
+    ]
+    headings = ["nodes × ranks", "link", "algorithm", "predicted, ms", "measured, ms", "min–max", "error"]
+    errors = [abs(row["error"]) for row in rows]
+    within = sum(error <= GOAL for error in errors)
+    summary = (
+        f"The median error is {median(errors):.1%}, the largest {max(errors):.1%}; {within} of {len(errors)} rows are "
+        f"within {GOAL:.0%}."
+    )
+    return {
+        "PREDICTION": table(headings, cells),
+        "PREDICTION_ERRORS": summary,
+        "PREDICTION_FACTS": facts(stored["facts"]),
+        "PREDICTION_PAPER": _paper(stored["paper"]),
+    }
+
+
+def _paper(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        [
+            row["model"],
+            str(row["batch"]),
+            number(row["compute_ms"]),
+            f"{number(row['torus2d_ms'])} ({row['torus2d_efficiency']:.0%})",
+            f"{number(row['hitopk_ms'])} ({row['hitopk_efficiency']:.0%})",
+            f"{row['faster']:.0%}",
+        ]
+        for row in rows
+    ]
+    headings = [
+        "model",
+        "samples per GPU",
+        "compute, ms",
+        "dense (torus2d), ms",
+        "hitopk 1%, ms",
+        "hitopk is faster by",
+    ]
+    return table(headings, cells)

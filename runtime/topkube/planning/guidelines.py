@@ -1,0 +1,129 @@
+"""Recommendations for a cluster: the batch size, the number of workers, the link that makes compression useless.
+
+They follow Zou et al., "Distributed training large-scale deep architectures" (2017): memory bounds the batch of a rank,
+the smallest batch that reaches the wanted efficiency is enough, and the overhead that does not shrink with more ranks
+bounds their number (lemma 1). Their formulas take the overhead as given; here the simulation supplies it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from topkube.algorithms import Algorithm, Workload
+from topkube.planning.profile import StepProfile
+from topkube.planning.step import Prediction, Situation, predict
+
+NODES = tuple(2**power for power in range(1, 13))
+"""The numbers of nodes in tables and pictures: 2 to 4,096."""
+_LARGEST_FACTOR = 1 << 12
+_LINK_BOUNDS = (1e5, 1e13)
+"""Bytes per second between which a break-even link is searched."""
+WORTH = 0.02
+"""An algorithm that saves a smaller share of the step than this is not worth its state and its effect on training."""
+_OPTIMIZER_BYTES = 16
+"""Bytes per parameter of weight, gradient and the two moments of Adam, in float32."""
+
+
+def at_nodes(situation: Situation, nodes: int) -> Situation:
+    """Return the situation with another number of nodes."""
+    return dataclasses.replace(situation, machines=dataclasses.replace(situation.machines, nodes=nodes))
+
+
+def at_link(situation: Situation, link: float) -> Situation:
+    """Return the situation with links of `link` bytes per second."""
+    return dataclasses.replace(situation, machines=dataclasses.replace(situation.machines, link=link))
+
+
+def sweep(
+    profile: StepProfile, situation: Situation, algorithms: list[Algorithm]
+) -> list[tuple[int, list[Prediction]]]:
+    """Return the predictions of all algorithms for each of NODES."""
+    return [
+        (nodes, [predict(profile, at_nodes(situation, nodes), algorithm) for algorithm in algorithms])
+        for nodes in NODES
+    ]
+
+
+def most_nodes(profile: StepProfile, situation: Situation, algorithm: Algorithm, efficiency: float) -> int:
+    """Return the largest of NODES up to which the efficiency stays at least `efficiency`, with the same batch per rank;
+    1 if it is lower with two nodes already."""
+    most = 1
+    for nodes in NODES:
+        if predict(profile, at_nodes(situation, nodes), algorithm).efficiency < efficiency:
+            break
+        most = nodes
+    return most
+
+
+def ranks_of_fixed_batch(prediction: Prediction, ranks: int, efficiency: float) -> int:
+    """Return how many ranks can share the batch of `ranks` ranks at an efficiency of `efficiency`, at least 1.
+
+    Lemma 1 of Zou et al.: with the overhead ratio R of one rank that computes the whole batch, G ranks reach the
+    efficiency (1 + R) / (1 + G R). The overhead is the part of the step that is not forward or backward.
+    """
+    computed = prediction.compute * ranks
+    overhead = max(prediction.step - prediction.compute, 0.0)
+    if not overhead:
+        return 1 << 31
+    ratio = overhead / computed
+    return max(1, math.floor((1 + ratio - efficiency) / (efficiency * ratio) + 1e-9))
+
+
+def batch_factor(profile: StepProfile, situation: Situation, algorithm: Algorithm, efficiency: float) -> float | None:
+    """Return by how much the batch of `profile` must grow for the wanted efficiency; below 1 if it can shrink; None if
+    no batch reaches it. Forward and backward take time in proportion to the batch."""
+    return _bisect(
+        lambda factor: predict(profile.scaled(factor), situation, algorithm).efficiency >= efficiency,
+        1 / _LARGEST_FACTOR,
+        _LARGEST_FACTOR,
+    )
+
+
+def most_samples(memory: float, parameters: int, activations: float, algorithm: Algorithm, situation: Situation) -> int:
+    """Return the largest batch of a rank with `memory` bytes. Weights, gradients and Adam's moments need 16 bytes per
+    parameter, the algorithm its state and a copy of it, and each sample `activations` bytes."""
+    load = Workload(situation.machines.nodes, situation.machines.slots, parameters, situation.density, situation.wire)
+    left = memory - _OPTIMIZER_BYTES * parameters - 2 * algorithm.state_bytes(load)
+    return max(0, math.floor(left / activations))
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """The link up to which an algorithm saves at least WORTH of the dense step, in bytes per second. `link` is None if
+    it does so on every link (`is_faster`) or on none."""
+
+    link: float | None
+    is_faster: bool
+
+
+def break_even(profile: StepProfile, situation: Situation, algorithm: Algorithm, dense: Algorithm) -> BreakEven:
+    """Return the break-even link of `algorithm` against `dense` on this cluster."""
+
+    def dense_wins(link: float) -> bool:
+        there = at_link(situation, link)
+        return predict(profile, there, dense).step * (1 - WORTH) <= predict(profile, there, algorithm).step
+
+    slow, fast = _LINK_BOUNDS
+    if dense_wins(slow):
+        return BreakEven(None, False)
+    link = _bisect(dense_wins, slow, fast)
+    return BreakEven(link, link is None)
+
+
+def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float | None:
+    """Return the smallest value of [low, high], to 1%, for which `holds` is True; None if it is False at `high`.
+    `holds` must be False below a value and True above it."""
+    if not holds(high):
+        return None
+    if holds(low):
+        return low
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
+    return high

@@ -1,0 +1,275 @@
+"""The trace of a few steps of one rank, in the Trace Event Format, which Perfetto and chrome://tracing open.
+
+A process of the trace is a rank. It has two tracks: `compute`, the thread that runs the script, and `communication`,
+the thread that exchanges buckets. Messages between nodes travel while both threads do other work, so they are
+asynchronous events, which viewers show on tracks of their own. `ts` and `dur` are microseconds; `tdur` is the processor
+time of the thread. Categories and their events are listed in docs/trace.md.
+
+No event is recorded unless `active` is set: a hook costs one comparison.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from topkube.errors import TopKubeError
+from topkube.files import write_text
+
+COMPUTE, COMMUNICATION = 1, 2
+COMMUNICATION_THREAD = "topkube-communication"
+"""The name of the thread that exchanges buckets."""
+WARM_STEPS = 3
+"""Steps before the first traced step: buckets are planned and buffers are allocated in them."""
+STEP, DATA, FORWARD, BACKWARD, GRADIENT = "step", "data", "forward", "backward", "gradient"
+BUCKET, STAGE, EXCHANGE, OPTIMIZER = "bucket", "stage", "exchange", "optimizer"
+REDUCE, GATHER, SELECT, BETWEEN = "reduce inside node", "gather inside node", "select", "exchange between nodes"
+_PHASES = {
+    "data": (DATA, "data wait"),
+    "select": (STAGE, SELECT),
+    "intra": (STAGE, "inside node"),
+    "inter": (STAGE, "wait for messages"),
+    "update": (OPTIMIZER, "optimizer"),
+}
+
+
+class TraceError(TopKubeError, ValueError):
+    """A trace cannot be read, or lacks what the reader needs."""
+
+
+class Trace:
+    """The recorder of one rank. It skips WARM_STEPS steps, records `steps` steps, writes `directory`/rank-N.json and
+    then sets `active` to None. `facts` describe the run: they are in the file's `otherData`."""
+
+    def __init__(self, directory: Path, rank: int, node: int, steps: int, facts: dict[str, Any]) -> None:
+        self.recording = False
+        self.bucket: int | None = None
+        """The number of the bucket whose exchange the communication thread starts or runs."""
+        self._path = directory / f"rank-{rank}.json"
+        self._rank, self._facts = rank, {**facts, "rank": rank, "node": node}
+        self._left_to_skip, self._left = WARM_STEPS, steps
+        self._origin, self._wall_origin = time.perf_counter_ns(), time.time_ns()
+        self._events: list[dict[str, Any]] = []
+        self._step_began: int | None = None
+        self._step = self._exchanges = 0
+        self._processor = (0.0, 0.0)
+        self._named(COMPUTE, "compute")
+        self._named(COMMUNICATION, "communication")
+        self._events.append(
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"node {node} rank {rank}"}}
+        )
+        atexit.register(self.close)
+
+    def _named(self, track: int, name: str) -> None:
+        self._events.append({"ph": "M", "name": "thread_name", "pid": self._rank, "tid": track, "args": {"name": name}})
+
+    # ---- events
+
+    def span(
+        self, category: str, name: str, start: int, end: int, processor: int | None = None, track: int = 0, **args: Any
+    ) -> None:
+        """Record work of a thread from `start` to `end` (perf_counter_ns), with its `processor` time in nanoseconds.
+        `track` is that of the calling thread by default."""
+        if not self.recording:
+            return
+        event = self._event("X", category, name, start, track or _track())
+        event["dur"] = (end - start) / 1e3
+        if processor is not None:
+            event["tdur"] = processor / 1e3
+        if args:
+            event["args"] = args
+        self._events.append(event)
+
+    def instant(self, category: str, name: str, at: int, **args: Any) -> None:
+        """Record a moment on the compute track."""
+        if self.recording:
+            self._events.append({**self._event("i", category, name, at, COMPUTE), "s": "t", "args": args})
+
+    def _event(self, kind: str, category: str, name: str, at: int, track: int) -> dict[str, Any]:
+        ts = (at - self._origin) / 1e3
+        return {"ph": kind, "cat": category, "name": name, "pid": self._rank, "tid": track, "ts": ts}
+
+    def phase(self, phase: str, stage: str | None, bucket: int | None, start: int, end: int, processor: int) -> None:
+        """Record a block of `telemetry.phases` as `stage` of `bucket`: by default of the bucket at work."""
+        category, name = _PHASES.get(phase, (STAGE, phase))
+        bucket = self.bucket if bucket is None and category == STAGE else bucket
+        args = {} if bucket is None else {"bucket": bucket}
+        self.span(category, stage or name, start, end, processor, **args)
+
+    @contextmanager
+    def block(self, category: str, name: str, **args: Any) -> Iterator[None]:
+        """Record a `with` block."""
+        start, processor = time.perf_counter_ns(), time.thread_time_ns()
+        try:
+            yield
+        finally:
+            self.span(category, name, start, time.perf_counter_ns(), time.thread_time_ns() - processor, **args)
+
+    @contextmanager
+    def bucket_block(self, number: int, **args: Any) -> Iterator[None]:
+        """Record that the communication thread works on bucket `number`."""
+        self.bucket = number
+        try:
+            with self.block(BUCKET, f"bucket {number}", bucket=number, **args):
+                yield
+        finally:
+            self.bucket = None
+
+    def exchange(self, exchange: Iterable[Any], sent: str = BETWEEN) -> Generator[Any, None, None]:
+        """Yield from `exchange`, and record it from its first message to its last as an asynchronous event."""
+        self._exchanges += 1
+        number, bucket = f"{self._rank}.{self._exchanges}", self.bucket
+        start = time.perf_counter_ns()
+        yield from exchange
+        if self.recording:
+            common = {"id": number, "args": {} if bucket is None else {"bucket": bucket}}
+            self._events.append({**self._event("b", EXCHANGE, sent, start, COMMUNICATION), **common})
+            self._events.append({**self._event("e", EXCHANGE, sent, time.perf_counter_ns(), COMMUNICATION), **common})
+
+    # ---- steps
+
+    def end_step(self) -> None:
+        """Record the end of an optimizer step, and write the file after the last step."""
+        now, processor = time.perf_counter_ns(), _processor_seconds()
+        if self.recording and self._step_began is not None:
+            compute, communication = (after - before for after, before in zip(processor, self._processor, strict=True))
+            args: dict[str, Any] = {
+                "step": self._step,
+                "compute_cpu_ms": 1e3 * compute,
+                "communication_cpu_ms": 1e3 * communication,
+            }
+            self.span(STEP, f"step {self._step}", self._step_began, now, track=COMPUTE, **args)
+            self._left -= 1
+        self._step += 1
+        self._left_to_skip -= 1
+        self.recording = self._left_to_skip <= 0 < self._left
+        self._step_began, self._processor = now, processor
+        if self._left <= 0:
+            self.close()
+
+    def close(self) -> None:
+        """Write the file, once. A rank that ends early writes the whole steps that it has recorded."""
+        global active
+        atexit.unregister(self.close)
+        if active is self:
+            active = None
+        self.recording = False
+        if any(event.get("cat") == STEP for event in self._events):
+            content = {
+                "displayTimeUnit": "ms",
+                "otherData": {**self._facts, "originUnixNanoseconds": self._wall_origin},
+                "traceEvents": self._events,
+            }
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(self._path, json.dumps(content, separators=(",", ":")))
+            except OSError as error:  # training goes on without its trace
+                print(f"topkube: warning: the trace of rank {self._rank} is lost: {error}", file=sys.stderr, flush=True)
+        self._events = []
+
+
+active: Trace | None = None
+"""The recorder of this process, None if nothing is recorded."""
+
+
+def _track() -> int:
+    return COMMUNICATION if threading.current_thread().name == COMMUNICATION_THREAD else COMPUTE
+
+
+def _processor_seconds() -> tuple[float, float]:
+    """Return the processor seconds so far of the calling thread, which computes, and of the communication thread."""
+    for thread in threading.enumerate():
+        if thread.name == COMMUNICATION_THREAD and thread.ident is not None:
+            clock = time.pthread_getcpuclockid(thread.ident)
+            return time.thread_time(), time.clock_gettime(clock)
+    return time.thread_time(), 0.0
+
+
+# ---- files
+
+MOST_READ = 64
+"""A reader of a directory needs no more ranks than this, evenly spaced."""
+_SAME = ("nodes", "ranksPerNode", "algorithm", "device")
+"""Facts that all ranks of a run share."""
+
+
+def rank_files(directory: Path) -> list[Path]:
+    """Return the files that the ranks of a run wrote, in rank order."""
+    files = [path for path in directory.glob("rank-*.json") if path.stem.removeprefix("rank-").isdigit()]
+    return sorted(files, key=lambda path: int(path.stem.removeprefix("rank-")))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the trace in a file, or the merged trace of a directory, of at most MOST_READ ranks. Raises TraceError if
+    there is none, or if the file is not a trace."""
+    if path.is_dir():
+        return merge(path, MOST_READ)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TraceError(
+            f"the trace {path} cannot be read: {error}",
+            cause="the path is misspelt, or the file is not JSON",
+            next_step="write a trace: topkube run --trace FILE train.py",
+        ) from error
+    if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
+        raise TraceError(
+            f"{path} is not a trace: it has no traceEvents",
+            cause="the file was written by another program",
+            next_step="write a trace: topkube run --trace FILE train.py",
+        )
+    return content
+
+
+def merge(directory: Path, most: int | None = None) -> dict[str, Any]:
+    """Return one trace with the events of all ranks in `directory`, or of `most` of them, on a common time axis that
+    starts at 0. Ranks on different machines are aligned by their clocks. Raises TraceError if no rank wrote a trace, or
+    if the files are of different runs."""
+    files = rank_files(directory)
+    if most is not None and len(files) > most:
+        files = [files[number * len(files) // most] for number in range(most)]
+    if not files:
+        raise TraceError(
+            f"{directory} contains no trace of a rank",
+            cause=f"the script made at most {WARM_STEPS + 1} steps, or it does not use topkube.DistributedOptimizer",
+            next_step="train for more steps, or wrap the optimizer in topkube.DistributedOptimizer",
+        )
+    traces = [read(path) for path in files]
+    for path, content in zip(files, traces, strict=True):
+        facts, first = content.get("otherData", {}), traces[0].get("otherData", {})
+        if "originUnixNanoseconds" not in facts or any(facts.get(name) != first.get(name) for name in _SAME):
+            raise TraceError(
+                f"{path} and {files[0]} are traces of different runs",
+                cause="a run with other workers or another algorithm wrote into the same directory before",
+                next_step="remove the directory, and record the trace again",
+            )
+    origins = [trace["otherData"]["originUnixNanoseconds"] for trace in traces]
+    shifts = [(origin - min(origins)) / 1e3 for origin in origins]
+    begin = min(
+        event["ts"] + shift
+        for trace, shift in zip(traces, shifts, strict=True)
+        for event in trace["traceEvents"]
+        if "ts" in event
+    )
+    events = [
+        {**event, "ts": round(event["ts"] + shift - begin, 3)} if "ts" in event else event
+        for trace, shift in zip(traces, shifts, strict=True)
+        for event in trace["traceEvents"]
+    ]
+    common = {key: value for key, value in traces[0]["otherData"].items() if key not in ("rank", "node")}
+    return {"displayTimeUnit": "ms", "otherData": {**common, "tracedRanks": len(traces)}, "traceEvents": events}
+
+
+def write_merged(directory: Path, path: Path) -> None:
+    """Write the merged trace of all ranks in `directory` to `path`. Raises TraceError, and OSError if the disk refuses
+    the file."""
+    content = merge(directory)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(content, separators=(",", ":")))

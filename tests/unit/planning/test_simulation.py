@@ -1,0 +1,223 @@
+"""The simulation of a step: what holds for every model and cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topkube.algorithms import OWN, Algorithm, Machines, cost, find
+from topkube.planning import guidelines
+from topkube.planning.models import find_model
+from topkube.planning.profile import Gradient, HostCost, StepProfile, uniform
+from topkube.planning.simulation import COMMUNICATION, COMPUTE, INPUT, LATENCY, LINK, Task, simulate
+from topkube.planning.step import Situation, bucket_lengths, predict, slowest
+
+seconds = st.floats(1e-5, 0.5)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> StepProfile:
+    gradients = tuple(
+        Gradient(str(number), draw(st.integers(1, 5_000_000)), draw(seconds), small=draw(st.booleans()))
+        for number in range(draw(st.integers(1, 12)))
+    )
+    host = {}
+    if draw(st.booleans()):
+        host = {algorithm.name: HostCost(2, 2, 1e-4, draw(st.floats(0, 1e-8)), 0.7) for algorithm in OWN}
+    return StepProfile(
+        "drawn",
+        forward=draw(seconds),
+        gradients=gradients,
+        update=draw(seconds),
+        other=draw(seconds),
+        spread=draw(st.sampled_from([0.0, 0.05])),
+        host=host,
+        on_cpu=draw(st.booleans()),
+    )
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> Situation:
+    machines = Machines(
+        draw(st.sampled_from([1, 2, 3, 16, 17, 4096])),
+        draw(st.integers(1, 8)),
+        link=draw(st.floats(1e6, 1e11)),
+        memory=draw(st.floats(1e9, 1e12)),
+        latency=draw(st.floats(0, 1e-3)),
+    )
+    return Situation(machines, density=draw(st.floats(0.0001, 1)), cores=draw(st.sampled_from([1, 2, 16, math.inf])))
+
+
+algorithms = st.sampled_from(OWN)
+
+
+@settings(deadline=None)
+@given(profiles(), situations(), algorithms)
+def test_a_step_is_never_faster_than_its_parts(profile: StepProfile, where: Situation, algorithm: Algorithm) -> None:
+    prediction = predict(profile, where, algorithm)
+    least = max(prediction.compute + profile.update + profile.other, prediction.wire)
+    assert prediction.step >= least * (1 - 1e-9)
+    assert 0 < prediction.efficiency <= 1 + 1e-9
+    processor = sum(task.seconds for task in prediction.tasks if task.lane not in (LINK, LATENCY, INPUT))
+    assert prediction.step >= processor / max(where.cores / where.machines.slots, 3) * (1 - 1e-9)
+
+
+@settings(deadline=None)
+@given(profiles(), situations(), algorithms, st.floats(1, 1000))
+def test_a_faster_link_is_never_slower(
+    profile: StepProfile, where: Situation, algorithm: Algorithm, factor: float
+) -> None:
+    where = dataclasses.replace(where, cores=math.inf)
+    profile = dataclasses.replace(profile, bucket_bytes=1 << 22)  # otherwise buckets change with the link
+    faster = guidelines.at_link(where, where.machines.link * factor)
+    assert predict(profile, faster, algorithm).step <= predict(profile, where, algorithm).step * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(profiles(), situations(), algorithms)
+def test_without_overlap_a_step_is_the_sum_of_its_parts(
+    profile: StepProfile, where: Situation, algorithm: Algorithm
+) -> None:
+    where = dataclasses.replace(where, cores=math.inf, overlap=False)
+    prediction = predict(profile, where, algorithm)
+    assert prediction.step == pytest.approx(sum(task.seconds for task in prediction.tasks))
+
+
+@settings(deadline=None)
+@given(st.integers(1 << 16, 10**6), seconds, situations().filter(lambda where: where.machines.nodes > 1))
+def test_one_bucket_is_the_closed_formula(elements: int, time: float, where: Situation) -> None:
+    """Nothing hides the exchange of a single bucket: it follows backward, as the cost model says."""
+    where = dataclasses.replace(where, cores=math.inf)
+    profile = StepProfile("one", time, (Gradient("weight", elements, 2 * time),), update=time, on_cpu=True)
+    agreement = 2 * math.ceil(math.log2(where.ranks)) * where.machines.latency
+    exchange = cost(find("hitopk"), where.machines, elements, where.density, where.wire).seconds
+    assert predict(profile, where, find("hitopk")).step == pytest.approx(4 * time + exchange + agreement)
+
+
+@given(profiles(), algorithms)
+def test_one_rank_alone_exchanges_nothing(profile: StepProfile, algorithm: Algorithm) -> None:
+    alone = predict(profile, Situation(Machines(1, 1, 1e9, 1e10)), algorithm)
+    assert alone.step == pytest.approx(profile.serial)
+    assert alone.efficiency == pytest.approx(1)
+
+
+def test_threads_share_cores() -> None:
+    def tasks() -> list[Task]:
+        return [Task("a", COMPUTE, 1.0), Task("b", COMMUNICATION, 0.5), Task("c", LINK, 1.8)]
+
+    assert simulate(tasks(), cores=2) == pytest.approx(1.8)
+    alone = tasks()[:2]
+    assert simulate(alone, cores=1) == pytest.approx(1.5)
+    assert [task.end for task in alone] == pytest.approx([1.5, 1.0])
+    slow = tasks()[:2]
+    assert simulate(slow, cores=0.5) == pytest.approx(3.0)
+
+
+def test_a_lane_keeps_its_order_and_waits_overlap() -> None:
+    first = Task("first", LATENCY, 2.0)
+    lane = [Task("late", LINK, 1.0, (first,)), Task("behind it", LINK, 1.0)]
+    waits = [Task("wait", LATENCY, 2.0) for _ in range(5)]
+    assert simulate([first, *lane, *waits]) == pytest.approx(4.0)
+    assert lane[1].start == pytest.approx(3.0)
+
+
+def test_tasks_that_wait_in_a_circle_are_refused() -> None:
+    first = Task("first", LINK, 1.0)
+    second = Task("second", LINK, 1.0, (first,))
+    first.after = (second,)
+    with pytest.raises(ValueError, match="circle: first never starts"):
+        simulate([first, second])
+
+
+def test_a_slow_input_pipeline_bounds_the_step() -> None:
+    profile = dataclasses.replace(uniform(10**6, 0.1), data=0.5)
+    where = Situation(Machines(1, 1, 1e9, 1e10))
+    assert predict(profile, where, find("hitopk")).step == pytest.approx(0.5)
+    serial = dataclasses.replace(where, is_input_pipelined=False)
+    assert predict(profile, serial, find("hitopk")).step == pytest.approx(0.6)
+
+
+def test_the_slowest_of_more_ranks_is_slower() -> None:
+    assert slowest(0.1, 1) == slowest(0, 4096) == 1
+    assert slowest(0.1, 4) == pytest.approx(1.103, abs=0.002)
+    assert slowest(0.1, 4096) == pytest.approx(1.354, abs=0.01)
+
+
+def test_dense_training_on_a_processor_has_more_buckets_than_sparse() -> None:
+    profile = dataclasses.replace(uniform(25_000_000, 0.1), on_cpu=True)
+    dense, sparse = (bucket_lengths(profile, find(name), 4) for name in ("hierarchical", "hitopk"))
+    assert len(dense) > len(sparse) > 1
+    assert sum(bucket.elements for bucket in dense) == sum(bucket.elements for bucket in sparse) == 25_000_000
+    assert [bucket.last for bucket in dense] == sorted(bucket.last for bucket in dense)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "billions"),
+    [
+        ("resnet50", 25_557_032, 8.2),
+        ("resnet50-96", 25_557_032, 1.5),
+        ("bert-large", 336_222_010, 87),
+        ("gpt2", 124_439_808, 292),
+        ("7b", 6_738_415_616, 29_300),
+    ],
+)
+def test_built_in_models(name: str, parameters: int, billions: float) -> None:
+    """Parameters are those of the published models; ResNet-50 needs 4.1 billion multiplications per image."""
+    model = find_model(name)
+    assert model.parameters == parameters
+    assert model.flops / 3e9 == pytest.approx(billions, rel=0.02)
+    profile = model.profile(0.3)
+    assert profile.elements == parameters
+    assert profile.forward == pytest.approx(0.1)
+    assert profile.backward == pytest.approx(0.2)
+
+
+def test_the_break_even_link_is_where_the_gain_ends() -> None:
+    profile = find_model("resnet50").profile(0.05)
+    where = Situation(Machines(16, 1, 1e9, 3e11))
+    dense, sparse = find("hierarchical"), find("hitopk")
+    even = guidelines.break_even(profile, where, sparse, dense)
+    assert even.link is not None
+
+    def gain(link: float) -> float:
+        there = guidelines.at_link(where, link)
+        return predict(profile, there, dense).step / predict(profile, there, sparse).step
+
+    assert gain(even.link / 2) > 1.03
+    assert gain(even.link) == pytest.approx(1 / (1 - guidelines.WORTH), abs=0.01)
+    assert gain(even.link * 2) < 1 / (1 - guidelines.WORTH)
+    many = guidelines.at_nodes(where, 4096)
+    assert guidelines.break_even(profile, many, find("naive"), dense) == guidelines.BreakEven(None, False)
+
+
+def test_the_recommended_batch_and_workers_are_the_first_that_suffice() -> None:
+    profile, sparse = find_model("resnet50").profile(0.02), find("hierarchical")
+    where = Situation(Machines(16, 8, 3e9, 3e11))
+    factor = guidelines.batch_factor(profile, where, sparse, 0.8)
+    assert factor is not None
+    assert predict(profile.scaled(factor), where, sparse).efficiency >= 0.8
+    assert predict(profile.scaled(factor * 0.97), where, sparse).efficiency < 0.8
+    larger = profile.scaled(2 * factor)
+    nodes = guidelines.most_nodes(larger, where, sparse, 0.8)
+    assert predict(larger, guidelines.at_nodes(where, nodes), sparse).efficiency >= 0.8
+    assert predict(larger, guidelines.at_nodes(where, 2 * nodes), sparse).efficiency < 0.8
+
+
+def test_lemma_1_of_the_guidelines() -> None:
+    """With the overhead ratio R, G ranks reach the efficiency (1 + R) / (1 + G R)."""
+    profile = StepProfile("x", 1.0, (Gradient("w", 1, 2.0),), update=0.3)
+    alone = predict(profile, Situation(Machines(1, 1, 1e9, 1e10)), find("hitopk"))
+    ranks = guidelines.ranks_of_fixed_batch(alone, 1, 0.8)
+    efficiency = [(1 + 0.1) / (1 + count * 0.1) for count in (ranks, ranks + 1)]
+    assert efficiency[0] >= 0.8 > efficiency[1]
+
+
+def test_memory_bounds_the_batch() -> None:
+    where, model = Situation(Machines(2, 8, 1e9, 1e10)), find_model("7b")
+    sparse = find("hitopk")
+    assert guidelines.most_samples(80e9, model.parameters, model.activations, sparse, where) == 0
+    assert guidelines.most_samples(141e9, model.parameters, model.activations, sparse, where) == 2
