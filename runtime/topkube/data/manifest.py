@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import xxhash
 
@@ -41,7 +42,7 @@ def _complete_object(
     file = os.memfd_create("topkube-manifest", os.MFD_CLOEXEC) if samples and format == "tar" else -1
     state = xxhash.xxh3_128()
 
-    def receive(offset: int, data: bytes) -> None:
+    def receive(offset: int, data: Any) -> None:
         state.update(data)
         if file >= 0:
             os.pwrite(file, data, offset)

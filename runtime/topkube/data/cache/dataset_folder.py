@@ -23,6 +23,7 @@ import xxhash
 
 from topkube.data.base.file_lock import FileLock
 from topkube.data.cache.record_log import RecordLog, Records, hash_of, key_of
+from topkube.data.cache.shard_file import Received
 from topkube.data.cache.stored_index import pack_index
 from topkube.data.formats.sample_index import SampleIndex
 from topkube.errors import DatasetError, StoreError
@@ -171,12 +172,13 @@ class DatasetFolder:
         size = os.fstat(file).st_size
         return record is not None and int(record["size"]) == size and hash_of(record) == digest(file, size)
 
-    def publish(self, key: str, size: int, fill: Callable[[int], str | None], samples: int = -1) -> int:
+    def publish(self, key: str, size: int, fill: Callable[[int], Received | None], samples: int = -1) -> int:
         """Write and publish a shard, and return a descriptor for reading.
 
-        `fill` writes exactly `size` bytes to the descriptor that it gets, and returns the digest that these bytes must
-        have; None or empty if no digest is known. Raises Full, OSError of the volume, StoreError if the digest differs,
-        and the errors of `fill`. After an error nothing is left on the volume.
+        `fill` writes exactly `size` bytes to the descriptor that it gets, and returns their checksums; None if none is
+        known. The bytes are read again only if no checksum was computed when they were received. Raises Full, OSError
+        of the volume, StoreError if the checksums differ, and the errors of `fill`. After an error nothing is left on
+        the volume.
         """
         final = self.shard_path(key)
         final.parent.mkdir(exist_ok=True)
@@ -189,14 +191,14 @@ class DatasetFolder:
             if size:
                 os.posix_fallocate(file, 0, size)
             step("created")
-            expected = fill(file)
+            received = fill(file) or Received()
             step("filled")
             if os.fstat(file).st_size != size:
                 raise OSError(errno.EIO, f"{os.fstat(file).st_size} bytes were written instead of {size}")
-            hashed = digest(file, size)
-            if expected and hashed != expected:
+            hashed = received.digest or digest(file, size)
+            if received.expected and hashed != received.expected:
                 raise StoreError(
-                    f"the shard {key} has the digest {hashed} on disk, its source has {expected}",
+                    f"the shard {key} has the digest {hashed}, its source has {received.expected}",
                     cause="faulty memory or a faulty disk changed bytes",
                     next_step="check the kernel's log for errors; run a memory test on this node",
                 )

@@ -20,7 +20,7 @@ from topkube.data.cache.dataset_folder import DatasetFolder, digest
 from topkube.data.cache.disk_tier import DiskLimits, DiskTier, Full
 from topkube.data.cache.node_state import DROPPED, FROZEN, OPEN, NodeState
 from topkube.data.cache.record_log import hash_of
-from topkube.data.cache.shard_file import ShardWriter
+from topkube.data.cache.shard_file import Received, ShardWriter
 from topkube.data.cache.stored_index import read_index
 from topkube.data.formats.sample_index import SampleIndex, index_files
 from topkube.data.formats.shards import DataShard, Shards
@@ -28,9 +28,9 @@ from topkube.data.formats.tar import tar_index
 from topkube.data.remote.object_store import ObjectStore
 from topkube.errors import DatasetError
 
-ShardSource = Callable[[DataShard, int], str]
-"""A function that writes a shard's bytes to a descriptor, from the remote or from another node. It returns the xxh3-128
-that the bytes must have, 32 hexadecimal digits; empty if no checksum is known."""
+ShardSource = Callable[[DataShard, int], Received]
+"""A function that writes a shard's bytes to a descriptor, from the remote or from another node, and returns their
+checksums."""
 _OPEN_FILES = 400
 _MEMORY_BYTES = 1 << 30
 """The most bytes of shards in the memory of this process: a shuffle window of 16 shards of 64 MB should fit."""
@@ -286,12 +286,12 @@ class ShardCache:
 
         indexes: list[SampleIndex] = []
 
-        def fill(file: int) -> str:
+        def fill(file: int) -> Received:
             with self._timed():
-                expected = (source or self.from_store)(shard, file)
+                received = (source or self.from_store)(shard, file)
             if self.shards.format == "tar":  # a shard that cannot be read by sample is not cached
                 indexes[:] = [self._index_of(shard, file)]
-            return expected
+            return received
 
         before, begun = self.folder.evictions, time.monotonic()
         for turn in range(2):
@@ -353,8 +353,8 @@ class ShardCache:
         self.counters.add("fetches")
         self.counters.add("fetch_seconds", time.monotonic() - start)
 
-    def from_store(self, shard: DataShard, file: int) -> str:
-        """Fetch the shard's bytes from the remote. Return the checksum in the manifest if the shard is one object."""
+    def from_store(self, shard: DataShard, file: int) -> Received:
+        """Fetch the shard's bytes from the remote. The manifest may have a checksum if the shard is one object."""
 
         def progress(count: int) -> None:
             self.node_state.advance(count)
@@ -364,13 +364,13 @@ class ShardCache:
         with ShardWriter(file) as writer:
             if len(objects) == 1:
                 self.store.fetch(objects[0], writer.write, progress=progress)
-                return objects[0].checksum
+                return Received(objects[0].checksum, writer.digest(shard.size))
             ends, offsets = 0, []
             for remote_object in objects:
                 offsets.append(ends)
                 ends += remote_object.size
             self.store.fetch_many(objects, offsets, writer.write, progress)
-        return ""
+            return Received(digest=writer.digest(shard.size))
 
     def digest(self, opened: ShardFile) -> str:
         """Return the xxh3-128 of an open shard: that of its record, else that of its bytes."""

@@ -24,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from topkube.data.base.rank_place import RankPlace
-from topkube.data.cache.dataset_folder import digest
 from topkube.data.cache.shard_cache import ShardFile, ShardSource
-from topkube.data.cache.shard_file import ShardWriter
+from topkube.data.cache.shard_file import Received, ShardWriter
 from topkube.data.formats.shards import DataShard
 from topkube.errors import StoreError, TopKubeError
 
@@ -97,15 +96,15 @@ class ShardExchange:
     def source(self, home: int) -> ShardSource:
         """Return a source that receives shards from rank `home`, and from the remote if that rank cannot send them."""
 
-        def receive_shard(shard: DataShard, file: int) -> str:
+        def receive_shard(shard: DataShard, file: int) -> Received:
             if self._dead is None and home not in self._gone and not self._stopping.is_set():
                 with ShardWriter(file) as writer:  # nothing is written after its end, also after a timeout
                     pull = _Pull(home, shard, writer)
                     self._new_pulls.put(pull)
                     with contextlib.suppress(TopKubeError, TimeoutError, OSError):
                         expected = pull.done.result(self._cache.stall_seconds * 4 + shard.size / 1e6)
-                        if digest(file, shard.size) == expected:
-                            return expected
+                        if writer.digest(shard.size) == expected:
+                            return Received(expected, expected)
                         _report(f"shard {shard.number} from rank {home} is damaged; it is read from the remote instead")
                     pull.done.cancel()
             return self._cache.from_store(shard, file)

@@ -14,6 +14,7 @@ import pytest
 import xxhash
 from openers import until
 
+from topkube.data.cache.shard_file import Received
 from topkube.data.fill import shard_exchange
 from topkube.data.fill.shard_exchange import ShardExchange
 from topkube.data.formats.shards import DataShard
@@ -95,12 +96,12 @@ class Bench:
         place: Any = SimpleNamespace(rank=0, size=2, world=SimpleNamespace(comm=self.comm))
         self.exchange = ShardExchange(self.cache, place)
 
-    def _from_store(self, shard: DataShard, file: int) -> str:
+    def _from_store(self, shard: DataShard, file: int) -> Received:
         self.from_remote += 1
         os.pwrite(file, b"remote".ljust(shard.size), 0)
-        return "the manifest's"
+        return Received("the manifest's")
 
-    def receive_shard(self, file: int) -> str:
+    def receive_shard(self, file: int) -> Received:
         return self.exchange.source(1)(SHARD, file)
 
 
@@ -114,7 +115,8 @@ def bench() -> Iterator[Bench]:
 
 def test_a_shard_arrives_with_the_digest_of_its_sender(bench: Bench) -> None:
     with tempfile.TemporaryFile() as file:
-        assert bench.receive_shard(file.fileno()) == xxhash.xxh3_128_hexdigest(BYTES)
+        digest = xxhash.xxh3_128_hexdigest(BYTES)
+        assert bench.receive_shard(file.fileno()) == (digest, digest)
         assert file.read() == BYTES
     assert not bench.from_remote
 
@@ -123,7 +125,7 @@ def test_a_shard_arrives_with_the_digest_of_its_sender(bench: Bench) -> None:
 def test_a_shard_that_differs_from_its_senders_copy_comes_from_the_remote(bench: Bench, at: int) -> None:
     bench.comm.header[at] ^= 1
     with tempfile.TemporaryFile() as file:
-        assert bench.receive_shard(file.fileno()) == "the manifest's"
+        assert bench.receive_shard(file.fileno()).expected == "the manifest's"
         assert file.read() == b"remote".ljust(40)
 
 
@@ -160,7 +162,7 @@ def test_a_broken_exchange_is_reported_once_and_the_remote_is_read(
     bench.comm.failure = RuntimeError("MPI is gone")
     with tempfile.TemporaryFile() as file:
         for _ in range(2):
-            assert bench.receive_shard(file.fileno()) == "the manifest's"
+            assert bench.receive_shard(file.fileno()).expected == "the manifest's"
     assert capfd.readouterr().err.count("nodes no longer exchange shards (RuntimeError: MPI is gone)") == 1
 
 
