@@ -6,7 +6,7 @@ It needs root. nginx (installed if it is missing) serves from its own network na
 nodes that read have links of 10 Gbit/s. One machine simulates all three, so its processors may limit a first epoch:
 their load is reported, and large datasets are also read over 200 Mbit/s. All ranks read batches of 256 at the same
 time. Every contender starts with an empty cache, and every epoch is checked to contain every sample once. `--quick`,
-`--problem` and `--contender` store nothing unless --json is given. Everything takes about 20 minutes; the peers take
+`--problem`, `--fast-only` and `--contender` store nothing unless --json is given. Everything takes about 20 minutes; the peers take
 most of that with small files.
 """
 
@@ -96,6 +96,8 @@ class CacheBench:
         self.remote = stack.enter_context(remote.Remote(self._network.nodes[-1], self.root, directory / "nginx"))
         self._world = stack.enter_context(RankWorld(RECIPE, LAYOUT, directory, self._network))
         self._turn = 0
+        self.fast_only = False
+        """True if nothing is read over the slow link."""
         self.repeated: dict[str, int] = {}
         """For each contender, the most samples of an epoch that came twice."""
 
@@ -253,7 +255,7 @@ def measure(
         first.append(bench.first(entry, problem, link))
         second += bench.second([(entry, {}, "")], problem)
         bench.close(entry)
-    if problem.bytes(bench.root) >= SLOW_BYTES:
+    if not bench.fast_only and problem.bytes(bench.root) >= SLOW_BYTES:
         first += slow(bench, problem, [entry for entry in (OURS, *PEERS) if asked(entry)])
     for path in bench.root.glob(f"{problem.name}*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -287,6 +289,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small datasets, to check that everything works")
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS} for the whole run)")
     parser.add_argument("--problem", action="append", choices=[problem.name for problem in PROBLEMS])
+    parser.add_argument("--fast-only", action="store_true", help="leave the slow link out")
     parser.add_argument("--contender", action="append", default=[], help="only those whose name has this text")
     options = parser.parse_args()
     reason = missing() or remote.install()
@@ -294,7 +297,7 @@ def main() -> int:
         print(f"cannot measure here: {reason}", file=sys.stderr)
         return 2
     problems = [p for p in (QUICK if options.quick else PROBLEMS) if not options.problem or p.name in options.problem]
-    target = options.json or (None if options.quick or options.problem or options.contender else RESULTS)
+    target = options.json or (None if options.quick or options.problem or options.contender or options.fast_only else RESULTS)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nodes and ranks are closed in order
     begun = time.monotonic()
     first: list[dict[str, Any]] = []
@@ -302,6 +305,7 @@ def main() -> int:
     links: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
         bench = CacheBench(stack.enter_context(scratch()), stack)
+        bench.fast_only = options.fast_only
         for problem in problems:
             rows = measure(bench, problem, options.contender)
             first, second = first + rows[0], second + rows[1]

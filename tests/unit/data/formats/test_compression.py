@@ -247,6 +247,7 @@ def test_decompressed_shards_count_against_the_limit(
     right(dataset, data)
     assert dataset.node_state.state == FROZEN
     assert DiskTier(open_dataset.cache).used() <= limit
+    dataset.close()
     assert capfd.readouterr().err.count("takes no more shards") == 1
     assert not list(open_dataset.cache.glob("reservations/*"))
 
