@@ -14,10 +14,11 @@ import pytest
 import xxhash
 from openers import until
 
-from topkube.data.cache.shard_file import Received
+from topkube.data.cache.shard_file import Received, ShardWriter
 from topkube.data.fill import shard_exchange
 from topkube.data.fill.shard_exchange import ShardExchange
 from topkube.data.formats.shards import DataShard
+from topkube.errors import StoreError
 
 SHARD = DataShard(5, "0" * 32, 5, 6, 40)
 BYTES = bytes(range(40))
@@ -56,6 +57,8 @@ class Comm:
         self.open = True
         self.sent = 0
         self.failure: Exception | None = None
+        self.requests: list[tuple[int, int]] = []
+        """(shard, tag) of requests of rank 1 that have not been received."""
 
     def Dup(self) -> Comm:
         return self
@@ -63,10 +66,14 @@ class Comm:
     def allow(self) -> bool:
         return self.open or self.slots.acquire(blocking=False)
 
-    def Iprobe(self, *_: object) -> bool:
+    def Iprobe(self, source: int, tag: int, status: Any) -> bool:
         if self.failure is not None:
             raise self.failure
-        return False
+        status.source = 1
+        return tag == shard_exchange._REQUEST and bool(self.requests)
+
+    def Recv(self, buffer: Any, source: int, tag: int) -> None:
+        buffer[:] = self.requests.pop(0)
 
     def Isend(self, *_: object) -> Request:
         return Request(self, None, b"")
@@ -176,3 +183,34 @@ def test_a_tag_that_was_given_up_is_not_used_again(bench: Bench) -> None:
         bench.comm.open = True
         bench.receive_shard(file.fileno())
     assert (bench.exchange._replies - 1) % shard_exchange._REPLIES == (retired[1] - shard_exchange._FIRST_REPLY) + 1
+
+
+def test_nothing_is_written_after_the_end_of_a_writer() -> None:
+    with tempfile.TemporaryFile() as file:
+        with ShardWriter(file.fileno()) as writer:
+            writer.write(0, b"ab")
+        with pytest.raises(StoreError, match="no longer being written"):
+            writer.write(2, b"cd")
+        assert file.read() == b"ab"
+
+
+def test_a_writer_knows_the_checksum_only_of_bytes_in_order() -> None:
+    with tempfile.TemporaryFile() as file, ShardWriter(file.fileno()) as writer:
+        writer.write(0, b"ab")
+        writer.write(2, b"cd")
+        assert writer.digest(4) == xxhash.xxh3_128_hexdigest(b"abcd")
+        assert writer.digest(3) == writer.digest(5) == ""
+        writer.write(2, b"xy")
+        assert writer.digest(4) == ""
+
+
+@pytest.mark.parametrize("request_of_rank", [(10, 16), (-1, 16), (5, 15), (5, 1 << 20), (1 << 40, 16)])
+def test_an_invalid_request_is_reported_and_not_answered(
+    bench: Bench, request_of_rank: tuple[int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    bench.cache.open = lambda *_: pytest.fail("an invalid request was answered")
+    bench.comm.requests.append(request_of_rank)
+    until(lambda: not bench.comm.requests)
+    bench.exchange.close()
+    assert not bench.exchange._pushes
+    assert "one of these numbers is invalid" in capfd.readouterr().err
