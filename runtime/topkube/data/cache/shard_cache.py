@@ -40,7 +40,7 @@ _MEMORY_BYTES = 1 << 30
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 _RESERVED_AT_ONCE = 64 << 20
 """The bytes that are reserved at once for a shard that is being decompressed."""
-_POLL_SECONDS = 0.005
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.02
 _TRIES = 4
 
 
@@ -270,7 +270,7 @@ class ShardCache:
         progress for `stall_seconds`."""
         begun = progress_time = time.monotonic()
         progress = self.node_state.progress
-        waited = False
+        waited, pause = False, _POLL_SECONDS
         while self.folder is not None and self.state == OPEN:
             now = time.monotonic()
             if self.node_state.progress != progress:
@@ -295,8 +295,8 @@ class ShardCache:
                     break
                 finally:
                     lock.release()
-            waited = True
-            time.sleep(_POLL_SECONDS)
+            waited, pause = True, min(pause * 1.2, _LONGEST_POLL_SECONDS)
+            time.sleep(pause)
             if opened := self._open_cached(shard):
                 self.counters.add("waits_seconds", time.monotonic() - begun)
                 return opened
