@@ -36,6 +36,7 @@ def filled(stored: dict[str, Any]) -> dict[str, str]:
             f"{row['mb_per_s']:.0f}",
             f"{row['percent_of_link']:.0f}%",
             f"{row['fetched_of_dataset']:.3f}×",
+            *([f"{row['processor_seconds']:.1f} s"] if "processor_seconds" in row else []),
             f"{row['processors_percent']}%",
         ]
         for row in stored["first"]
@@ -51,10 +52,12 @@ def filled(stored: dict[str, Any]) -> dict[str, str]:
         ]
         for row in stored["second"]
     ]
+    works = ["work of the ranks"] if "processor_seconds" in stored["first"][0] else []
     entries, facts = stored["entries"], stored["facts"]
     return {
         "CACHE_FIRST": table(
-            ["dataset", "contender", "link", "seconds", "MB/s", "of the link", "fetched", "processors"], first
+            ["dataset", "contender", "link", "seconds", "MB/s", "of the link", "fetched", *works, "processors"],
+            first,
         ),
         "CACHE_SECOND": table(["dataset", "contender", "MB/s", "min–max", "", "MB fetched"], second),
         "CACHE_LINK": ", ".join(sorted({f"{rate:.0f}" for rate in stored["link_mb_per_s"].values()})),

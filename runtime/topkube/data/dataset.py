@@ -150,12 +150,13 @@ class CachedDataset:
         if not unknown.size:
             return counts
         first: TopKubeError | None = None
-        groups = RowGroups(self.cache) if shards.format == "arrow" else None
+        in_cache = shards.format == "arrow" or (shards.format == "parquet" and shards.has_compressed)
+        groups = RowGroups(self.cache) if in_cache else None
         for number in unknown.tolist():
             if self._place.home_rank(number) != self._place.rank:
                 continue
             try:
-                if shards.format == "parquet":
+                if shards.format == "parquet" and not shards.compression(number):
                     counts[number] = parquet_rows(store, shards.listing[number])
                 elif groups is not None:
                     counts[number] = groups.count(number)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import xxhash
 
-from topkube.data.cache.row_groups import parquet_rows
+from topkube.data.cache.row_groups import parquet_rows, parquet_rows_of_file
+from topkube.data.formats.compression import Compression, compression_of, decompress
 from topkube.data.formats.shards import Shards
 from topkube.data.formats.tar import tar_index
 from topkube.data.opening import resolve_address
@@ -33,24 +36,46 @@ def _complete_object(
     store: ObjectStore, format: str, remote_object: RemoteObject, samples: bool, checksums: bool
 ) -> RemoteObject:
     """Return the object with its sample count and checksum, if they are wanted."""
-    samples = samples and remote_object.samples == UNKNOWN
-    if samples and format == "parquet":
-        remote_object = remote_object._replace(samples=parquet_rows(store, remote_object))
-    if not checksums and not (samples and format == "tar"):
+    samples = samples and remote_object.samples == UNKNOWN and format in ("tar", "parquet")
+    compression = compression_of(remote_object.path) if format != "files" else ""
+    if samples and format == "parquet" and not compression:
+        remote_object, samples = remote_object._replace(samples=parquet_rows(store, remote_object)), False
+    if not checksums and not samples:
         return remote_object
-    file = os.memfd_create("topkube-manifest", os.MFD_CLOEXEC) if samples and format == "tar" else -1
+    file = os.memfd_create("topkube-manifest", os.MFD_CLOEXEC) if samples else -1
     state = xxhash.xxh3_128()
 
-    def receive(offset: int, data: bytes) -> None:
+    def receive(offset: int, data: Any) -> None:
         state.update(data)
         if file >= 0:
-            os.pwrite(file, data, offset)
+            _write_at(file, offset, data)
 
     try:
         store.fetch(remote_object, receive)
         if file >= 0:
-            remote_object = remote_object._replace(samples=len(tar_index(file, remote_object.size, remote_object.path)))
+            count = _count_samples(file, remote_object, format, compression)
+            remote_object = remote_object._replace(samples=count)
     finally:
         if file >= 0:
             os.close(file)
     return remote_object._replace(checksum=state.hexdigest()) if checksums else remote_object
+
+
+def _count_samples(file: int, remote_object: RemoteObject, format: str, compression: Compression) -> int:
+    """Return the number of samples of the shard in `file`. Raises DatasetError."""
+    size, name = remote_object.size, remote_object.path
+    if not compression:
+        return len(tar_index(file, size, name))
+    plain = os.memfd_create("topkube-manifest", os.MFD_CLOEXEC)
+    try:
+        size = decompress(file, size, compression, name, partial(_write_at, plain))
+        return len(tar_index(plain, size, name)) if format == "tar" else parquet_rows_of_file(plain, name)
+    finally:
+        os.close(plain)
+
+
+def _write_at(file: int, offset: int, data: Any) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(file, view, offset)
+        view, offset = view[done:], offset + done

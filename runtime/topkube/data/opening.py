@@ -68,7 +68,7 @@ def open_cache(
         _write_summary(tier, shards)
     about = f"{_SESSION_FORMAT}\0{directory.resolve()}\0{uri}\0{listing.digest()}\0{shards.format}\0{len(shards)}"
     name = xxhash.xxh3_64_hexdigest(about.encode())
-    node_state = NodeState(memory or memory_folder(None, settings), name, len(shards))
+    node_state = NodeState(memory or memory_folder(None, settings), name, shards.files)
     return ShardCache(
         store, shards, tier, node_state, CacheCounters(settings.run_path), name, stall_seconds=wait_seconds
     )

@@ -24,6 +24,8 @@ class Hostile:
     seed: int
     etags: str = "strong"
     lies_in_all: bool = False
+    plain: bool = False
+    """True if all bodies have a length, and nothing is redirected."""
     objects: int = 24
     requests: int = 0
     hostile: bool = False
@@ -100,6 +102,8 @@ class Hostile:
         kind = self._random.choices(list(_KINDS), list(_KINDS.values()))[0] if self.hostile else "honest"
         if kind == "flipped" and not self.lies_in_all:
             kind = "changed"
+        if self.plain and kind.startswith("chunked"):
+            kind = "split"
         self.responses[kind] = self.responses.get(kind, 0) + 1
         return await self._respond(kind, method, number, headers, writer)
 
@@ -148,7 +152,7 @@ class Hostile:
             body = gzip.compress(bytes(len(body)))
             more.append("Content-Encoding: gzip")
         if kind == "status":
-            status = pick.choice([204, 301, 304, 403, 404, 416, 429, 500, 503])
+            status = pick.choice([204, 304, 403, 404, 416, 429, 500, 503] + [301] * (not self.plain))
             body = bytes(len(body)) if status >= 400 else b""
             more += ["Location: /o/"] if status == 301 else []
         if kind == "flipped" and body:
@@ -184,6 +188,10 @@ class Hostile:
                     if part:
                         writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
                 writer.write(b"0\r\n\r\n")
+            elif kind == "split":  # the body comes in several pieces
+                for at in range(0, len(sent), 250):
+                    writer.write(sent[at : at + 250])
+                    await asyncio.sleep(0)
             else:
                 writer.write(sent)
         await writer.drain()

@@ -124,13 +124,6 @@ def test_an_invalid_key_touches_no_file(tmp_path: Path, key: str) -> None:
             act(key)
 
 
-def test_compressed_tars_are_refused(tmp_path: Path, open_dataset: Opener) -> None:
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "0.tar.gz").write_bytes(b"x")
-    with pytest.raises(DatasetError, match="compressed tar"):
-        open_dataset(tmp_path / "source")
-
-
 def test_a_manifest_with_a_wrong_count_is_named(tmp_path: Path, open_dataset: Opener) -> None:
     write_tars(tmp_path / "source", [5])
     size = (tmp_path / "source" / "000.tar").stat().st_size

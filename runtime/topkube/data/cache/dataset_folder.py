@@ -23,13 +23,16 @@ import xxhash
 
 from topkube.data.base.file_lock import FileLock
 from topkube.data.cache.record_log import RecordLog, Records, hash_of, key_of
+from topkube.data.cache.shard_file import Received
 from topkube.data.cache.stored_index import pack_index
 from topkube.data.formats.sample_index import SampleIndex
 from topkube.errors import DatasetError, StoreError
 from topkube.files import sync_directory, write_bytes, write_json
 
 if TYPE_CHECKING:
-    from topkube.data.cache.disk_tier import DiskTier
+    from topkube.data.cache.disk_tier import DiskTier, Reservation
+
+Fill = Callable[[int], Received | None]
 
 _SUMMARY = "summary.json"
 _QUARANTINED = 2
@@ -54,6 +57,8 @@ class DatasetFolder:
     name: str
     uri: str
     log: RecordLog = field(init=False)
+    _growing: dict[int, Reservation] = field(default_factory=dict, init=False)
+    """The reservations of files that are being written."""
     evictions: int = 0
     """The number of datasets that this process removed to make room."""
 
@@ -171,32 +176,37 @@ class DatasetFolder:
         size = os.fstat(file).st_size
         return record is not None and int(record["size"]) == size and hash_of(record) == digest(file, size)
 
-    def publish(self, key: str, size: int, fill: Callable[[int], str | None], samples: int = -1) -> int:
+    def publish(self, key: str, size: int, fill: Fill, samples: int = -1) -> int:
         """Write and publish a shard, and return a descriptor for reading.
 
-        `fill` writes exactly `size` bytes to the descriptor that it gets, and returns the digest that these bytes must
-        have; None or empty if no digest is known. Raises Full, OSError of the volume, StoreError if the digest differs,
-        and the errors of `fill`. After an error nothing is left on the volume.
+        `fill` writes exactly `size` bytes (any number if `size` is negative: then `reserve_more` reserves space before
+        each write) to the descriptor that it gets, and returns their checksums; None if none is
+        known. The bytes are read again only if no checksum was computed when they were received. Raises Full, OSError
+        of the volume, StoreError if the checksums differ, and the errors of `fill`. After an error nothing is left on
+        the volume.
         """
         final = self.shard_path(key)
         final.parent.mkdir(exist_ok=True)
         part = final.with_name(f".{key}.{uuid.uuid4().hex}.part")
-        reservation = self.tier.reserve(size, part, self)
+        reservation = self.tier.reserve(max(size, 0), part, self)
         file = -1
         try:
             step("reserved")
             file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            if size:
+            if size > 0:
                 os.posix_fallocate(file, 0, size)
             step("created")
-            expected = fill(file)
+            self._growing[file] = reservation
+            received = fill(file) or Received()
             step("filled")
+            if size < 0:
+                size = os.fstat(file).st_size
             if os.fstat(file).st_size != size:
                 raise OSError(errno.EIO, f"{os.fstat(file).st_size} bytes were written instead of {size}")
-            hashed = digest(file, size)
-            if expected and hashed != expected:
+            hashed = received.digest or digest(file, size)
+            if received.expected and hashed != received.expected:
                 raise StoreError(
-                    f"the shard {key} has the digest {hashed} on disk, its source has {expected}",
+                    f"the shard {key} has the digest {hashed}, its source has {received.expected}",
                     cause="faulty memory or a faulty disk changed bytes",
                     next_step="check the kernel's log for errors; run a memory test on this node",
                 )
@@ -213,12 +223,14 @@ class DatasetFolder:
             sync_directory(final.parent)
             step("published")
         except BaseException:
+            self._growing.pop(file, None)  # before another thread can get a file of the same number
             if file >= 0:
                 os.close(file)
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
         finally:
+            self._growing.pop(file, None)
             with contextlib.suppress(OSError):
                 reservation.release()
         os.close(file)  # this descriptor could write
@@ -226,6 +238,15 @@ class DatasetFolder:
         if reading is None:
             raise FileNotFoundError(errno.ENOENT, "another process removed the shard", str(final))
         return reading
+
+    def is_published(self, file: int) -> bool:
+        """Return True if `publish` writes the file now."""
+        return file in self._growing
+
+    def reserve_more(self, file: int, size: int) -> None:
+        """Reserve space for `size` bytes in the file that `publish` has passed to `fill`. Raises Full, OSError."""
+        self.tier.grow(self._growing[file], size, self)
+        os.posix_fallocate(file, 0, size)
 
     def quarantine(self, key: str) -> None:
         """Take a damaged shard out of use. The last few damaged shards are kept for inspection."""

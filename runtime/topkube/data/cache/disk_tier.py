@@ -64,9 +64,13 @@ class Reservation:
 
     def settle(self) -> None:
         """Set the reserved size to 0, because the shard now has a record. Works on a full volume: written in place."""
+        self.write(0)
+
+    def write(self, size: int) -> None:
+        """Replace the reserved size in place."""
         file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            os.pwrite(file, b"0" * _DIGITS, 0)
+            os.pwrite(file, f"{size:0{_DIGITS}}".encode(), 0)
         finally:
             os.close(file)
 
@@ -175,6 +179,15 @@ class DiskTier:
             lock.acquire()
             path.write_text(f"{size:0{_DIGITS}} {part.relative_to(self.directory)}")
             return Reservation(path, lock)
+
+    def grow(self, reservation: Reservation, size: int, owner: DatasetFolder) -> None:
+        """Raise a reservation to `size` bytes, like `reserve`. Raises Full."""
+        with FileLock(self.directory / "space.lock"):
+            more = size - int(reservation.path.read_text().partition(" ")[0])
+            while (reason := self._reason_against(more)) is not None:
+                if not self._evict_oldest(owner):
+                    raise Full(errno.ENOSPC, reason)
+            reservation.write(size)
 
     def _reason_against(self, size: int) -> str | None:
         """Return why `size` more bytes do not fit; None if they do."""

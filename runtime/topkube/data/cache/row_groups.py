@@ -58,6 +58,15 @@ def parquet_rows(store: ObjectStore, remote_object: RemoteObject) -> int:
         ) from None
 
 
+def parquet_rows_of_file(file: int, name: str) -> int:
+    """Return the number of rows of the Parquet file that is open as `file`. Raises DatasetError."""
+    arrow = _arrow()
+    try:
+        return int(arrow.parquet.read_metadata(f"/proc/self/fd/{file}").num_rows)
+    except (arrow.ArrowException, OSError) as error:
+        raise DatasetError(f"{name} is not a Parquet file: {error}", next_step="compare it with its source") from None
+
+
 class RowGroups:
     """A reader of rows that decodes whole row groups. Threads may share it."""
 
@@ -72,7 +81,7 @@ class RowGroups:
     def _file(self, number: int) -> tuple[Any, Longs]:
         """Return the open file of a shard, and the first row of each of its groups."""
         if number not in self._files:
-            shard = self._cache.open(number)
+            shard = self._cache.open_samples(number)
             # A new open file has its own position. Forks share the position of an inherited descriptor.
             with self._translate_errors(number):
                 source = self._arrow.OSFile(f"/proc/self/fd/{shard.file}")

@@ -163,8 +163,8 @@ class SampleReader:
         for number in unique.tolist():
             if number in held.files:
                 continue
-            missed = count_misses and not self.cache.has(number)
-            file = self.cache.open(number)
+            missed = count_misses and not self.cache.has_samples(number)
+            file = self.cache.open_samples(number)
             if missed:
                 self.cache.counters.add("disk_misses", int((numbers == number).sum()))
             self._locate_samples(number)

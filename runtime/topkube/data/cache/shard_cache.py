@@ -12,7 +12,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from topkube.data.base.open_files import FilesPressure, is_pressure, limit_open_files, too_many_files_error
 from topkube.data.base.shared_counters import CacheCounters
@@ -20,22 +22,25 @@ from topkube.data.cache.dataset_folder import DatasetFolder, digest
 from topkube.data.cache.disk_tier import DiskLimits, DiskTier, Full
 from topkube.data.cache.node_state import DROPPED, FROZEN, OPEN, NodeState
 from topkube.data.cache.record_log import hash_of
-from topkube.data.cache.shard_file import ShardWriter
+from topkube.data.cache.shard_file import Received, ShardWriter
 from topkube.data.cache.stored_index import read_index
+from topkube.data.formats.compression import decompress
 from topkube.data.formats.sample_index import SampleIndex, index_files
 from topkube.data.formats.shards import DataShard, Shards
 from topkube.data.formats.tar import tar_index
 from topkube.data.remote.object_store import ObjectStore
 from topkube.errors import DatasetError
 
-ShardSource = Callable[[DataShard, int], str]
-"""A function that writes a shard's bytes to a descriptor, from the remote or from another node. It returns the xxh3-128
-that the bytes must have, 32 hexadecimal digits; empty if no checksum is known."""
+ShardSource = Callable[[DataShard, int], Received]
+"""A function that writes a shard's bytes to a descriptor, from the remote or from another node, and returns their
+checksums."""
 _OPEN_FILES = 400
 _MEMORY_BYTES = 1 << 30
 """The most bytes of shards in the memory of this process: a shuffle window of 16 shards of 64 MB should fit."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
-_POLL_SECONDS = 0.005
+_RESERVED_AT_ONCE = 64 << 20
+"""The bytes that are reserved at once for a shard that is being decompressed."""
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.02
 _TRIES = 4
 
 
@@ -117,14 +122,21 @@ class ShardCache:
     # ---- shards
 
     def open(self, number: int, source: ShardSource | None = None) -> ShardFile:
-        """Open the shard, and fetch it if needed. Raises StoreError if the remote fails, DatasetError if the shard is
-        unusable."""
+        """Open the shard as it is stored, and fetch it if needed. Raises StoreError if the remote fails, DatasetError
+        if the shard is unusable."""
+        return self._open(self.shards[number], source)
+
+    def open_samples(self, number: int, source: ShardSource | None = None) -> ShardFile:
+        """Open the file from which the samples of the shard are read: like `open`, but decompressed."""
+        return self._open(self.shards.samples_shard(number), source)
+
+    def _open(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
+        number = shard.number
         with self._guard():
             for open_files in (self._files, self._memory_files):
                 if number in open_files:
                     open_files.move_to_end(number)
                     return open_files[number]
-        shard = self.shards[number]
         opened = self._open_with_retries(shard, source)
         with self._guard():
             kept = self._files if opened.cached else self._memory_files
@@ -167,6 +179,7 @@ class ShardCache:
     def report_lost(self, number: int, error: int) -> None:
         """Report that an open shard could not be read: `error` is the errno, 0 if the file is too short. The next
         `open` verifies the shard again, or reads it from the remote."""
+        number = self.shards.samples_shard(number).number
         with self._guard():
             self._files.pop(number, None)
             self._memory_files.pop(number, None)
@@ -175,11 +188,18 @@ class ShardCache:
             self._handle_volume_error(OSError(error, os.strerror(error)))
 
     def has(self, number: int) -> bool:
-        """Return True if the disk tier has the shard."""
+        """Return True if the disk tier has the shard as it is stored."""
+        return self._has(self.shards.key(number))
+
+    def has_samples(self, number: int) -> bool:
+        """Return True if the disk tier has the file from which the samples of the shard are read."""
+        return self._has(self.shards.samples_shard(number).key)
+
+    def _has(self, key: str) -> bool:
         if self.folder is None or self.state == DROPPED:
             return False
         try:
-            return self.folder.shard_path(self.shards.key(number)).exists()
+            return self.folder.shard_path(key).exists()
         except OSError:
             return False
 
@@ -207,6 +227,8 @@ class ShardCache:
     def _is_good(self, shard: DataShard, file: int) -> bool:
         """Return True if the cached shard matches its record and the checksums of the manifest."""
         assert self.folder is not None
+        if self.shards.is_decompressed(shard):
+            return self.folder.is_whole(shard.key, file)
         return (
             os.fstat(file).st_size == shard.size
             and self.folder.is_whole(shard.key, file)
@@ -248,7 +270,7 @@ class ShardCache:
         progress for `stall_seconds`."""
         begun = progress_time = time.monotonic()
         progress = self.node_state.progress
-        waited = False
+        waited, pause = False, _POLL_SECONDS
         while self.folder is not None and self.state == OPEN:
             now = time.monotonic()
             if self.node_state.progress != progress:
@@ -273,8 +295,8 @@ class ShardCache:
                     break
                 finally:
                     lock.release()
-            waited = True
-            time.sleep(_POLL_SECONDS)
+            waited, pause = True, min(pause * 1.2, _LONGEST_POLL_SECONDS)
+            time.sleep(pause)
             if opened := self._open_cached(shard):
                 self.counters.add("waits_seconds", time.monotonic() - begun)
                 return opened
@@ -286,12 +308,11 @@ class ShardCache:
 
         indexes: list[SampleIndex] = []
 
-        def fill(file: int) -> str:
-            with self._timed():
-                expected = (source or self.from_store)(shard, file)
-            if self.shards.format == "tar":  # a shard that cannot be read by sample is not cached
-                indexes[:] = [self._index_of(shard, file)]
-            return expected
+        def fill(file: int) -> Received:
+            received = self._fill(shard, file, source)
+            if self.shards.format == "tar" and shard.number == self._samples_number(shard):
+                indexes[:] = [self._index_of(shard, file)]  # a shard that cannot be read by sample is not cached
+            return received
 
         before, begun = self.folder.evictions, time.monotonic()
         for turn in range(2):
@@ -342,9 +363,60 @@ class ShardCache:
                 raise FilesPressure from error
             raise
         opened = ShardFile(shard, file, cached=False)
-        with self._timed():
-            (source or self.from_store)(shard, opened.file)
+        self._fill(shard, opened.file, source)
+        opened.shard = replace(shard, size=os.fstat(file).st_size)
         return opened
+
+    def _samples_number(self, shard: DataShard) -> int:
+        return self.shards.samples_shard(shard.number % len(self.shards)).number
+
+    def _fill(self, shard: DataShard, file: int, source: ShardSource | None) -> Received:
+        """Write the bytes of the shard to the descriptor: from the source, or decompressed from the cached shard."""
+        if self.shards.is_decompressed(shard):
+            return self._decompress(shard, file, source)
+        with self._timed():
+            return (source or self.from_store)(shard, file)
+
+    def _decompress(self, shard: DataShard, file: int, source: ShardSource | None) -> Received:
+        """Write the decompressed bytes of the cached shard to the descriptor. If the cached shard was damaged after its
+        last verification, it is fetched again."""
+        number = shard.number - len(self.shards)
+        for turn in range(2):
+            compressed = self.open(number, source or self.from_store)
+            try:
+                return self._decompress_file(compressed, file)
+            except DatasetError:
+                if turn or not compressed.cached or self._is_good(compressed.shard, compressed.file):
+                    raise
+                with self._guard():
+                    self._files.pop(number, None)
+                self.node_state.clear_verified(number)
+        raise AssertionError
+
+    def _decompress_file(self, compressed: ShardFile, file: int) -> Received:
+        shard = compressed.shard
+        reserved = -1 if self.folder is not None and self.folder.is_published(file) else None
+        with ShardWriter(file) as writer:
+
+            def write(offset: int, data: Any) -> None:
+                nonlocal reserved
+                end = offset + len(data)
+                if reserved is not None and end > reserved:
+                    reserved = min(2 * end, end + _RESERVED_AT_ONCE)
+                    assert self.folder is not None
+                    self.folder.reserve_more(file, reserved)
+                writer.write(offset, data)
+                self.node_state.advance(len(data))
+
+            size = decompress(
+                compressed.file,
+                shard.size,
+                self.shards.compression(shard.number),
+                self.shards.listing.paths[shard.start],
+                write,
+            )
+            os.ftruncate(file, size)
+            return Received(digest=writer.digest(size))
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -353,8 +425,8 @@ class ShardCache:
         self.counters.add("fetches")
         self.counters.add("fetch_seconds", time.monotonic() - start)
 
-    def from_store(self, shard: DataShard, file: int) -> str:
-        """Fetch the shard's bytes from the remote. Return the checksum in the manifest if the shard is one object."""
+    def from_store(self, shard: DataShard, file: int) -> Received:
+        """Fetch the shard's bytes from the remote. The manifest may have a checksum if the shard is one object."""
 
         def progress(count: int) -> None:
             self.node_state.advance(count)
@@ -364,13 +436,13 @@ class ShardCache:
         with ShardWriter(file) as writer:
             if len(objects) == 1:
                 self.store.fetch(objects[0], writer.write, progress=progress)
-                return objects[0].checksum
+                return Received(objects[0].checksum, writer.digest(shard.size))
             ends, offsets = 0, []
             for remote_object in objects:
                 offsets.append(ends)
                 ends += remote_object.size
             self.store.fetch_many(objects, offsets, writer.write, progress)
-        return ""
+            return Received(digest=writer.digest(shard.size))
 
     def digest(self, opened: ShardFile) -> str:
         """Return the xxh3-128 of an open shard: that of its record, else that of its bytes."""
@@ -384,7 +456,7 @@ class ShardCache:
 
     def index(self, number: int) -> SampleIndex:
         """Return the positions of the shard's samples. Raises DatasetError for a damaged or unsafe shard."""
-        shard = self.shards[number]
+        shard = self.shards.samples_shard(number)
         if self.shards.format == "files":
             return self._index_of(shard, -1)
         if (
@@ -393,9 +465,9 @@ class ShardCache:
             and (stored := read_index(self.folder.index_path(shard.key)))
         ):
             return stored
-        opened = self.open(number)  # this reference keeps the file open if another thread replaces it
+        opened = self.open_samples(number)  # this reference keeps the file open if another thread replaces it
         index = self._index_of(shard, opened.file)
-        if self.has(number):
+        if self.has_samples(number):
             assert self.folder is not None
             with contextlib.suppress(OSError):
                 self.folder.keep_index(shard.key, index)
@@ -407,7 +479,7 @@ class ShardCache:
             paths = [listing.paths[at] for at in range(shard.start, shard.stop)]
             return index_files(paths, listing.sizes[shard.start : shard.stop])
         name = self.shards.listing.paths[shard.start]
-        index = tar_index(file, shard.size, name)
+        index = tar_index(file, os.fstat(file).st_size, name)
         if not len(index):
             raise DatasetError(f"{name} has no samples", next_step="remove it from the dataset")
         return index

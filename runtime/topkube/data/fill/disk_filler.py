@@ -70,8 +70,8 @@ class DiskFiller:
                 number = self._waiting.pop()
                 self._busy += 1
             try:
-                if not cache.has(number):
-                    cache.open(number, self._source(number))
+                if not cache.has_samples(number):
+                    cache.open_samples(number, self._source(number))
             except Exception as error:
                 if not isinstance(error, TopKubeError):  # the thread must go on, because readers wait for this rank
                     error = StoreError(

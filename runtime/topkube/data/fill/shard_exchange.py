@@ -24,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from topkube.data.base.rank_place import RankPlace
-from topkube.data.cache.dataset_folder import digest
 from topkube.data.cache.shard_cache import ShardFile, ShardSource
-from topkube.data.cache.shard_file import ShardWriter
+from topkube.data.cache.shard_file import Received, ShardWriter
 from topkube.data.formats.shards import DataShard
 from topkube.errors import StoreError, TopKubeError
 
@@ -39,10 +38,13 @@ _HEADER = 4
 """The elements at the start of a reply: the shard's number, its size, and the two halves of its digest."""
 _NO_SIZE = (1 << 64) - 1
 """The size in a header if this rank cannot send the shard."""
-_IDLE_SECONDS = 0.002
+_IDLE_SECONDS = (0.002, 0.01)
+"""The shortest and the longest sleep between two tests of the requests. The shortest is used while bytes move."""
+_SPARE_BUFFERS = 8
 _UNDER_WAY = 2
 """The number of chunks of a shard that are posted at the same time."""
 Words = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
 
 
 class _Pull:
@@ -86,6 +88,8 @@ class ShardExchange:
         """Cancelled requests and their buffers, which MPI may write to until the requests are complete."""
         self._retired: set[tuple[int, int]] = set()
         """The ranks and tags of pulls that were given up. These tags are not used again, since messages may follow."""
+        self._spare: list[Bytes] = []
+        """Buffers of CHUNK_BYTES that are used again: new pages cost as much time as filling them."""
         self._replies = 0
         self._stopping = threading.Event()
         self._dead: BaseException | None = None
@@ -97,15 +101,15 @@ class ShardExchange:
     def source(self, home: int) -> ShardSource:
         """Return a source that receives shards from rank `home`, and from the remote if that rank cannot send them."""
 
-        def receive_shard(shard: DataShard, file: int) -> str:
+        def receive_shard(shard: DataShard, file: int) -> Received:
             if self._dead is None and home not in self._gone and not self._stopping.is_set():
                 with ShardWriter(file) as writer:  # nothing is written after its end, also after a timeout
                     pull = _Pull(home, shard, writer)
                     self._new_pulls.put(pull)
                     with contextlib.suppress(TopKubeError, TimeoutError, OSError):
                         expected = pull.done.result(self._cache.stall_seconds * 4 + shard.size / 1e6)
-                        if digest(file, shard.size) == expected:
-                            return expected
+                        if writer.digest(shard.size) == expected:
+                            return Received(expected, expected)
                         _report(f"shard {shard.number} from rank {home} is damaged; it is read from the remote instead")
                     pull.done.cancel()
             return self._cache.from_store(shard, file)
@@ -115,10 +119,15 @@ class ShardExchange:
     # ---- the thread
 
     def _run(self) -> None:
+        idle, longest = _IDLE_SECONDS
         try:
             while not self._stopping.is_set() or self._pushes:
-                if not self._make_progress():
-                    time.sleep(_IDLE_SECONDS)
+                if self._make_progress():
+                    idle = _IDLE_SECONDS[0]
+                    continue
+                is_moving = any(pull.chunks for pull in self._pulls) or any(push.sends for push in self._pushes)
+                idle = _IDLE_SECONDS[0] if is_moving else min(idle * 1.2, longest)
+                time.sleep(idle)
         except BaseException as error:  # from now on all shards come from the remote
             self._dead = error
             _report(f"nodes no longer exchange shards ({type(error).__name__}: {error}); every node reads the remote")
@@ -215,11 +224,12 @@ class ShardExchange:
                 self._give_up(pull, error)
                 return True
             pull.received += buffer.size
+            self._give_back(buffer)
             self._cache.node_state.advance(buffer.size)
             self._cache.counters.add("peer_bytes", buffer.size)
             moved = True
         while pull.posted < pull.shard.size and len(pull.chunks) < _UNDER_WAY:
-            buffer = np.empty(min(CHUNK_BYTES, pull.shard.size - pull.posted), np.uint8)
+            buffer = self._take_buffer(pull.shard.size - pull.posted)
             pull.chunks.append((self._comm.Irecv(buffer, pull.home_rank, pull.tag), buffer, pull.posted))
             pull.posted += buffer.size
         if pull.received == pull.shard.size:
@@ -257,10 +267,10 @@ class ShardExchange:
             return True
         moved = False
         while push.sends and push.sends[0][0].Test():
-            push.sends.popleft()
+            self._give_back(push.sends.popleft()[1])
             moved = True
         while push.sent < push.size and len(push.sends) < _UNDER_WAY:
-            buffer = np.empty(min(CHUNK_BYTES, push.size - push.sent), np.uint8)
+            buffer = self._take_buffer(push.size - push.sent)
             if not _read_chunk(push.provided.result()[0].file, buffer, push.sent):
                 self._drop(push)  # the other rank gives up after its deadline
                 return True
@@ -270,6 +280,17 @@ class ShardExchange:
             self._pushes.remove(push)
             return True
         return moved
+
+    def _take_buffer(self, left: int) -> Bytes:
+        """Return a buffer for the next chunk of a shard of which `left` bytes are left."""
+        if left >= CHUNK_BYTES and self._spare:
+            return self._spare.pop()
+        return np.empty(min(CHUNK_BYTES, left), np.uint8)
+
+    def _give_back(self, buffer: Any) -> None:
+        """Keep the buffer of a completed request for another chunk."""
+        if buffer.nbytes == CHUNK_BYTES and len(self._spare) < _SPARE_BUFFERS:
+            self._spare.append(buffer)
 
     def _drop(self, push: _Push) -> None:
         self._abandoned += push.sends

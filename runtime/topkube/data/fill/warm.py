@@ -49,8 +49,8 @@ def warm(
             return
         if file_view is not None:
             file_view.show(number)
-        elif cache.state == OPEN and not cache.has(number):
-            cache.open(number, cache.from_store)
+        elif cache.state == OPEN and not cache.has_samples(number):
+            cache.open_samples(number, cache.from_store)
         progress(int(cache.shards.sizes[number]))
 
     with ThreadPoolExecutor(THREADS, "topkube-warm") as pool:

@@ -6,23 +6,31 @@ shard costs a lock, a rename and an fsync.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import xxhash
 
+from topkube.data.formats.compression import Compression, compression_of
 from topkube.data.remote.listing import Listing, Longs, RemoteObject
 from topkube.errors import DatasetError
 
 Format = Literal["auto", "files", "tar", "parquet", "arrow"]
 GROUP_BYTES = 8 << 20
-_ENDINGS: dict[str, tuple[str, ...]] = {
+UNKNOWN_SIZE = -1
+_NAMES: dict[str, tuple[str, ...]] = {
     "tar": (".tar",),
     "parquet": (".parquet",),
     "arrow": (".arrow", ".feather"),
 }
-_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_ENDINGS = {
+    name: tuple(ending + more for ending in endings for more in ("", ".gz", ".zst"))
+    + ((".tgz", ".tzst") if name == "tar" else ())
+    for name, endings in _NAMES.items()
+}
+_REFUSED = (".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.lz4")
+_DECOMPRESSED = "decompressed"
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class DataShard:
     start: int
     stop: int
     size: int
+    """The bytes of the objects; UNKNOWN_SIZE for the decompressed bytes before they are in a file."""
 
 
 class Shards:
@@ -50,6 +59,10 @@ class Shards:
             self._starts = np.arange(len(listing), dtype=np.int64)
         self._stops: Longs = np.append(self._starts[1:], len(listing))
         self.sizes: Longs = np.add.reduceat(listing.sizes, self._starts)
+        self.has_compressed = self.format != "files" and any(
+            compression_of(listing.paths[index]) for index in range(len(listing))
+        )
+        """True if an object of the dataset is a compressed shard."""
 
     def __len__(self) -> int:
         return self._starts.size
@@ -72,7 +85,32 @@ class Shards:
         return state.hexdigest()
 
     def keys(self) -> list[str]:
-        return [self.key(number) for number in range(len(self))]
+        """Return the keys of all files that the cache may have: those of shards, and of decompressed shards."""
+        keys = [self.key(number) for number in range(len(self))]
+        if self.has_compressed:
+            keys += [self.key(number, _DECOMPRESSED) for number in range(len(self)) if self.compression(number)]
+        return keys
+
+    @property
+    def files(self) -> int:
+        """The number of files that the cache may have. File i < len(self) has the bytes of shard i; file len(self) + i
+        has its decompressed bytes."""
+        return 2 * len(self) if self.has_compressed else len(self)
+
+    def compression(self, number: int) -> Compression:
+        """Return how shard `number` is compressed; empty if it is not."""
+        return compression_of(self.listing.paths[int(self._starts[number])]) if self.has_compressed else ""
+
+    def samples_shard(self, number: int) -> DataShard:
+        """Return the file from which the samples of shard `number` are read: the shard itself, or the shard after it
+        was decompressed, with the number len(self) + number."""
+        shard = self[number]
+        if not self.compression(number):
+            return shard
+        return replace(shard, number=len(self) + number, key=self.key(number, _DECOMPRESSED), size=UNKNOWN_SIZE)
+
+    def is_decompressed(self, shard: DataShard) -> bool:
+        return shard.number >= len(self)
 
     def objects(self, shard: DataShard) -> list[RemoteObject]:
         return [self.listing[index] for index in range(shard.start, shard.stop)]
@@ -88,10 +126,10 @@ def _detect_format(listing: Listing) -> Format:
     """Return the format by the names: tar, Parquet or Arrow if all objects have its ending, else plain files."""
     blob_end = listing.paths.ends
     sample = {listing.paths[int(index)] for index in np.linspace(0, blob_end.size - 1, 64).astype(int)}
-    if any(path.endswith(_COMPRESSED) for path in sample):
+    if refused := [path for path in sample if path.endswith(_REFUSED)]:
         raise DatasetError(
-            f"{next(path for path in sample if path.endswith(_COMPRESSED))!r} is a compressed tar",
-            cause="single samples cannot be read from a compressed tar",
+            f"{refused[0]!r} has a compression that is not supported",
+            cause="a shard may be compressed with gzip (.tar.gz, .tgz) or Zstandard (.tar.zst)",
             next_step="store plain .tar shards; formats like JPEG and PNG are already compressed",
         )
     for name, endings in _ENDINGS.items():

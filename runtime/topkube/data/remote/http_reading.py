@@ -57,8 +57,8 @@ async def read_range(filesystem: Any, reading: Reading, start: int, end: int) ->
     if not (start == 0 and end == remote_object.size):
         headers["Range"] = f"bytes={start}-{end - 1}"
     async with _open_response(filesystem, "GET", url, headers) as response:
-        _check_content(response.headers, url)
-        skipped = _check_range(response, reading, start, end)
+        check_content(response.headers, url)
+        skipped = check_range(response, reading, start, end)
         reading.confirm(response.headers)
         while skipped:
             count = min(skipped, _SKIPPED_AT_ONCE)
@@ -70,7 +70,7 @@ async def read_range(filesystem: Any, reading: Reading, start: int, end: int) ->
         return data
 
 
-def _check_range(response: Any, reading: Reading, start: int, end: int) -> int:
+def check_range(response: Any, reading: Reading, start: int, end: int) -> int:
     """Return how many bytes of the body come before `start`. Raises Changed, Unfit."""
     size, length = reading.listed.size, response.headers.get("Content-Length")
     if response.status == 206:
@@ -90,7 +90,7 @@ def _check_range(response: Any, reading: Reading, start: int, end: int) -> int:
     return start
 
 
-def _check_content(headers: Mapping[str, str], url: str) -> None:
+def check_content(headers: Mapping[str, str], url: str) -> None:
     """Raise StoreError for a body that was compressed in transit, Unfit for an HTML page in place of an object."""
     encoding = headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
@@ -113,7 +113,7 @@ def is_page(headers: Mapping[str, str]) -> bool:
 async def read_page(filesystem: Any, url: str) -> bytes:
     """Return an index page. Raises DatasetError if it has more than PAGE_BYTES."""
     async with _open_response(filesystem, "GET", url, {}) as response:
-        _check_content(response.headers, url if url.endswith("/") else f"{url}/")
+        check_content(response.headers, url if url.endswith("/") else f"{url}/")
         page = bytearray()
         while part := await response.content.read(_SKIPPED_AT_ONCE):
             page += part

@@ -18,15 +18,15 @@ from typing import Any
 from urllib.parse import quote
 
 import fsspec
-import xxhash
 from fsspec.asyn import sync
 
 from topkube.data.remote.addresses import check_address
 from topkube.data.remote.http_index import walk_index_pages
 from topkube.data.remote.http_reading import Reading, Unfit, describe, read_page, read_range
+from topkube.data.remote.http_sockets import NotPlain, SocketClient, Transfer, Write
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
 from topkube.data.remote.object_version import changed_error, same_version, version_of_info
-from topkube.data.remote.retry import Absent, Changed, Patience, final_error, is_worth_a_retry
+from topkube.data.remote.retry import Absent, Patience, final_error, is_worth_a_retry
 from topkube.data.remote.s3_reading import check_object
 from topkube.errors import DatasetError
 
@@ -36,8 +36,6 @@ MANIFEST = "manifest.jsonl"
 _HTTP, _S3, _LOCAL = ("http", "https"), ("s3", "s3a"), ("file", "local")
 _CONCURRENT = 16
 """The number of small objects that are fetched at the same time."""
-Write = Callable[[int, bytes], None]
-"""A function that gets (offset, bytes)."""
 
 
 class ObjectStore:
@@ -48,6 +46,8 @@ class ObjectStore:
         self.uri, self.patience = uri, patience or Patience()
         self.options = dict(options or {})
         self._local = threading.local()
+        self._is_plain = True
+        """False if the server or the options need the HTTP library."""
         self.protocol = fsspec.utils.get_protocol(uri)
         manifest = uri.endswith((".jsonl", ".ndjson"))
         base = uri.rpartition("/")[0] if manifest else uri.rstrip("/")
@@ -126,10 +126,14 @@ class ObjectStore:
                 cause="the server does not send Content-Length for it",
                 next_step="serve the manifest as a plain file",
             )
-        parts: list[bytes] = []
+        data = bytearray(size)
+
+        def receive(offset: int, part: Any) -> None:
+            data[offset : offset + len(part)] = part
+
         manifest = RemoteObject(self.manifest_uri.rpartition("/")[2], size, version)
-        self._fetch_from(self.manifest_uri, manifest, lambda _, data: parts.append(data), 0, size, None)
-        return read_manifest(io.BytesIO(b"".join(parts)), self.manifest_uri, version or str(size))
+        self._fetch([Transfer(Reading(manifest, self.manifest_uri), 0, size)], receive, None)
+        return read_manifest(io.BytesIO(data), self.manifest_uri, version or str(size))
 
     def _list_objects(self) -> list[RemoteObject]:
         if self.protocol in _HTTP:
@@ -207,10 +211,9 @@ class ObjectStore:
 
     def read(self, remote_object: RemoteObject, start: int = 0, stop: int | None = None) -> bytes:
         """Return bytes start to stop of an object."""
-        stop = remote_object.size if stop is None else stop
-        parts: dict[int, bytes] = {}
-        self.fetch(remote_object, lambda offset, data: parts.__setitem__(offset, data), start, stop)
-        return b"".join(parts[offset] for offset in sorted(parts))
+        parts: list[bytes] = []
+        self.fetch(remote_object, lambda _, data: parts.append(bytes(data)), start, stop)
+        return b"".join(parts)
 
     def fetch(
         self,
@@ -220,77 +223,93 @@ class ObjectStore:
         stop: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Read bytes start to stop of an object in ranges, and pass the ranges in order to `write(offset, bytes)`.
-        `progress` gets the bytes of each range. Raises StoreError, Changed."""
-        self._fetch_from(
-            self.url(remote_object.path),
-            remote_object,
-            write,
-            start,
-            remote_object.size if stop is None else stop,
-            progress,
-        )
-
-    def _fetch_from(
-        self,
-        url: str,
-        remote_object: RemoteObject,
-        write: Write,
-        start: int,
-        stop: int,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        reading = Reading(remote_object, url)
-        whole, checksum = start == 0 and stop == remote_object.size, xxhash.xxh3_128()
-        while start < stop:
-            end = min(start + RANGE_BYTES, stop)
-            data = self._call_patiently(
-                partial(self._range, reading, start, end), partial(self._async_range, reading, start, end), url
-            )
-            if whole and remote_object.checksum:
-                checksum.update(data)
-            write(start, data)
-            start += len(data)
-            if progress is not None:
-                progress(len(data))
-        if not self._conditional:
-            self._call_patiently(partial(self._confirm, reading), partial(self._async_confirm, reading), url)
-        if whole and remote_object.checksum:
-            _check_checksum(checksum.hexdigest(), remote_object, url)
+        """Read bytes start to stop of an object in ranges, and pass the bytes in order to `write(offset, bytes)`, each
+        byte once. `progress` gets the number of bytes. Raises StoreError, Changed."""
+        reading = Reading(remote_object, self.url(remote_object.path))
+        self._fetch([Transfer(reading, start, remote_object.size if stop is None else stop)], write, progress)
 
     def fetch_many(
         self, objects: Sequence[RemoteObject], offsets: Sequence[int], write: Write, progress: Callable[[int], None]
     ) -> None:
-        """Read many small objects at the same time. objects[i] is written at offsets[i]. Raises StoreError, Changed."""
-        if not self._asynchronous:
-            for remote_object, offset in zip(objects, offsets, strict=True):
-                self.fetch(remote_object, partial(_write_at, write, offset), progress=progress)
-            return
-        sync(self.filesystem.loop, self._fetch_all, objects, offsets, write, progress)
+        """Read many small objects at the same time. objects[i] is written at offsets[i], each byte once. Raises
+        StoreError, Changed."""
+        self._fetch(
+            [
+                Transfer(Reading(remote_object, self.url(remote_object.path)), 0, remote_object.size, offset)
+                for remote_object, offset in zip(objects, offsets, strict=True)
+            ],
+            write,
+            progress,
+        )
 
-    async def _fetch_all(
-        self, objects: Sequence[RemoteObject], offsets: Sequence[int], write: Write, progress: Callable[[int], None]
+    def _fetch(self, transfers: Sequence[Transfer], write: Write, progress: Callable[[int], None] | None) -> None:
+        progress = progress or _ignore
+        remaining = transfers
+        if (client := self._socket_client()) is not None:
+            try:
+                client.read(iter(transfers), _CONCURRENT, write, progress)
+                remaining = []
+            except NotPlain:  # from now on the HTTP library reads everything
+                self._is_plain = False
+                remaining = [transfer for transfer in transfers if transfer.at < transfer.stop or transfer.held]
+        for transfer in remaining:
+            transfer.rewind()
+        if len(remaining) > 1 and self._asynchronous:
+            sync(self.filesystem.loop, self._fetch_at_the_same_time, remaining, write, progress)
+        else:
+            for transfer in remaining:
+                self._fetch_ranges(transfer, write, progress)
+        for transfer in transfers:
+            transfer.check()
+
+    def _socket_client(self) -> SocketClient | None:
+        """Return this thread's client for a plain HTTP server; None for other stores, and if the options change more
+        than the headers."""
+        if self.protocol not in _HTTP or not self._is_plain:
+            return None
+        held: tuple[int, SocketClient] | None = getattr(self._local, "client", None)
+        if held is None or held[0] != os.getpid():  # a fork must not use the connections of its parent
+            if not set(self.options) <= {"headers"} or fsspec.config.conf.get(self.protocol):
+                self._is_plain = False
+                return None
+            try:
+                client = SocketClient(self.root, self.options.get("headers", {}), self.patience)
+            except NotPlain:
+                self._is_plain = False
+                return None
+            held = self._local.client = (os.getpid(), client)
+        held[1].range_bytes = RANGE_BYTES
+        return held[1]
+
+    def _fetch_ranges(self, transfer: Transfer, write: Write, progress: Callable[[int], None]) -> None:
+        reading = transfer.reading
+        while transfer.at < transfer.stop:
+            start, end = transfer.at, transfer.range_end(RANGE_BYTES)
+            data = self._call_patiently(
+                partial(self._range, reading, start, end), partial(self._async_range, reading, start, end), reading.url
+            )
+            transfer.add(data, end, write, progress)
+            transfer.finish_range()
+        if not self._conditional:
+            self._call_patiently(partial(self._confirm, reading), partial(self._async_confirm, reading), reading.url)
+
+    async def _fetch_at_the_same_time(
+        self, transfers: Sequence[Transfer], write: Write, progress: Callable[[int], None]
     ) -> None:
-        waiting = iter(zip(objects, offsets, strict=True))
+        waiting = iter(transfers)
 
-        async def take_objects() -> None:
-            for remote_object, offset in waiting:
-                url, at, checksum = self.url(remote_object.path), 0, xxhash.xxh3_128()
-                reading = Reading(remote_object, url)
-                while at < remote_object.size:
-                    end = min(at + RANGE_BYTES, remote_object.size)
-                    data: bytes = await self._ask_patiently(partial(self._async_range, reading, at, end), url)
-                    if remote_object.checksum:
-                        checksum.update(data)
-                    write(offset + at, data)
-                    at += len(data)
-                    progress(len(data))
+        async def take_transfers() -> None:
+            for transfer in waiting:
+                reading = transfer.reading
+                while transfer.at < transfer.stop:
+                    end = transfer.range_end(RANGE_BYTES)
+                    data = await self._ask_patiently(partial(self._async_range, reading, transfer.at, end), reading.url)
+                    transfer.add(data, end, write, progress)
+                    transfer.finish_range()
                 if not self._conditional:
-                    await self._ask_patiently(partial(self._async_confirm, reading), url)
-                if remote_object.checksum:
-                    _check_checksum(checksum.hexdigest(), remote_object, url)
+                    await self._ask_patiently(partial(self._async_confirm, reading), reading.url)
 
-        await _until_one_fails([take_objects() for _ in range(min(_CONCURRENT, len(objects)))])
+        await _until_one_fails([take_transfers() for _ in range(min(_CONCURRENT, len(transfers)))])
 
     async def _async_range(self, reading: Reading, start: int, end: int) -> bytes:
         """Read a range once, with an asynchronous file system. For HTTP and S3 the request has a condition on the
@@ -364,8 +383,8 @@ class ObjectStore:
         return ObjectStore, (self.uri, self.options, self.patience)
 
 
-def _write_at(write: Write, start: int, offset: int, data: bytes) -> None:
-    write(start + offset, data)
+def _ignore(count: int) -> None:
+    pass
 
 
 def _http_timeout(stall_seconds: float) -> Any:
@@ -378,16 +397,6 @@ def _check_length(data: bytes, start: int, end: int) -> bytes:
     if len(data) != end - start:
         raise Unfit(f"{len(data):,} bytes came; {end - start:,} were requested")
     return data
-
-
-def _check_checksum(checksum: str, remote_object: RemoteObject, url: str) -> None:
-    if checksum != remote_object.checksum:
-        raise Changed(
-            f"{url} has the checksum {checksum}, the manifest has {remote_object.checksum}",
-            cause="the object was written after its manifest, or its bytes were changed in transit",
-            next_step="compare the object with its source; if the object is right, write the manifest again "
-            "(`topkube cache manifest --checksums`)",
-        )
 
 
 def _check_description(reading: Reading, version: str, size: int | None, is_page: bool) -> None:

@@ -26,6 +26,14 @@ class Absent(StoreError):
     """An object does not exist or may not be read. Some stores do not distinguish these cases."""
 
 
+class StatusError(OSError):
+    """The server answered with an HTTP status of 400 or more."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
 def is_worth_a_retry(error: Exception) -> bool:
     """Return False for an error that another try cannot avoid: no such object, no permission, another version."""
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):

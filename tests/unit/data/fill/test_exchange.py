@@ -14,9 +14,11 @@ import pytest
 import xxhash
 from openers import until
 
+from topkube.data.cache.shard_file import Received, ShardWriter
 from topkube.data.fill import shard_exchange
 from topkube.data.fill.shard_exchange import ShardExchange
 from topkube.data.formats.shards import DataShard
+from topkube.errors import StoreError
 
 SHARD = DataShard(5, "0" * 32, 5, 6, 40)
 BYTES = bytes(range(40))
@@ -55,6 +57,8 @@ class Comm:
         self.open = True
         self.sent = 0
         self.failure: Exception | None = None
+        self.requests: list[tuple[int, int]] = []
+        """(shard, tag) of requests of rank 1 that have not been received."""
 
     def Dup(self) -> Comm:
         return self
@@ -62,10 +66,14 @@ class Comm:
     def allow(self) -> bool:
         return self.open or self.slots.acquire(blocking=False)
 
-    def Iprobe(self, *_: object) -> bool:
+    def Iprobe(self, source: int, tag: int, status: Any) -> bool:
         if self.failure is not None:
             raise self.failure
-        return False
+        status.source = 1
+        return tag == shard_exchange._REQUEST and bool(self.requests)
+
+    def Recv(self, buffer: Any, source: int, tag: int) -> None:
+        buffer[:] = self.requests.pop(0)
 
     def Isend(self, *_: object) -> Request:
         return Request(self, None, b"")
@@ -95,12 +103,12 @@ class Bench:
         place: Any = SimpleNamespace(rank=0, size=2, world=SimpleNamespace(comm=self.comm))
         self.exchange = ShardExchange(self.cache, place)
 
-    def _from_store(self, shard: DataShard, file: int) -> str:
+    def _from_store(self, shard: DataShard, file: int) -> Received:
         self.from_remote += 1
         os.pwrite(file, b"remote".ljust(shard.size), 0)
-        return "the manifest's"
+        return Received("the manifest's")
 
-    def receive_shard(self, file: int) -> str:
+    def receive_shard(self, file: int) -> Received:
         return self.exchange.source(1)(SHARD, file)
 
 
@@ -114,7 +122,8 @@ def bench() -> Iterator[Bench]:
 
 def test_a_shard_arrives_with_the_digest_of_its_sender(bench: Bench) -> None:
     with tempfile.TemporaryFile() as file:
-        assert bench.receive_shard(file.fileno()) == xxhash.xxh3_128_hexdigest(BYTES)
+        digest = xxhash.xxh3_128_hexdigest(BYTES)
+        assert bench.receive_shard(file.fileno()) == (digest, digest)
         assert file.read() == BYTES
     assert not bench.from_remote
 
@@ -123,7 +132,7 @@ def test_a_shard_arrives_with_the_digest_of_its_sender(bench: Bench) -> None:
 def test_a_shard_that_differs_from_its_senders_copy_comes_from_the_remote(bench: Bench, at: int) -> None:
     bench.comm.header[at] ^= 1
     with tempfile.TemporaryFile() as file:
-        assert bench.receive_shard(file.fileno()) == "the manifest's"
+        assert bench.receive_shard(file.fileno()).expected == "the manifest's"
         assert file.read() == b"remote".ljust(40)
 
 
@@ -160,7 +169,7 @@ def test_a_broken_exchange_is_reported_once_and_the_remote_is_read(
     bench.comm.failure = RuntimeError("MPI is gone")
     with tempfile.TemporaryFile() as file:
         for _ in range(2):
-            assert bench.receive_shard(file.fileno()) == "the manifest's"
+            assert bench.receive_shard(file.fileno()).expected == "the manifest's"
     assert capfd.readouterr().err.count("nodes no longer exchange shards (RuntimeError: MPI is gone)") == 1
 
 
@@ -174,3 +183,34 @@ def test_a_tag_that_was_given_up_is_not_used_again(bench: Bench) -> None:
         bench.comm.open = True
         bench.receive_shard(file.fileno())
     assert (bench.exchange._replies - 1) % shard_exchange._REPLIES == (retired[1] - shard_exchange._FIRST_REPLY) + 1
+
+
+def test_nothing_is_written_after_the_end_of_a_writer() -> None:
+    with tempfile.TemporaryFile() as file:
+        with ShardWriter(file.fileno()) as writer:
+            writer.write(0, b"ab")
+        with pytest.raises(StoreError, match="no longer being written"):
+            writer.write(2, b"cd")
+        assert file.read() == b"ab"
+
+
+def test_a_writer_knows_the_checksum_only_of_bytes_in_order() -> None:
+    with tempfile.TemporaryFile() as file, ShardWriter(file.fileno()) as writer:
+        writer.write(0, b"ab")
+        writer.write(2, b"cd")
+        assert writer.digest(4) == xxhash.xxh3_128_hexdigest(b"abcd")
+        assert writer.digest(3) == writer.digest(5) == ""
+        writer.write(2, b"xy")
+        assert writer.digest(4) == ""
+
+
+@pytest.mark.parametrize("request_of_rank", [(10, 16), (-1, 16), (5, 15), (5, 1 << 20), (1 << 40, 16)])
+def test_an_invalid_request_is_reported_and_not_answered(
+    bench: Bench, request_of_rank: tuple[int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    bench.cache.open = lambda *_: pytest.fail("an invalid request was answered")
+    bench.comm.requests.append(request_of_rank)
+    until(lambda: not bench.comm.requests)
+    bench.exchange.close()
+    assert not bench.exchange._pushes
+    assert "one of these numbers is invalid" in capfd.readouterr().err

@@ -14,13 +14,18 @@ from hostile import Hostile
 from openers import Opener
 
 from topkube.data.remote import object_store as store_module
-from topkube.data.remote.listing import Listing
+from topkube.data.remote.listing import Listing, RemoteObject
 from topkube.data.remote.object_store import ObjectStore
 from topkube.data.remote.retry import Patience
 from topkube.errors import StoreError
 
 PATIENCE = Patience(retries=3, pause_seconds=0.0005, stall_seconds=1.0)
-KINDS = [("strong", False), ("weak", False), ("none", False), ("strong", True), ("none", True)]
+KINDS = [
+    (etags, lies_in_all, plain)
+    for plain in (True, False)
+    for etags, lies_in_all in (("strong", False), ("weak", False), ("none", False), ("strong", True), ("none", True))
+]
+"""A server that is not plain also sends chunked bodies and redirects, which TopKube reads with aiohttp."""
 
 
 def listed(server: Hostile) -> Listing:
@@ -31,6 +36,17 @@ def listed(server: Hostile) -> Listing:
         sums = [xxhash.xxh3_128_hexdigest(server.bytes_of(number)) for number in range(server.objects)]
         objects = [entry._replace(checksum=checksum) for entry, checksum in zip(objects, sums, strict=True)]
     return Listing.of(objects, server.uri)
+
+
+def fetch_together(store: ObjectStore, objects: list[RemoteObject], offsets: list[int]) -> bytes:
+    whole = bytearray(sum(entry.size for entry in objects))
+
+    def write(offset: int, data: Any) -> None:
+        assert not any(whole[offset : offset + len(data)]) or not any(data), "a byte came twice"
+        whole[offset : offset + len(data)] = data
+
+    store.fetch_many(objects, offsets, write, lambda count: None)
+    return bytes(whole)
 
 
 def ask(server: Hostile, requests: int) -> Counter[str]:
@@ -50,10 +66,8 @@ def ask(server: Hostile, requests: int) -> Counter[str]:
                 ends["read"] += 1
             else:
                 several = objects[number : number + 4]
-                parts: dict[int, bytes] = {}
                 offsets = [sum(other.size for other in several[:at]) for at in range(len(several))]
-                store.fetch_many(several, offsets, parts.__setitem__, lambda count: None)
-                data = b"".join(parts[at] for at in sorted(parts))
+                data = fetch_together(store, several, offsets)
                 right = b"".join(server.bytes_of(number + at) for at in range(len(several)))
                 assert data == right, f"wrong bytes from {entry.path} on, {server.seed=} {server.etags=}"
                 ends["read"] += 1
@@ -62,17 +76,17 @@ def ask(server: Hostile, requests: int) -> Counter[str]:
     return ends
 
 
-@pytest.mark.parametrize(("etags", "lies_in_all"), KINDS)
+@pytest.mark.parametrize(("etags", "lies_in_all", "plain"), KINDS)
 def test_a_server_that_lies_causes_no_wrong_byte(
-    monkeypatch: pytest.MonkeyPatch, etags: str, lies_in_all: bool
+    monkeypatch: pytest.MonkeyPatch, etags: str, lies_in_all: bool, plain: bool
 ) -> None:
     monkeypatch.setattr(store_module, "RANGE_BYTES", 700)
-    server = Hostile(1, etags, lies_in_all)
+    server = Hostile(1, etags, lies_in_all, plain)
     try:
         ends = ask(server, 400)
         assert ends["read"] > 20
         assert ends["refused"] > 20
-        assert len(server.responses) > 15
+        assert len(server.responses) > 12
     finally:
         server.close()
 
@@ -103,8 +117,8 @@ if __name__ == "__main__":
     store_module.RANGE_BYTES = 700
     total, begun = int(sys.argv[1]), time.monotonic()
     ends, responses, requests = Counter[str](), Counter[str](), 0
-    for seed, (etags, lies_in_all) in enumerate(KINDS):
-        server = Hostile(seed, etags, lies_in_all)
+    for seed, (etags, lies_in_all, plain) in enumerate(KINDS):
+        server = Hostile(seed, etags, lies_in_all, plain)
         ends += ask(server, total // len(KINDS))
         responses += Counter(server.responses)
         requests += server.requests

@@ -1,0 +1,347 @@
+"""Reads over plain sockets: what a response must look like, and what happens when a connection breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from remotes import Remote
+
+from topkube.data.remote import http_reading, http_sockets, object_store
+from topkube.data.remote.http_reading import Unfit
+from topkube.data.remote.http_sockets import parse_head
+from topkube.data.remote.listing import RemoteObject
+from topkube.data.remote.object_store import ObjectStore
+from topkube.data.remote.retry import Patience
+from topkube.errors import DatasetError, StoreError
+
+PATIENCE = Patience(retries=2, pause_seconds=0.001, stall_seconds=20.0)
+DATA = os.urandom(100_000)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"HTTP/2 200 OK",
+        b"HTTP/1.1 2000 OK",
+        b"HTTP/1.1 200 OK\r\nETag: a\r\n b",  # a folded line
+        b"HTTP/1.1 200 OK\r\nContent-Length : 5",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\ncontent-length: 6",
+        b"HTTP/1.1 200 OK\r\nETag: a\r\nETag: b",
+        b"HTTP/1.1 200 OK\r\nContent-Length: +5",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5, 5",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 0x5",
+        b"HTTP/1.1 200 OK\r\nContent-Length: ",
+        b"HTTP/1.1 200 OK\nContent-Length: 5",
+        b"HTTP/1.1 200 OK\r\nETag: \0",
+    ],
+)
+def test_an_ambiguous_head_is_refused(head: bytes) -> None:
+    with pytest.raises(Unfit):
+        parse_head(head)
+
+
+def test_a_head_is_read_without_regard_to_case() -> None:
+    response = parse_head(b'HTTP/1.1 206 Partial Content\r\nETAG: "a"\r\ncontent-length:7 \r\nX-Other: 1\r\nX-Other: 2')
+    assert (response.status, response.headers) == (206, {"ETag": '"a"', "Content-Length": "7"})
+
+
+class Scripted:
+    """A server whose connections are handled by `handle(connection, number, request)`, a function of the test. Request
+    is the head as text, number the count of requests so far."""
+
+    def __init__(self, handle: Callable[[socket.socket, int, str], bool]) -> None:
+        self.requests: list[str] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.uri = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._handle = handle
+        self._threads: list[threading.Thread] = []
+        self._accepting = threading.Thread(target=self._accept)
+        self._accepting.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
+                self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while True:
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    part = connection.recv(4096)
+                    if not part:
+                        return
+                    head += part
+                self.requests.append(head.decode())
+                if not self._handle(connection, len(self.requests), head.decode()):
+                    return
+
+    def close(self, store: ObjectStore) -> None:
+        store._local.__dict__.clear()  # ends the connections that the client keeps open
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in [self._accepting, *self._threads]:
+            thread.join(20)
+
+
+def requested(request: str) -> tuple[int, int]:
+    for line in request.split("\r\n"):
+        if line.startswith("Range: bytes="):
+            first, _, last = line.removeprefix("Range: bytes=").partition("-")
+            return int(first), int(last) + 1
+    return 0, len(DATA)
+
+
+def response(start: int, stop: int, validator: str) -> bytes:
+    status = "200 OK" if (start, stop) == (0, len(DATA)) else "206 Partial Content"
+    ranged = "" if status.startswith("200") else f"Content-Range: bytes {start}-{stop - 1}/{len(DATA)}\r\n"
+    return f"HTTP/1.1 {status}\r\n{ranged}{validator}Content-Length: {stop - start}\r\n\r\n".encode()
+
+
+@contextlib.contextmanager
+def reading(
+    handle: Callable[[socket.socket, int, str], bool], patience: Patience = PATIENCE
+) -> Iterator[tuple[Scripted, ObjectStore]]:
+    server = Scripted(handle)
+    store = ObjectStore(server.uri, patience=patience)
+    try:
+        yield server, store
+    finally:
+        server.close(store)
+
+
+def receive(store: ObjectStore, version: str = "", checksum: str = "") -> bytes:
+    """Read the object. Every byte must be written once and in order."""
+    whole = bytearray()
+
+    def write(offset: int, data: Any) -> None:
+        assert offset == len(whole)
+        whole.extend(data)
+
+    store.fetch(RemoteObject("o", len(DATA), version, checksum=checksum), write)
+    return bytes(whole)
+
+
+@pytest.fixture(autouse=True)
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiohttp must not be used unless a test sets this function again."""
+    monkeypatch.setattr(object_store, "read_range", None)
+
+
+@pytest.mark.parametrize("listed", ['"v1"', ""])
+def test_a_read_resumes_at_the_byte_that_it_has_reached(listed: str) -> None:
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        start, stop = requested(request)
+        connection.sendall(response(start, stop, 'ETag: "v1"\r\n'))
+        connection.sendall(DATA[start : start + 60_000] if number == 1 else DATA[start:stop])
+        return number > 1  # the first connection breaks in the middle
+
+    with reading(handle) as (server, store):
+        assert receive(store, listed, xxhash.xxh3_128_hexdigest(DATA)) == DATA
+    assert [requested(request) for request in server.requests] == [(0, 100_000), (60_000, 100_000)]
+    assert ["If-Match" in request for request in server.requests] == [bool(listed), True]
+
+
+def test_the_rest_of_another_version_is_refused() -> None:
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        start, stop = requested(request)
+        connection.sendall(response(start, stop, f'ETag: "v{number}"\r\n'))
+        connection.sendall(DATA[start : start + 60_000] if number == 1 else bytes(stop - start))
+        return number > 1
+
+    with reading(handle) as (_, store), pytest.raises(StoreError, match="no longer the object"):
+        receive(store)
+
+
+def test_a_range_without_a_version_is_read_again_from_its_start() -> None:
+    """The bytes of a broken response could be those of another version."""
+
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        start, stop = requested(request)
+        connection.sendall(response(start, stop, ""))
+        connection.sendall(bytes(60_000) if number == 1 else DATA[start:stop])
+        return number > 1
+
+    with reading(handle) as (server, store):
+        assert receive(store) == DATA
+    assert [requested(request) for request in server.requests] == [(0, 100_000)] * 2
+
+
+def test_a_connection_that_the_server_closed_meanwhile_is_not_a_failed_try() -> None:
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        start, stop = requested(request)
+        connection.sendall(response(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop])
+        return False
+
+    with reading(handle) as (server, store):
+        for _ in range(PATIENCE.retries + 3):
+            assert receive(store, '"v1"') == DATA
+    assert len(server.requests) == PATIENCE.retries + 3
+
+
+def test_bytes_after_a_response_are_not_taken_for_the_next_response() -> None:
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        start, stop = requested(request)
+        more = response(start, stop, 'ETag: "v1"\r\n') + bytes(stop - start)
+        connection.sendall(response(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop] + more * (number == 1))
+        return True
+
+    with reading(handle) as (server, store):
+        assert receive(store, '"v1"') == DATA
+        assert receive(store, '"v1"') == DATA
+    assert len(server.requests) == 2
+
+
+def test_a_server_without_ranges_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "RANGE_BYTES", 40_000)
+
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        connection.sendall(response(0, len(DATA), 'ETag: "v1"\r\n') + DATA)
+        return True
+
+    with reading(handle) as (_, store):
+        assert receive(store, '"v1"', xxhash.xxh3_128_hexdigest(DATA)) == DATA
+
+
+def test_a_head_without_end_is_refused() -> None:
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        with contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\n")
+            while True:
+                connection.sendall(b"X-More: " + b"x" * 1000 + b"\r\n")
+        return False
+
+    with reading(handle) as (_, store), pytest.raises(StoreError, match=r"more than 32,768 bytes"):
+        receive(store)
+
+
+@pytest.mark.parametrize(("status", "message"), [(404, "does not exist"), (403, "may not be read"), (412, "listed")])
+def test_a_status_is_reported(status: int, message: str) -> None:
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        connection.sendall(f"HTTP/1.1 {status} X\r\nContent-Length: 0\r\n\r\n".encode())
+        return True
+
+    with reading(handle) as (server, store), pytest.raises(StoreError, match=message):
+        receive(store)
+    assert len(server.requests) == 1
+
+
+def test_a_stall_ends_the_try() -> None:
+    stalled = threading.Event()
+
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        start, stop = requested(request)
+        connection.sendall(response(start, stop, 'ETag: "v1"\r\n'))
+        if number > 1:
+            connection.sendall(DATA[start:stop])
+            return True
+        connection.sendall(DATA[:1000])
+        stalled.wait(30)
+        return False
+
+    patience = Patience(retries=20, pause_seconds=0.001, stall_seconds=0.5)
+    with reading(handle, patience) as (server, store):
+        try:
+            assert receive(store, '"v1"') == DATA
+        finally:
+            stalled.set()
+    assert requested(server.requests[-1])[0] in (0, 1000)
+
+
+def test_a_line_break_in_a_version_does_not_reach_the_request() -> None:
+    with reading(lambda *_: False) as (server, store), pytest.raises(DatasetError, match="line break"):
+        receive(store, '"a\r\nX: b"')
+    assert not server.requests
+
+
+def test_an_error_of_the_writer_is_not_retried() -> None:
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        connection.sendall(response(0, len(DATA), 'ETag: "v1"\r\n') + DATA)
+        return True
+
+    def write(offset: int, data: Any) -> None:
+        raise OSError(28, "full")
+
+    with reading(handle) as (server, store), pytest.raises(OSError, match="full"):
+        store.fetch(RemoteObject("o", len(DATA), '"v1"'), write)
+    assert len(server.requests) == 1
+
+
+def test_another_address_of_the_host_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        connection.sendall(response(0, len(DATA), 'ETag: "v1"\r\n') + DATA)
+        return True
+
+    with reading(handle, Patience(retries=0)) as (_, store), socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+        closed.close()
+        real = socket.getaddrinfo("127.0.0.1", store.root.rpartition(":")[2], type=socket.SOCK_STREAM)
+        refusing = [(*real[0][:4], ("127.0.0.1", port))]
+        monkeypatch.setattr(http_sockets.socket, "getaddrinfo", lambda *_, **__: [*refusing, *real])
+        assert receive(store, '"v1"') == DATA
+
+
+@pytest.mark.parametrize("how", ["chunked", "redirect"])
+def test_the_library_reads_what_is_not_plain(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    real = http_reading.read_range
+    monkeypatch.setattr(object_store, "read_range", lambda *given: (used.append(1), real(*given))[1])
+
+    def handle(connection: socket.socket, number: int, request: str) -> bool:
+        start, stop = requested(request)
+        if how == "redirect" and request.startswith("GET /o "):
+            connection.sendall(b"HTTP/1.1 302 Found\r\nLocation: /p\r\nContent-Length: 0\r\n\r\n")
+        elif how == "redirect":
+            connection.sendall(response(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop])
+        else:
+            connection.sendall(b'HTTP/1.1 200 OK\r\nETag: "v1"\r\nTransfer-Encoding: chunked\r\n\r\n')
+            connection.sendall(f"{len(DATA):x}\r\n".encode() + DATA + b"\r\n0\r\n\r\n")
+        return True
+
+    with reading(handle) as (server, store):
+        assert receive(store, '"v1"', xxhash.xxh3_128_hexdigest(DATA)) == DATA
+        assert receive(store, '"v1"') == DATA
+        sync_close(store)
+    assert used == [1, 1]
+    assert len(server.requests) == {"chunked": 3, "redirect": 5}[how]
+
+
+def sync_close(store: ObjectStore) -> None:
+    """Close the connections of aiohttp."""
+    from fsspec.asyn import sync
+
+    session = sync(store.filesystem.loop, store.filesystem.set_session)
+    sync(store.filesystem.loop, session.close)
+    store.filesystem._session = None
+
+
+def test_many_objects_share_connections(tmp_path: Path) -> None:
+    remote = Remote(tmp_path)
+    try:
+        parts = [os.urandom(3000) for _ in range(100)]
+        for number, part in enumerate(parts):
+            (tmp_path / f"{number:03}").write_bytes(part)
+        store = ObjectStore(remote.uri, patience=PATIENCE)
+        objects = list(store.listing())
+        whole = bytearray(300_000)
+
+        def write(offset: int, data: Any) -> None:
+            whole[offset : offset + len(data)] = data
+
+        store.fetch_many(objects, range(0, 300_000, 3000), write, lambda count: None)
+        assert bytes(whole) == b"".join(parts)
+        assert set(remote.requests.values()) == {1}
+        store._local.__dict__.clear()
+    finally:
+        remote.close()
