@@ -39,6 +39,8 @@ _PERSONAL = (
     "cache_directory",
     "cache_memory_directory",
     "cache_free_percent",
+    "log",
+    "log_directory",
 )
 """Settings that a TrainingJob does not contain: they come from the environment of `topkube run`."""
 
