@@ -131,6 +131,12 @@ class Settings:
         "TOPKUBE_TRACE_DIRECTORY", "", "directory in which every rank writes a trace of some steps; empty: no trace"
     )
     trace_steps: int = _setting("TOPKUBE_TRACE_STEPS", 10, "number of steps in a trace")
+    log: str = _setting("TOPKUBE_LOG", "", "loggers of rank 0, with commas: tensorboard, mlflow, wandb")
+    log_directory: str = _setting(
+        "TOPKUBE_LOG_DIRECTORY",
+        "",
+        "directory of the loggers; empty: the directory `logs` beside the checkpoints, or in the run's directory",
+    )
     attempt: int = _setting("TOPKUBE_ATTEMPT", 1, "number of this attempt of the job, from 1")
     # inside pods
     launch_plan: str = _setting(
@@ -285,6 +291,33 @@ def torch_local_size(environment: Mapping[str, str] | None = None) -> int:
     set."""
     text = (os.environ if environment is None else environment).get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdigit() else 0
+
+
+@dataclass(frozen=True)
+class TorchPlace:
+    """The place of this process among those that a launcher started: its `rank` of `size`, the `local_size` ranks of
+    its node, and the number of `nodes`."""
+
+    rank: int
+    size: int
+    local_size: int
+    nodes: int
+
+
+def torch_place(environment: Mapping[str, str] | None = None) -> TorchPlace | None:
+    """Return the place of this process by the variables that torchrun and TopKube's launch layer set (RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, GROUP_WORLD_SIZE); None if one of them is not set."""
+    environment = os.environ if environment is None else environment
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    texts = [environment.get(name, "") for name in names]
+    return TorchPlace(*map(int, texts)) if all(text.isdigit() for text in texts) else None
+
+
+def wandb_mode(environment: Mapping[str, str] | None = None) -> str | None:
+    """Return the mode of Weights & Biases: offline, or None if WANDB_MODE or WANDB_API_KEY is set, so that the library
+    decides."""
+    environment = os.environ if environment is None else environment
+    return None if environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY") else "offline"
 
 
 def are_threads_chosen(environment: Mapping[str, str] | None = None) -> bool:
