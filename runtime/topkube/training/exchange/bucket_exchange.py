@@ -329,7 +329,7 @@ class BucketExchange:
             self.on_device.memory.lend(tensor, mark)
 
 
-def copy_each(to: Sequence[torch.Tensor], by: Sequence[torch.Tensor]) -> None:
+def copy_each(to: list[torch.Tensor], by: list[torch.Tensor]) -> None:
     """Copy each tensor of `by` into the tensor of `to` at its place. On a GPU, a few launches copy all of them."""
     if to:
         torch._foreach_copy_(to, by)
