@@ -68,34 +68,31 @@ int plan_or_run(int device, void* stream, void* workspace, u64* needed, const Wo
   return launcher.error();
 }
 
-struct HashWork {
-  Hashed data;
-  u64* sums;
-};
+u64 hashed_bytes(u64 bytes) { return bytes < wire_header_bytes ? 0 : bytes - 8; }
 
-HashWork hash_work(const void* buffer, u64 bytes, Arena& arena) {
-  const u64 size = bytes < wire_header_bytes ? 0 : bytes - 8;
-  return {{static_cast<const std::uint8_t*>(buffer), size}, arena.take<u64>(hash_blocks_of(size) * hash_lanes + 1)};
-}
-
-void launch_sums(gpu::Launcher& launcher, const HashWork& hash) {
-  const u64 items = hash_blocks_of(hash.data.size) * hash_lanes;
-  if (items) launcher.launch(hash_sums, launcher.blocks_for(items, hash_threads, 8), hash_threads, hash.data, hash.sums);
-}
-
-// Launches all checks of a wire buffer, and computes where the entries of each block start.
-u32* launch_check(gpu::Launcher* launcher, const std::uint8_t* buffer, u64 bytes, u64 expected_length, u32* verdict, Arena& arena) {
-  u32* starts = arena.take<u32>(bytes / 4 + 1);
-  const HashWork hash = hash_work(buffer, bytes, arena);
-  if (launcher) {
-    launcher->launch<CheckShared>(check_header, 1, check_threads, buffer, bytes, expected_length, starts, verdict);
-    if (bytes >= wire_header_bytes) {
-      launcher->launch(check_entries, launcher->blocks_for(bytes / 4, 4 * wire_threads, 8), wire_threads, buffer, starts, verdict);
-      launch_sums(*launcher, hash);
-      launcher->launch(check_seal, 1, 32, hash.data, hash.sums, buffer, verdict);
-    }
+void launch_sums(gpu::Launcher& launcher, Hashed data, u64 inputs, u64 apart, u64* sums) {
+  const u64 items = hash_blocks_of(data.size) * hash_lanes;
+  if (items) {
+    launcher.launch(hash_sums, inputs * launcher.blocks_for(items, hash_threads, 8), hash_threads, data, inputs, apart, sums);
   }
-  return starts;
+}
+
+// Returns `count` encoded shards of `bytes` bytes, with their workspace.
+Rows lay_out_rows(const void* buffer, u64 count, u64 apart, u64 bytes, u32* verdicts, Arena& arena) {
+  Rows rows{static_cast<const std::uint8_t*>(buffer), count, apart, bytes, bytes / 4 + 1, nullptr, nullptr, verdicts};
+  rows.starts = arena.take<u32>(count * rows.starts_words);
+  rows.sums = arena.take<u64>(count * hash_sums_of(hashed_bytes(bytes)));
+  return rows;
+}
+
+// Launches all checks of encoded shards, and computes where the entries of each block start.
+void launch_check(gpu::Launcher& launcher, const Rows& rows, u64 expected_length) {
+  const u64 hashed = hashed_bytes(rows.bytes);
+  launcher.launch<CheckShared>(check_header, rows.count, check_threads, rows, expected_length);
+  if (rows.bytes < wire_header_bytes) return;
+  launcher.launch(check_entries, rows.count * launcher.blocks_for(rows.bytes / 4, 4 * wire_threads, 8), wire_threads, rows);
+  launch_sums(launcher, Hashed{rows.buffer, hashed}, rows.count, rows.apart, rows.sums);
+  launcher.launch(check_seal, rows.count, 32, rows, hashed);
 }
 
 }  // namespace
@@ -201,15 +198,16 @@ TOPKUBE_API topkube_cuda_encode(int device, void* stream, const u32* indices, co
       using Wire = decltype(wire_type);
       return plan_or_run(device, stream, workspace, needed, [&](gpu::Launcher* launcher) {
         Arena arena(workspace);
-        const HashWork hash = hash_work(out, bytes, arena);
+        const Hashed data{out, hashed_bytes(bytes)};
+        u64* sums = arena.take<u64>(hash_sums_of(data.size));
         if (launcher) {
           const u64 blocks = launcher->blocks_for(std::max(count, wire_blocks(length)), 2 * wire_threads, 8);
           launcher->launch(check_indices, launcher->blocks_for(count, 4 * wire_threads, 8), wire_threads, indices, count, length,
                            true, verdict);
           launcher->launch(encode_entries<T, Wire>, blocks, wire_threads, indices, static_cast<const typename T::Item*>(values),
                            count, length, static_cast<u32>(wire), residual, out, static_cast<const u32*>(verdict));
-          launch_sums(*launcher, hash);
-          launcher->launch(seal, 1, 32, hash.data, static_cast<const u64*>(hash.sums), out, static_cast<const u32*>(verdict));
+          launch_sums(*launcher, data, 1, 0, sums);
+          launcher->launch(seal, 1, 32, data, static_cast<const u64*>(sums), out, static_cast<const u32*>(verdict));
         }
         return arena.used();
       });
@@ -222,10 +220,11 @@ TOPKUBE_API topkube_cuda_decode(int device, void* stream, const std::uint8_t* bu
                                 u32* indices, float* values, u32* verdict, void* workspace, u64* needed) {
   return plan_or_run(device, stream, workspace, needed, [&](gpu::Launcher* launcher) {
     Arena arena(workspace);
-    const u32* starts = launch_check(launcher, buffer, bytes, expected_length, verdict, arena);
+    const Rows rows = lay_out_rows(buffer, 1, 0, bytes, verdict, arena);
+    if (launcher) launch_check(*launcher, rows, expected_length);
     if (launcher && indices && bytes >= wire_header_bytes) {
-      launcher->launch(decode_entries, launcher->blocks_for(room, 2 * wire_threads, 8), wire_threads, buffer, starts, room, indices,
-                       values, static_cast<const u32*>(verdict));
+      launcher->launch(decode_entries, launcher->blocks_for(room, 2 * wire_threads, 8), wire_threads, buffer,
+                       static_cast<const u32*>(rows.starts), room, indices, values, static_cast<const u32*>(verdict));
     }
     return arena.used();
   });
@@ -237,10 +236,32 @@ TOPKUBE_API topkube_cuda_decode_add(int device, void* stream, const std::uint8_t
     using T = decltype(type);
     return plan_or_run(device, stream, workspace, needed, [&](gpu::Launcher* launcher) {
       Arena arena(workspace);
-      const u32* starts = launch_check(launcher, buffer, bytes, length, verdict, arena);
+      const Rows rows = lay_out_rows(buffer, 1, 0, bytes, verdict, arena);
+      if (launcher) launch_check(*launcher, rows, length);
       if (launcher && bytes >= wire_header_bytes) {
-        launcher->launch(decode_add_entries<T>, launcher->blocks_for(bytes / 6, 2 * wire_threads, 8), wire_threads, buffer, starts,
-                         static_cast<typename T::Item*>(dense), scale, verdict);
+        launcher->launch(decode_add_entries<T>, launcher->blocks_for(bytes / 6, 2 * wire_threads, 8), wire_threads, buffer,
+                         static_cast<const u32*>(rows.starts), static_cast<typename T::Item*>(dense), scale, verdict);
+      }
+      return arena.used();
+    });
+  });
+}
+
+// Replaces `out` by the sum of `count` encoded shards, which are `apart` bytes apart (a multiple of 8). There is a verdict for each.
+// The number of launches does not depend on `count`.
+TOPKUBE_API topkube_cuda_sum_rows(int device, void* stream, const std::uint8_t* buffer, u64 count, u64 apart, u64 bytes, void* out,
+                                  int dtype, u64 length, u32* verdicts, void* workspace, u64* needed) {
+  return with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    return plan_or_run(device, stream, workspace, needed, [&](gpu::Launcher* launcher) {
+      Arena arena(workspace);
+      const Rows rows = lay_out_rows(buffer, count, apart, bytes, verdicts, arena);
+      if (launcher) {
+        launch_check(*launcher, rows, length);
+        if (bytes >= wire_header_bytes) {
+          launcher->launch<SumShared>(sum_rows<T>, launcher->blocks_for(length, cell_items, 6), wire_threads, rows,
+                                      static_cast<typename T::Item*>(out), length);
+        }
       }
       return arena.used();
     });

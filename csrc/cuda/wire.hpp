@@ -98,10 +98,26 @@ struct CheckShared {
   BlockScratch scratch;
 };
 
-// Runs as one block. Checks the header, and computes where the entries of each block start. `starts` has room for one word per 4
-// bytes of the buffer.
-TOPKUBE_KERNEL(check_threads) check_header(const std::uint8_t* buffer, u64 bytes, u64 expected_length, u32* starts, u32* verdict) {
+// Encoded shards of equal size, `apart` bytes apart, with a verdict each. A kernel that checks them runs with a multiple of
+// `count` blocks. The workspace of row i: `starts` from word i * starts_words on, and the sums of its hash.
+struct Rows {
+  const std::uint8_t* buffer;
+  u64 count, apart, bytes, starts_words;
+  u32* starts;
+  u64* sums;
+  u32* verdicts;
+  TOPKUBE_DEVICE_MEMBER const std::uint8_t* row(u64 i) const { return buffer + i * apart; }
+  TOPKUBE_DEVICE_MEMBER u32* starts_of(u64 i) const { return starts + i * starts_words; }
+  TOPKUBE_DEVICE_MEMBER u32* verdict(u64 i) const { return verdicts + i * verdict_words; }
+};
+
+// Runs as one block per row. Checks the header, and computes where the entries of each block start. `starts` has room for one word
+// per 4 bytes of the buffer.
+TOPKUBE_KERNEL(check_threads) check_header(Rows rows, u64 expected_length) {
   auto& shared = gpu::shared<CheckShared>();
+  const std::uint8_t* buffer = rows.row(gpu::block());
+  const u64 bytes = rows.bytes;
+  u32 *starts = rows.starts_of(gpu::block()), *verdict = rows.verdict(gpu::block());
   const auto* words = reinterpret_cast<const u32*>(buffer);
   u32 fault = no_fault;
   u64 length = 0, entries = 0;
@@ -178,10 +194,14 @@ TOPKUBE_DEVICE float wired_value(const Wired& wired, u64 i) {
 // wrong.)
 TOPKUBE_DEVICE bool header_failed(const u32* verdict) { return verdict[entries_word] == no_fault; }
 
-TOPKUBE_KERNEL(wire_threads) check_entries(const std::uint8_t* buffer, const u32* starts, u32* verdict) {
+TOPKUBE_KERNEL(wire_threads) check_entries(Rows rows) {
+  const u64 row = gpu::block() % rows.count;
+  u32* verdict = rows.verdict(row);
   if (header_failed(verdict)) return;
-  const Wired wired = sections(buffer);
-  const u64 first = u64{gpu::block()} * gpu::threads() + gpu::thread(), stride = u64{gpu::blocks()} * gpu::threads();
+  const Wired wired = sections(rows.row(row));
+  const u32* starts = rows.starts_of(row);
+  const u64 first = gpu::block() / rows.count * gpu::threads() + gpu::thread(),
+            stride = gpu::blocks() / rows.count * gpu::threads();
   if (first == 0 && wired.entries % 2 && wired.offsets[wired.entries]) gpu::lower(verdict + fault_word, u32{padding});
   for (u64 i = first; i < wired.entries; i += stride) {
     const u64 block = block_of(starts, wired.blocks, i);
@@ -190,9 +210,11 @@ TOPKUBE_KERNEL(wire_threads) check_entries(const std::uint8_t* buffer, const u32
   }
 }
 
-TOPKUBE_KERNEL(32) check_seal(Hashed data, const u64* sums, const std::uint8_t* buffer, u32* verdict) {
+TOPKUBE_KERNEL(32) check_seal(Rows rows, u64 hashed_bytes) {
+  const std::uint8_t* buffer = rows.row(gpu::block());
+  u32* verdict = rows.verdict(gpu::block());
   if (header_failed(verdict)) return;
-  const u64 hash = hash_end(data, sums);
+  const u64 hash = hash_end(Hashed{buffer, hashed_bytes}, rows.sums + gpu::block() * hash_sums_of(hashed_bytes));
   if (gpu::thread() == 0 && hash != *reinterpret_cast<const u64*>(buffer + 16)) gpu::lower(verdict + fault_word, u32{checksum});
 }
 
@@ -220,6 +242,60 @@ TOPKUBE_KERNEL(wire_threads) decode_add_entries(const std::uint8_t* buffer, cons
     dense[index] = T::round(canonical(gpu::plus(T::load(dense[index]), gpu::times(value, scale))));
   }
   if (gpu::ballot(nonfinite) && gpu::lane() == 0) gpu::publish(verdict + finite_word, 0u);
+}
+
+constexpr u32 cell_items = 8192, cells_per_block = 0x10000 / cell_items;
+struct SumShared {
+  BlockScratch scratch;
+  float sums[cell_items];
+};
+
+// Returns how many offsets of `sorted` are below `limit`.
+TOPKUBE_DEVICE u64 offsets_below(const u16* sorted, u64 count, u32 limit) {
+  u64 low = 0, high = count;
+  while (low < high) {
+    const u64 middle = (low + high) / 2;
+    if (sorted[middle] < limit) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// out = row 0 + row 1 + ..., in fp32, rounded once. A block computes cells of 8,192 elements in shared memory, so `out` is written
+// once and never read. If a row is invalid, nothing is written. All checks must be done.
+template <class T>
+TOPKUBE_KERNEL(wire_threads) sum_rows(Rows rows, typename T::Item* out, u64 length) {
+  auto& shared = gpu::shared<SumShared>();
+  u64 invalid = 0;
+  for (u64 row = gpu::thread(); row < rows.count; row += gpu::threads()) invalid += rows.verdict(row)[fault_word] != no_fault;
+  if (block_sum(invalid, shared.scratch)) return;
+  for (u64 cell = gpu::block(); cell * cell_items < length; cell += gpu::blocks()) {
+    const u64 base = cell * cell_items, block = cell / cells_per_block;
+    const u32 begin = static_cast<u32>(cell % cells_per_block) * cell_items;
+    for (u32 i = gpu::thread(); i < cell_items; i += gpu::threads()) shared.sums[i] = 0.0f;
+    for (u64 row = 0; row < rows.count; ++row) {
+      gpu::sync();  // a row begins when the row before it has been added
+      const Wired wired = sections(rows.row(row));
+      const u32* starts = rows.starts_of(row);
+      const u64 start = starts[block], end = block + 1 < wired.blocks ? starts[block + 1] : wired.entries;
+      const u64 first = start + offsets_below(wired.offsets + start, end - start, begin),
+                last = start + offsets_below(wired.offsets + start, end - start, begin + cell_items);
+      bool nonfinite = false;
+      for (u64 i = first + gpu::thread(); i < last; i += gpu::threads()) {
+        const float value = wired_value(wired, i);
+        nonfinite |= (bits_of(value) & 0x7fffffffu) >= 0x7f800000u;
+        float& sum = shared.sums[wired.offsets[i] - begin];
+        sum = canonical(gpu::plus(sum, value));
+      }
+      if (gpu::ballot(nonfinite) && gpu::lane() == 0) gpu::publish(rows.verdict(row) + finite_word, 0u);
+    }
+    gpu::sync();
+    for (u32 i = gpu::thread(); i < cell_items && base + i < length; i += gpu::threads()) out[base + i] = T::round(shared.sums[i]);
+    gpu::sync();
+  }
 }
 
 // dense[indices[i]] += values[i]. Ascending indices are distinct, so their order does not matter. Other indices are added in order

@@ -92,10 +92,22 @@ inline
   return size > 240 ? (size - 1) / hash_block : 0;
 }
 
-// Computes sums[8 * block + lane] for every whole block of a long input.
-TOPKUBE_KERNEL(hash_threads) hash_sums(Hashed data, u64* sums) {
-  const u64 count = hash_blocks_of(data.size) * hash_lanes, stride = u64{gpu::blocks()} * gpu::threads();
-  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < count; i += stride) {
+inline
+#if !defined(TOPKUBE_EMULATE_CUDA)
+    __host__ __device__
+#endif
+        u64 hash_sums_of(u64 size) {
+  return hash_blocks_of(size) * hash_lanes + 1;
+}
+
+// Computes sums[8 * block + lane] for every whole block of a long input. There are `inputs` inputs of this size, `apart` bytes
+// apart; the sums of input i begin at sums[i * hash_sums_of(size)]. The number of blocks of the grid is a multiple of `inputs`.
+TOPKUBE_KERNEL(hash_threads) hash_sums(Hashed data, u64 inputs, u64 apart, u64* sums) {
+  const u64 input = gpu::block() % inputs, worker = gpu::block() / inputs, workers = gpu::blocks() / inputs;
+  data.buffer += input * apart;
+  sums += input * hash_sums_of(data.size);
+  const u64 count = hash_blocks_of(data.size) * hash_lanes, stride = workers * gpu::threads();
+  for (u64 i = worker * gpu::threads() + gpu::thread(); i < count; i += stride) {
     const u32 lane = static_cast<u32>(i % hash_lanes);
     const u64 start = i / hash_lanes * hash_block;
     u64 sum = 0;

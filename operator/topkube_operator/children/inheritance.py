@@ -92,6 +92,12 @@ def launcher_resources(job: TrainingJob) -> dict[str, Any]:
     return {"requests": dict(_REQUESTS), **({"limits": limits} if limits else {})}
 
 
+def requests_gpus(container: Mapping[str, Any]) -> bool:
+    """Return True if the container requests GPUs: `nvidia.com/gpu`, or parts of GPUs (`nvidia.com/mig-...`)."""
+    amounts = {**_resources(container, "requests"), **_resources(container, "limits")}
+    return any(name.startswith("nvidia.com/") and parse_quantity(amount) for name, amount in amounts.items())
+
+
 def is_guaranteed(template: Mapping[str, Any]) -> bool:
     """Return True if Kubernetes would put a pod of this template into the QoS class Guaranteed."""
     spec: Any = without_nulls(template).get("spec") or {}

@@ -31,6 +31,7 @@ _SHM_MIB, _SHM_MIB_PER_RANK = 1024, 256
 _PREFIX = "topkube-"
 _OF_WORKERS, _OF_LAUNCHER = "spec.template", "spec.launcher.template"
 _POD, _CONTAINER = "the pod template's spec", "the container"
+_VISIBLE_GPUS = "NVIDIA_VISIBLE_DEVICES"
 _USER_FIELDS = ("runAsNonRoot", "runAsUser", "seccompProfile")
 """The fields of a security context that the operator sets, unless the template sets them to a value or to null."""
 
@@ -221,6 +222,7 @@ def _add_launcher(
     container.setdefault("command", ["topkube", "launch"])
     container.setdefault("resources", inheritance.launcher_resources(job))
     _add_environment(container, {contract.PLAN_VARIABLE: plan.text().replace("$", "$$")})
+    _hide_gpus(container)
     _restrict(container, pod["spec"], _unset_fields(job, of_launcher=True))
     container["securityContext"].setdefault("readOnlyRootFilesystem", True)
     _add_scratch_volumes(pod["spec"], container, 0)
@@ -283,6 +285,20 @@ def _add_environment(container: dict[str, Any], plans: dict[str, str]) -> None:
     if "HOME" not in named:
         ours.append({"name": "HOME", "value": HOME})
     container["env"] = ours + kept
+
+
+def _hide_gpus(container: dict[str, Any]) -> None:
+    """Make the container see no GPU, unless its template requests GPUs or sets the variable.
+
+    Images for CUDA set NVIDIA_VISIBLE_DEVICES=all, and NVIDIA's container runtime follows it in a container that
+    requests no GPU. A launcher would then see, and could use, all GPUs of its node. The value `void` makes the runtime
+    add neither devices nor driver files.
+    """
+    if inheritance.requests_gpus(container):
+        return
+    entries = list_in(container, "env", _CONTAINER)
+    if not any(isinstance(entry, dict) and entry.get("name") == _VISIBLE_GPUS for entry in entries):
+        entries.append({"name": _VISIBLE_GPUS, "value": "void"})
 
 
 def _unset_fields(job: TrainingJob, *, of_launcher: bool = False) -> frozenset[str]:

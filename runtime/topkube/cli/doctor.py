@@ -12,11 +12,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from topkube.algorithms import load_all, package_of
+from topkube.cli.gpu_checks import check_gpus
+from topkube.cli.report import Check, ok
 from topkube.errors import TopKubeError
 from topkube.installation import install_command
 from topkube.launch.mpi import mpi_library
@@ -28,20 +29,6 @@ HELLO_SECONDS = 60
 _HELLO = "from mpi4py import MPI; c = MPI.COMM_WORLD; print(f'hello {c.allreduce(1)} {c.size}')"
 _LEAST_MEMORY, _LEAST_DISK = 2 << 30, 1 << 30
 _LEAST_SHARED = 64 << 20
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report. Training does not work here if a check has the state "fail"."""
-
-    name: str
-    state: Literal["ok", "warn", "fail"]
-    message: str
-    next_step: str = ""
-
-
-def ok(name: str, message: str) -> Check:
-    return Check(name, "ok", message)
 
 
 def run_doctor(json_output: bool) -> int:
@@ -249,32 +236,6 @@ def _disk() -> Iterator[Check]:
         yield ok("disk", f"{size(free)} free at {directory}")
 
 
-def _cuda() -> Iterator[Check]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        yield ok("cuda", "no NVIDIA driver here; training runs on the processor")
-        return
-    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    if answer.returncode:
-        yield Check("cuda", "warn", f"nvidia-smi fails: {(answer.stdout + answer.stderr).strip()}", "check the driver")
-        return
-    gpus = "; ".join(answer.stdout.strip().splitlines())
-    code = "import torch; print(torch.cuda.is_available())"
-    has_cuda = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
-    if has_cuda != "True":
-        yield Check("cuda", "warn", f"{gpus}; but torch does not find it", "install a build of torch for CUDA")
-        return
-    yield ok("cuda", gpus)
-    aware = importlib.import_module("topkube.collectives.device.cuda_aware").mpi_takes_device_pointers()
-    how = (
-        "directly: this MPI takes device pointers"
-        if aware
-        else "through pinned host memory: this MPI takes no device pointers"
-    )
-    yield ok("cuda to network", how)
-
-
 def _cluster() -> Iterator[Check]:
     config = next((path for path in [*kubeconfig_paths(), Path.home() / ".kube" / "config"] if path.is_file()), None)
     inside = Path("/var/run/secrets/kubernetes.io/serviceaccount/token").exists()
@@ -315,6 +276,6 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     _memory,
     _shared_memory,
     _disk,
-    _cuda,
+    check_gpus,
     _cluster,
 )

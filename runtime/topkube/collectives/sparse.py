@@ -90,20 +90,15 @@ class HiTopK(ShardAllReduce):
             if residual is not None:
                 residual.clear(_as_positions(indices))
         pending = residual.pending if residual is not None else None
-        payload = kernels.encode(indices, values, length, wire=request.wire, residual=pending, wait=False)
-        rows[shard.world.node, : len(payload)] = _beside(payload, rows)
+        own = rows[shard.world.node, : kernels.encoded_size(length, k, request.wire)]
+        kernels.encode(indices, values, length, wire=request.wire, residual=pending, out=own, wait=False)
         return rows
 
     def unpack(self, shard: Shard, received: Any) -> None:
         values, request = shard.values, shard.request
         k = min(selected_count(request.length, request.density, shard.world.shards), len(values))
         size = kernels.encoded_size(len(values), k, request.wire)
-        total = values if request.dtype == "float32" else shard.scratch("sum", len(values), "float32")
-        total[:] = 0
-        for row in received:
-            shard.finite.append(kernels.decode_add_(total, row[:size], wait=False))
-        if total is not values:
-            kernels.cast_(values, total)
+        shard.finite.append(kernels.sum_rows_(values, received, size, wait=False))
 
 
 class Naive(AllReduce):
@@ -190,12 +185,3 @@ def _as_positions(indices: Any) -> Any:
     import torch
 
     return indices.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-
-
-def _beside(payload: Any, rows: Any) -> Any:
-    """Return `payload` as a tensor if `rows` is a tensor."""
-    if is_tensor(payload) or not is_tensor(rows):
-        return payload
-    import torch
-
-    return torch.from_numpy(payload)

@@ -22,7 +22,7 @@ from topkube.kernels.selection import (
     topk,
 )
 from topkube.kernels.sign import SIGN_BLOCK, sign_pack_, sign_unpack_add_
-from topkube.kernels.wire import decode, decode_add_, encode, encoded_size, scatter_add_
+from topkube.kernels.wire import decode, decode_add_, encode, encoded_size, scatter_add_, sum_rows_
 
 __all__ = [
     "SIGN_BLOCK",
@@ -47,6 +47,7 @@ __all__ = [
     "simd",
     "simd_paths",
     "sum_",
+    "sum_rows_",
     "topk",
     "use_simd",
 ]

@@ -53,6 +53,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     ],
     "decode": [*_where, _pointer, _u64, _u64, _u64, _pointer, _pointer, _pointer, *_room],
     "decode_add": [*_where, _pointer, _u64, _pointer, _int, _u64, _float, _pointer, *_room],
+    "sum_rows": [*_where, _pointer, _u64, _u64, _u64, _pointer, _int, _u64, _pointer, *_room],
     "scatter_add": [*_where, _pointer, _int, _u64, _pointer, _pointer, _int, _u64, _pointer],
 }
 

@@ -240,6 +240,18 @@ class DeviceKernels:
         )  # fmt: skip
         return verdict
 
+    def sum_rows_(self, out: torch.Tensor, rows: torch.Tensor, size: int) -> Any:
+        """Return the verdicts (rows, 4): word 1 of a row is 0 if one of its values was not finite."""
+        self._floats(out, "out")
+        raw = self._buffer(rows)
+        self._apart("out", out, "rows", raw)
+        verdicts = self._new(out, len(rows) * VERDICT_WORDS, self.torch.int32).fill_(-1)
+        self._with_workspace(
+            "sum_rows", out, raw.data_ptr(), len(rows), rows.shape[1], size, out.data_ptr(), self._codes[out.dtype],
+            out.numel(), verdicts.data_ptr(),
+        )  # fmt: skip
+        return verdicts.view(len(rows), VERDICT_WORDS)
+
     def _decode(self, buffer: torch.Tensor, length: int | None, entries: int, indices: Any, values: Any) -> Any:
         raw = self._buffer(buffer)
         verdict = self._verdict(raw)

@@ -70,17 +70,25 @@ def encoded_size(length: int, k: int, wire: str = "fp32") -> int:
 
 
 def encode(
-    indices: Any, values: Any, length: int, *, wire: str = "fp32", residual: Any = None, wait: bool = True
+    indices: Any,
+    values: Any,
+    length: int,
+    *,
+    wire: str = "fp32",
+    residual: Any = None,
+    out: Any = None,
+    wait: bool = True,
 ) -> Any:
     """Encode a sparse shard as bytes: (encoded_size(length, k, wire),) uint8. csrc/cpu/wire/wire.hpp has the format.
 
     indices: (k,) ascending, below `length`; values: (k,) float32, bfloat16 or float16, rounded to `wire` ("fp32",
     "bf16" or "fp16") to nearest even; a value beyond the range of fp16 becomes infinite. residual: (length,) float32 or
-    None; if given, value minus rounded value is added at each index, so that the error is sent in a later step. Raises
+    None; if given, value minus rounded value is added at each index, so that the error is sent in a later step. out:
+    (encoded_size,) uint8 or None; if given, the bytes are written there, and `out` is returned. Raises
     ArgumentError if indices are out of order or out of range; nothing is written then. On a GPU the call waits for the
     check; with wait=False it does not wait, and invalid indices make a buffer that readers refuse."""
-    if gpu := device_kernels(indices=indices, values=values, residual=residual):
-        encoded, verdict, places = gpu.encode(indices, values, length, wire, residual)
+    if gpu := device_kernels(indices=indices, values=values, residual=residual, out=out):
+        encoded, verdict, places = gpu.encode(indices, values, length, wire, residual, out)
         if wait and (position := gpu.words(verdict)[0]) != NO_FAULT:
             raise disordered(position, int(places[position]), length)
         return encoded
@@ -96,7 +104,9 @@ def encode(
             )
         apart("residual", left, "values", flat_values)
         apart("residual", left, "indices", at)
-    buffer = np.empty(_kernels.encoded_size(length, at.size, code), np.uint8)
+    size = _kernels.encoded_size(length, at.size, code)
+    buffer = np.empty(size, np.uint8) if out is None else flat_view(out, "out", writable=True, dtypes=(_UINT8,))
+    same_length("out", buffer.size, "the encoded shard", size)
     position = _kernels.encode(
         at,
         as_bytes(flat_values),
@@ -109,7 +119,7 @@ def encode(
     if position < at.size:
         raise disordered(position, at[position], length)
     buffer[_CHECKSUM] = _checksum(buffer)
-    return buffer
+    return buffer if out is None else out
 
 
 def decode(buffer: Any, *, length: int | None = None) -> tuple[Any, Any]:
@@ -149,6 +159,36 @@ def decode_add_(dense: Any, buffer: Any, scale: float = 1.0, *, wait: bool = Tru
     raw, _ = _checked(buffer, to.size)
     apart("dense", to, "buffer", raw)
     return bool(_kernels.decode_add(raw, as_bytes(to), DTYPE_CODES[to.dtype], scale))
+
+
+def sum_rows_(out: Any, rows: Any, size: int, *, wait: bool = True) -> Any:
+    """Replace `out` by the sum of the encoded shards in `rows`: row 0 + row 1 + ..., in float32, rounded once to out's
+    dtype. Return True if all values were finite.
+
+    out: (length,) float32, bfloat16 or float16. rows: (n, row_bytes) uint8, contiguous, with row_bytes a multiple of 8;
+    the first `size` bytes of each row are a shard of `length` elements. Raises ArgumentError for other rows, and
+    WireError as `decode` does; nothing is written then. On a GPU, the number of launches does not depend on n, and
+    `wait` means the same as in `decode_add_`.
+    """
+    if rows.ndim != 2 or rows.shape[0] == 0 or rows.shape[1] % 8 or not 0 <= size <= rows.shape[1]:
+        raise ArgumentError(
+            f"rows has shape {tuple(rows.shape)} for encoded shards of {size} bytes",
+            cause="it needs at least one row, and row_bytes must be a multiple of 8 and hold a shard",
+            next_step="round the size of a row up to a multiple of 8",
+        )
+    if gpu := device_kernels(out=out, rows=rows):
+        verdicts = gpu.sum_rows_(out, rows, size)
+        if not wait:
+            return (verdicts[:, :2] == -1).all()
+        words = [gpu.words(verdict) for verdict in verdicts]
+        for fault, _, _, declared in words:
+            _raise_fault(size, fault, declared, out.numel())
+        return all(finite != 0 for _, finite, _, _ in words)
+    to, raw = flat_view(out, "out", writable=True), flat_view(rows, "rows", dtypes=(_UINT8,))
+    apart("out", to, "rows", raw)
+    parts = [decode(row[:size], length=to.size) for row in raw.reshape(rows.shape)]
+    _kernels.spread(as_bytes(to), DTYPE_CODES[to.dtype], parts)
+    return all(bool(np.isfinite(values).all()) for _, values in parts)
 
 
 def _indices(indices: object) -> Array:

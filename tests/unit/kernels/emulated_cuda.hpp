@@ -259,8 +259,11 @@ class Launcher {
 
   template <class Shared = Nothing, class... Parameters, class... Arguments>
   void launch(void (*kernel)(Parameters...), u64 blocks, u32 threads, Arguments... arguments) {
-    if (blocks) Emulator::self().run(blocks, threads, sizeof(Shared), [&] { kernel(arguments...); });
+    if (!blocks) return;
+    ++launches;
+    Emulator::self().run(blocks, threads, sizeof(Shared), [&] { kernel(arguments...); });
   }
+  static inline u64 launches = 0;
   u64 blocks_for(u64 items, u64 items_per_block, u32) const {  // a GPU of six blocks: loops over a grid go round
     const u64 worth = (items + items_per_block - 1) / items_per_block;
     return worth < 1 ? 1 : worth < 6 ? worth : 6;
@@ -269,3 +272,8 @@ class Launcher {
 };
 
 }  // namespace topkube::gpu
+
+// Returns how many kernels were launched so far.
+extern "C" __attribute__((visibility("default"), used)) topkube::u64 topkube_emulated_launches() {
+  return topkube::gpu::Launcher::launches;
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import shutil
 import subprocess
@@ -31,3 +32,10 @@ def emulated() -> DeviceKernels:
     command = ["g++", *FLAGS, *TRAPS, *defines, "-shared", "-x", "c++", str(SOURCE), "-o", str(library)]
     subprocess.run(command, check=True)
     return DeviceKernels(CudaLibrary(library))
+
+
+def launches() -> int:
+    """Return how many kernels the emulation has launched in this process."""
+    count = ctypes.CDLL(str(emulated().library.path)).topkube_emulated_launches
+    count.argtypes, count.restype = [], ctypes.c_uint64
+    return int(count())

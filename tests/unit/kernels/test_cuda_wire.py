@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from cuda_device import DTYPES, NAMES, Device, adversarial, bits, same
+from emulation import launches
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from topkube import kernels
-from topkube.errors import WireError
+from topkube.errors import ArgumentError, WireError
 from topkube.kernels.device import NO_FAULT
 
 
@@ -138,3 +139,68 @@ def test_a_damaged_buffer_is_refused_as_the_cpu_refuses_it(device: Device, data:
         message = str(error)
     assert message == refused
     assert same(out, dense)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
+@pytest.mark.parametrize(("length", "k"), [(1, 1), (40, 3), (8_192, 400), (70_000, 58), (200_000, 5_001)])
+def test_rows_are_summed_in_order_and_rounded_once(device: Device, dtype: torch.dtype, length: int, k: int) -> None:
+    for wire, count in (("bf16", 5), ("fp32", 1), ("fp16", 3)):
+        size = kernels.encoded_size(length, k, wire)
+        rows = torch.zeros(count, -(-size // 8) * 8 + 16, dtype=torch.uint8)
+        total = torch.zeros(length)
+        for row in rows:
+            indices, values = kernels.topk(torch.randn(length) * torch.rand(length).round(), k)
+            kernels.encode(indices, values, length, wire=wire, out=row[:size])
+            assert kernels.decode_add_(total, row[:size])
+        expected, on_cpu, out = (
+            total.to(dtype),
+            torch.ones(length, dtype=dtype),
+            device.put(torch.ones(length).to(dtype)),
+        )
+        assert kernels.sum_rows_(on_cpu, rows, size)
+        assert same(on_cpu, expected)
+        verdicts = device.kernels.sum_rows_(out, device.put(rows), size)
+        assert bool((verdicts[:, :2] == -1).all())
+        assert same(out, expected)
+
+
+def test_a_row_that_is_damaged_or_not_finite_is_reported(device: Device) -> None:
+    length, k = 70_000, 300
+    values = torch.randn(k)
+    indices = torch.arange(0, length, length // k)[:k].to(torch.uint32)
+    size = kernels.encoded_size(length, k, "fp32")
+    rows = torch.zeros(4, -(-size // 8) * 8, dtype=torch.uint8)
+    for row in rows:
+        kernels.encode(indices, values, length, out=row[:size])
+    values[7] = torch.inf
+    kernels.encode(indices, values, length, out=rows[2, :size])
+    out = device.put(torch.ones(length))
+    verdicts = device.kernels.sum_rows_(out, device.put(rows), size).cpu()
+    assert [bool((words[:2] == -1).all()) for words in verdicts] == [True, True, False, True]
+    assert not kernels.sum_rows_(torch.ones(length), rows, size)
+    assert bool(out.isinf().any())
+    rows[3, size - 5] ^= 1
+    out = device.put(torch.ones(length))
+    verdicts = device.kernels.sum_rows_(out, device.put(rows), size).cpu()
+    assert int(verdicts[3, 0]) != -1
+    assert bool((out == 1).all())
+    untouched = torch.ones(length)
+    with pytest.raises(WireError):
+        kernels.sum_rows_(untouched, rows, size)
+    assert bool((untouched == 1).all())
+    for wrong in (rows[:, :-4].contiguous(), rows[:0], rows[0]):
+        with pytest.raises(ArgumentError, match="multiple of 8"):
+            kernels.sum_rows_(untouched, wrong, size)
+
+
+def test_the_launches_of_a_sum_of_rows_do_not_grow_with_the_rows() -> None:
+    device, length, k = Device("emulated"), 70_000, 700
+    size = kernels.encoded_size(length, k, "bf16")
+    row = torch.zeros(-(-size // 8) * 8, dtype=torch.uint8)
+    kernels.encode(*kernels.topk(torch.randn(length), k), length, wire="bf16", out=row[:size])
+    counts = []
+    for nodes in (1, 2, 40):
+        before = launches()
+        device.kernels.sum_rows_(torch.empty(length), row.repeat(nodes, 1), size)
+        counts.append(launches() - before)
+    assert counts == [5, 5, 5]

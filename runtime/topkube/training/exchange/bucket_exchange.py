@@ -28,6 +28,8 @@ from topkube.training.ranks.agreement import agreement
 from topkube.training.ranks.communication_thread import schedule
 from topkube.world import World
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 class BucketExchange:
     """The exchange of buckets among the ranks of a world. Methods run in the communication thread, in the same order on
@@ -253,31 +255,47 @@ class BucketExchange:
         if staging is None or staging.numel() < bucket.length:
             staging = torch.empty(bucket.length, dtype=bucket.dtype, device=only.tensor.device)
             self._staging[place] = staging
+        copies, gradients, absent = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for parameter, start in zip(bucket.parameters, bucket.starts, strict=False):
             piece = staging[start : start + parameter.length]
             if parameter.local and parameter.tensor.requires_grad:
                 gradient = real_view(parameter.tensor.grad)
-                piece.view(gradient.shape).copy_(gradient)
+                copies.append(piece.view(gradient.shape))
+                gradients.append(gradient)
             else:
-                piece.zero_()
+                absent.append(piece)
+        copy_each(copies, gradients)
+        if absent:
+            torch._foreach_zero_(absent)
         return staging[: bucket.length]
 
     def _deliver(self, bucket: Bucket, flat: torch.Tensor, mark: Mark | None) -> None:
-        for parameter, start in zip(bucket.parameters, bucket.starts, strict=False):
-            if not parameter.tensor.requires_grad:
-                continue
-            if parameter.tensor.grad is None:
+        """Write the means in `flat` into `.grad`, or add them to it, with a few launches for all parameters."""
+        trainable = [
+            (parameter, flat[start : start + parameter.length])
+            for parameter, start in zip(bucket.parameters, bucket.starts, strict=False)
+            if parameter.tensor.requires_grad
+        ]
+        copies, adds, stashes = list[Pair](), list[Pair](), list[Pair]()
+        for parameter, values in trainable:
+            is_new = parameter.tensor.grad is None
+            if is_new:
                 parameter.created = True
-                parameter.tensor.grad = torch.zeros_like(parameter.tensor)
+                parameter.tensor.grad = torch.empty_like(parameter.tensor)
                 self._lend(parameter.tensor.grad, mark)
             gradient = real_view(parameter.tensor.grad)
-            piece = flat[start : start + parameter.length].view(gradient.shape)
-            if parameter.aggregated:
-                gradient += piece
+            piece = values.view(gradient.shape)
+            if parameter.aggregated and not is_new:
+                adds.append((gradient, piece))
             elif gradient.data_ptr() != piece.data_ptr():
-                gradient.copy_(piece)
+                copies.append((gradient, piece))
+            if parameter.stash is not None:
+                stashes.append((real_view(parameter.stash), gradient))
+        for pairs, act in ((copies, copy_each), (adds, torch._foreach_add_), (stashes, torch._foreach_add_)):
+            if pairs:
+                act([to for to, _ in pairs], [by for _, by in pairs])
+        for parameter, _ in trainable:
             if parameter.stash is not None:  # the script may hold a reference: it stays the gradient
-                real_view(parameter.stash).add_(gradient)
                 self._borrow(parameter.tensor.grad)
                 parameter.tensor.grad = parameter.stash
             parameter.deliver()
@@ -309,6 +327,12 @@ class BucketExchange:
         it early."""
         if self.on_device is not None:
             self.on_device.memory.lend(tensor, mark)
+
+
+def copy_each(to: list[torch.Tensor], by: list[torch.Tensor]) -> None:
+    """Copy each tensor of `by` into the tensor of `to` at its place. On a GPU, a few launches copy all of them."""
+    if to:
+        torch._foreach_copy_(to, by)
 
 
 def _finite(gradients: Sequence[torch.Tensor]) -> bool:

@@ -130,6 +130,26 @@ def test_the_launchers_template_is_kept_and_filled_up() -> None:
     assert container["image"] == "image:1"
 
 
+def _visible_gpus(container: dict[str, Any]) -> str | None:
+    return environment(container).get("NVIDIA_VISIBLE_DEVICES")
+
+
+def test_a_launcher_sees_no_gpu_unless_its_template_asks_for_one() -> None:
+    """Images for CUDA ask for all GPUs of the node, and a container that requests none would get them."""
+    assert _visible_gpus(worker(stored())[1]) is None
+    assert _visible_gpus(launcher(stored())[1]) == "void"
+    pod = pods.build_colocated(stored(launcher={"colocate": True}), "uid", 1, [(0, 1), (1, 1)], POLICY)
+    seen = {container["name"]: _visible_gpus(container) for container in pod["spec"]["containers"]}
+    assert seen == {"worker": None, "launcher": "void"}
+    for part, expected in (
+        ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, None),
+        ({"resources": {"limits": {"nvidia.com/gpu": "0"}}}, "void"),
+        ({"env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]}, "all"),
+    ):
+        template = {"spec": {"containers": [{"name": "launcher", **part}]}}
+        assert _visible_gpus(launcher(stored(launcher={"template": template}))[1]) == expected
+
+
 def test_worker_0_reaches_a_colocated_launcher_by_the_address_of_its_own_pod() -> None:
     job = stored(launcher={"colocate": True})
     pod = pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)

@@ -1,0 +1,61 @@
+"""The image for GPU nodes: its build fails if a wheel lacks the kernels of a device."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from topkube.job import TrainingJob
+from topkube.kernels import cuda_library
+
+ROOT = Path(__file__).parents[3]
+CUOBJDUMP = shutil.which("cuobjdump") or shutil.which("/usr/local/cuda/bin/cuobjdump")
+
+
+def _check(folder: Path, devices: str, library: Path | None) -> subprocess.CompletedProcess[str]:
+    with zipfile.ZipFile(folder / "topkube-0.1.0-cp312-cp312-linux_x86_64.whl", "w") as wheel:
+        wheel.writestr("topkube/__init__.py", "")
+        if library is not None:
+            wheel.write(library, "topkube/libtopkube_cuda.so")
+    command = [sys.executable, str(ROOT / "images/gpu/check_kernels.py"), str(folder), devices]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
+    ended = _check(tmp_path, "80;90", None)
+    assert ended.returncode == 1
+    assert "has no topkube/libtopkube_cuda.so: nvcc was not found" in ended.stderr
+
+
+@pytest.mark.skipif(
+    CUOBJDUMP is None or cuda_library.path() is None, reason="no CUDA toolkit, or a build without kernels"
+)
+def test_a_wheel_that_lacks_a_device_is_refused(tmp_path: Path) -> None:
+    assert _check(tmp_path, "80;90", cuda_library.path()).stdout.endswith("machine code for sm_80, sm_90\n")
+    ended = _check(tmp_path, "80;121", cuda_library.path())
+    assert ended.returncode == 1
+    assert "no machine code for sm_121" in ended.stderr
+
+
+def test_the_sample_requests_a_gpu_for_each_rank() -> None:
+    import yaml
+
+    job = TrainingJob.model_validate(yaml.safe_load((ROOT / "manifests/samples/char-gpt-gpu.yaml").read_text()))
+    limits = job.spec.template["spec"]["containers"][0]["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == job.spec.slots_per_worker
+
+
+def test_the_samples_arguments_are_those_of_its_script() -> None:
+    import yaml
+
+    from topkube.examples import char_gpt
+
+    template = yaml.safe_load((ROOT / "manifests/samples/char-gpt-gpu.yaml").read_text())["spec"]["template"]
+    (worker,) = template["spec"]["containers"]
+    assert worker["command"] == ["python", "-m", "topkube.examples.char_gpt"]
+    assert char_gpt.options().parse_args(worker["args"]).width == 768

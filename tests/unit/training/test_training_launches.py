@@ -1,0 +1,53 @@
+"""How much work the exchange of a bucket on a device starts: it must not grow with the number of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import topkube
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.bucket_exchange import BucketExchange
+from topkube.training.exchange.buckets import Bucket, Parameter
+
+_VIEWS = ("view", "slice", "select", "detach", "alias", "as_strided", "unsqueeze", "empty", "_local_scalar_dense")
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations of torch that start work on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = str(operation.name()).removeprefix("aten::")
+        if not name.startswith(_VIEWS):
+            self.names.append(name)
+        return operation(*arguments, **(options or {}))
+
+
+def _launches(parameters: int, stashed: bool) -> list[str]:
+    world = topkube.world.init()
+    bucket = Bucket(torch.float32, small=False)
+    for i in range(parameters):
+        parameter = Parameter(i, f"w{i}", torch.nn.Parameter(torch.zeros(64, 32)))
+        parameter.tensor.grad = torch.full((64, 32), float(i + 1))
+        parameter.stash = torch.ones(64, 32) if stashed else None
+        bucket.append(parameter)
+    settings = AggregationSettings("hitopk", 1.0, 0, "fp32", "topk")
+    exchange = BucketExchange(world, settings, lambda: (0.0, 1.0), torch.device("cpu"))
+    with Launches() as counted:
+        exchange.run(bucket, 1.0, False)
+        assert exchange.flush()
+    for i, parameter in enumerate(bucket.parameters):
+        assert bool((parameter.tensor.grad == i + 1 + stashed).all())
+    return counted.names
+
+
+def test_the_launches_of_a_bucket_do_not_grow_with_its_parameters() -> None:
+    for stashed in (False, True):
+        few, many = _launches(2, stashed), _launches(40, stashed)
+        assert few == many, (few, many)
