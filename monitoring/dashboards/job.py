@@ -105,7 +105,7 @@ JOB = Dashboard(
                     "Weights of nodes",
                     "onebit only. Unsent: what nodes keep of the changes of their weights, over what they "
                     "send. Spread: the distance of the nodes' weights from the agreed weights, over the norm of those. "
-                    "Beyond 4 or 25% the run shortens its period.",
+                    "Beyond 100 (unsent) or 1 (spread) the run shortens its period.",
                     "percentunit",
                     (
                         Query(f"max by (training_job) (topkube_unsent_ratio{{{OF_JOB}}})", "unsent"),

