@@ -287,6 +287,26 @@ def torch_local_size(environment: Mapping[str, str] | None = None) -> int:
     return int(text) if text.isdigit() else 0
 
 
+@dataclass(frozen=True)
+class TorchPlace:
+    """The place of this process among those that a launcher started: its `rank` of `size`, the `local_size` ranks of
+    its node, and the number of `nodes`."""
+
+    rank: int
+    size: int
+    local_size: int
+    nodes: int
+
+
+def torch_place(environment: Mapping[str, str] | None = None) -> TorchPlace | None:
+    """Return the place of this process by the variables that torchrun and TopKube's launch layer set (RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, GROUP_WORLD_SIZE); None if one of them is not set."""
+    environment = os.environ if environment is None else environment
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    texts = [environment.get(name, "") for name in names]
+    return TorchPlace(*map(int, texts)) if all(text.isdigit() for text in texts) else None
+
+
 def are_threads_chosen(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if OMP_NUM_THREADS or MKL_NUM_THREADS sets the number of threads of a rank, because a person or
     `topkube run` set it."""

@@ -15,6 +15,7 @@ from topkube.algorithms import AUTO, DENSE
 from topkube.errors import ArgumentError, TrainingError
 from topkube.kernels.selection import entries_kept
 from topkube.settings import Settings, torch_local_size
+from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
 
 HITOPK = "hitopk"
@@ -64,10 +65,20 @@ def ddp_hook(
         )
     exchange = _Exchange(values, ranks_per_node or torch_local_size() or 1)
 
-    def topkube_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    # torch refuses annotations that are text, as they are in this module.
+    def topkube_hook(state, bucket):  # type: ignore[no-untyped-def]
         return exchange.submit(bucket)
 
     return topkube_hook
+
+
+def check_device(device: torch.device) -> None:
+    """Raise TrainingError if the hook does not support gradients on `device`."""
+    if device.type != "cpu":
+        raise TrainingError(
+            f"the gradients are on {device}, and ddp_hook supports tensors on the CPU only",
+            next_step="use topkube.DistributedOptimizer, which exchanges gradients on GPUs",
+        )
 
 
 # torch 2.13 has a new name for this call, and warns about the old name.
@@ -101,11 +112,7 @@ class _Exchange:
     def submit(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Return the future of a bucket's mean. It is the bucket's own memory."""
         buffer, future = bucket.buffer(), torch.futures.Future[torch.Tensor]()
-        if buffer.device.type != "cpu":
-            raise TrainingError(
-                f"the gradients are on {buffer.device}, and ddp_hook supports tensors on the CPU only",
-                next_step="use topkube.DistributedOptimizer, which exchanges gradients on GPUs",
-            )
+        check_device(buffer.device)
         self._thread.submit(self._run, future, buffer, bucket.index(), self._step, self._is_first_bucket)
         self._is_first_bucket = bucket.is_last()
         self._step += self._is_first_bucket
@@ -141,13 +148,17 @@ class _Exchange:
         if count != self._local * length:
             whole = torch.zeros(self._local * length, dtype=buffer.dtype)
             whole[:count] = buffer
-        shard = self._sum_in_node(whole, length)
+        phases.current.sent(dense=2 * (self._size - 1) * buffer.nbytes // self._size)
+        with phases.current.timed("intra"):
+            shard = self._sum_in_node(whole, length)
         shard *= 1 / self._size
         if self._nodes > 1:
             shard = self._sum_between_nodes(shard, index, step)
         result = shard.to(buffer.dtype)
         if self._local > 1:
-            _all_gather(whole, result, group=self._in_node)
+            with phases.current.timed("intra"):
+                _all_gather(whole, result, group=self._in_node)
+            phases.current.sent(intra=2 * (self._local - 1) * result.nbytes)
             result = whole
         if result.data_ptr() != buffer.data_ptr():
             buffer.copy_(result[:count])
@@ -170,7 +181,9 @@ class _Exchange:
         too_small = values.algorithm == AUTO and length * self._local < _SMALL
         if values.algorithm == DENSE or too_small or step == 0 or density >= 1:
             rows = torch.empty(self._nodes, length)
-            _all_gather(rows.view(-1), shard, group=self._across)
+            with phases.current.timed("inter"):
+                _all_gather(rows.view(-1), shard, group=self._across)
+            phases.current.sent(inter=(self._nodes - 1) * shard.nbytes)
             shard = rows[0]
             for row in rows[1:]:
                 shard += row
@@ -180,12 +193,15 @@ class _Exchange:
             residual = torch.zeros(length)
         entries = entries_kept(length, density)
         pending = torch.empty(length)
-        places, chosen = kernels.compress_(shard, residual, entries, out=pending)
-        payload = kernels.encode(places, chosen, length, wire=values.wire, residual=pending)
+        with phases.current.timed("select"):
+            places, chosen = kernels.compress_(shard, residual, entries, out=pending)
+            payload = kernels.encode(places, chosen, length, wire=values.wire, residual=pending)
         self._pending[index] = pending
         row_bytes = torch.as_tensor(payload)
         received = torch.empty(self._nodes, len(row_bytes), dtype=torch.uint8)
-        _all_gather(received.view(-1), row_bytes, group=self._across)
+        with phases.current.timed("inter"):
+            _all_gather(received.view(-1), row_bytes, group=self._across)
+        phases.current.sent(inter=(self._nodes - 1) * len(row_bytes))
         total = torch.zeros(length)
         for row in received:
             kernels.decode_add_(total, row)

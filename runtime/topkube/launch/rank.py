@@ -27,7 +27,7 @@ from topkube.errors import LaunchError, SettingsError
 from topkube.launch.host.arguments import check_arguments, shortened
 from topkube.launch.host.memory_kills import memory_kills
 from topkube.launch.host.processes import dies_with_parent, parent_of
-from topkube.launch.host.torch_environment import rank_variables
+from topkube.launch.host.torch_environment import accelerate_variables, rank_variables
 from topkube.launch.output.rank_log import Copy, Echo, RankLogWriter
 from topkube.launch.output.rank_report import (
     RankReport,
@@ -79,6 +79,8 @@ def main(arguments: list[str]) -> NoReturn:
     os.setsid()
     rank = launched_rank() or 0
     variables = rank_variables(rank, settings)
+    if variables:
+        variables |= accelerate_variables(process_environment())
     code = Keeper(command, rank, settings.run_path, echo, front, variables).run()
     os._exit(code)
 

@@ -12,7 +12,7 @@ import torch
 from local_runs import run, write_job
 
 from topkube.errors import WorldError
-from topkube.launch.host.torch_environment import rank_variables
+from topkube.launch.host.torch_environment import accelerate_variables, rank_variables
 from topkube.launch_check import check_launch
 from topkube.settings import Settings, launched_ranks
 
@@ -33,6 +33,24 @@ def test_the_variables_of_a_rank(counts: str, ranks: int, rank: int, expected: d
 @pytest.mark.parametrize(("counts", "ranks"), [("", 0), ("", 4), ("2,2", 3), ("2,x", 2)])
 def test_without_a_known_number_of_ranks_nothing_is_set(counts: str, ranks: int) -> None:
     assert rank_variables(0, Settings(ranks_per_node=counts, expected_ranks=ranks)) == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "inherited", "expected"),
+    [
+        ("null", {}, {"ACCELERATE_USE_CPU": "true"}),
+        ("null", {"ACCELERATE_USE_CPU": "false"}, {}),
+        ("nvidia0", {}, {}),
+        ("kfd", {}, {}),
+        ("dri/renderD128", {}, {"ACCELERATE_USE_CPU": "true"}),
+    ],
+)
+def test_accelerate_uses_the_cpu_only_without_a_device(
+    tmp_path: Path, device: str, inherited: dict[str, str], expected: dict[str, str]
+) -> None:
+    (tmp_path / device).parent.mkdir(exist_ok=True)
+    (tmp_path / device).touch()
+    assert accelerate_variables(inherited, tmp_path) == expected
 
 
 def test_these_variables_are_not_taken_for_torchrun() -> None:

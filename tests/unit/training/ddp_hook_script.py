@@ -41,6 +41,13 @@ for step in range(6):
     if step != overflow:  # as GradScaler does
         optimizer.step()
 weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+# As docs/ddp.md shows it: torch checks the hook itself when it is registered.
+plain = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+plain.register_comm_hook(None, topkube.ddp_hook())
+plain(torch.full((1, 3), float(rank))).sum().backward()
+assert torch.equal(plain.module.weight.grad, torch.full((2, 3), (dist.get_world_size() - 1) / 2))
+
 assert not any(name.startswith("mpi4py") for name in sys.modules), "torchrun needs no MPI"
 torch.save((weights, steps), folder / f"rank-{rank}.pt")
 del model, optimizer  # the model's reducer holds the process group: free it here, not while the interpreter ends
