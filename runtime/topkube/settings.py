@@ -131,6 +131,12 @@ class Settings:
         "TOPKUBE_TRACE_DIRECTORY", "", "directory in which every rank writes a trace of some steps; empty: no trace"
     )
     trace_steps: int = _setting("TOPKUBE_TRACE_STEPS", 10, "number of steps in a trace")
+    log: str = _setting("TOPKUBE_LOG", "", "loggers of rank 0, with commas: tensorboard, mlflow, wandb")
+    log_directory: str = _setting(
+        "TOPKUBE_LOG_DIRECTORY",
+        "",
+        "directory of the loggers; empty: the directory `logs` beside the checkpoints, or in the run's directory",
+    )
     attempt: int = _setting("TOPKUBE_ATTEMPT", 1, "number of this attempt of the job, from 1")
     # inside pods
     launch_plan: str = _setting(
@@ -305,6 +311,13 @@ def torch_place(environment: Mapping[str, str] | None = None) -> TorchPlace | No
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     texts = [environment.get(name, "") for name in names]
     return TorchPlace(*map(int, texts)) if all(text.isdigit() for text in texts) else None
+
+
+def wandb_mode(environment: Mapping[str, str] | None = None) -> str | None:
+    """Return the mode of Weights & Biases: offline, or None if WANDB_MODE or WANDB_API_KEY is set, so that the library
+    decides."""
+    environment = os.environ if environment is None else environment
+    return None if environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY") else "offline"
 
 
 def are_threads_chosen(environment: Mapping[str, str] | None = None) -> bool:

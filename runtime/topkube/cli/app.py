@@ -100,6 +100,10 @@ def run(
     checkpoint_every: Annotated[
         int | None, typer.Option(metavar="STEPS", help="Save a checkpoint after this many steps (default: the job's).")
     ] = None,
+    log: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Loggers, with commas: tensorboard, mlflow, wandb (default: none)."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of a script's job (default: from the script's name).")] = None,
     image: Annotated[
         str | None, typer.Option(help="Image of a script's job on a cluster (default: TopKube's runtime).")
@@ -149,6 +153,7 @@ def run(
         name=name,
         image=image,
         checkpoint_every=checkpoint_every,
+        loggers=log,
         aggregation={field: value for field, value in chosen.items() if value is not None},
     )
     options = RunOptions(

@@ -34,10 +34,11 @@ from topkube.launch.local import (
 from topkube.launch.mpi import mpi_library
 from topkube.launch.output.rank_report import log_path
 from topkube.processors import cores
-from topkube.settings import process_environment
+from topkube.settings import Settings, process_environment
 from topkube.telemetry import trace
 from topkube.telemetry.bar import ProgressDisplay
 from topkube.telemetry.history import History, LogFollower, ProgressReader
+from topkube.telemetry.loggers import check_loggers, log_folder
 from topkube.telemetry.plot import PlotError, draw
 from topkube.telemetry.summary import rows, summarize
 
@@ -73,6 +74,7 @@ def run_job(options: RunOptions) -> int:
     job = load_job(options.target)
     if options.dry_run is not None:
         return _print_job(job, options.dry_run, options.target)
+    loggers = check_loggers(options.target.loggers or "")
     mpi = mpi_library.find()
     directory = fresh_directory(options.run_directory, job, time.localtime())
     environment = rank_environment(job, mpi, directory, process_environment(), options.collective_deadline_seconds)
@@ -93,6 +95,8 @@ def run_job(options: RunOptions) -> int:
             )
             _say(console, f"metrics for Prometheus at http://127.0.0.1:{endpoint.port}/metrics")
         _announce(console, job, mpi, directory)
+        if loggers:
+            _say(console, f"{', '.join(loggers)}: {log_folder(Settings.from_environment(environment), directory)}")
         failure = watch.run()
         _finish(watch, failure)
     if signals.received is not None:

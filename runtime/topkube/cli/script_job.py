@@ -12,12 +12,15 @@ from typing import Any
 from topkube import __version__
 from topkube.errors import JobError
 from topkube.job import TrainingJob
+from topkube.job.template import worker_container
 from topkube.job.training_job import API_VERSION, KIND
+from topkube.settings import Settings
 
 IMAGE = f"topkube/runtime:{__version__}"
 """The image of a script's job on a cluster, unless --image names another."""
 _JOB_FILES = (".yaml", ".yml", ".json")
 _LONGEST_NAME = 63
+LOG_VARIABLE = Settings.__dataclass_fields__["log"].metadata["variable"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Target:
     name: str | None = None
     image: str | None = None
     checkpoint_every: int | None = None
+    loggers: str | None = None
     aggregation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -63,7 +67,7 @@ def load_job(target: Target) -> TrainingJob:
             before = data["spec"].get("checkpoint") or _checkpoint(job.name)
             data["spec"]["checkpoint"] = {**before, "everySteps": target.checkpoint_every}
         job = TrainingJob.parse(data)
-    return job
+    return _logged(job, target.loggers)
 
 
 def _job_of_script(target: Target) -> TrainingJob:
@@ -84,7 +88,19 @@ def _job_of_script(target: Target) -> TrainingJob:
         spec["aggregation"] = dict(target.aggregation)
     if target.checkpoint_every is not None:
         spec["checkpoint"] = {**_checkpoint(name), "everySteps": target.checkpoint_every}
-    return TrainingJob.parse({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec})
+    job = TrainingJob.parse({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec})
+    return _logged(job, target.loggers)
+
+
+def _logged(job: TrainingJob, loggers: str | None) -> TrainingJob:
+    """Return the job with the loggers in its container's environment."""
+    if loggers is None:
+        return job
+    data = job.to_dict()
+    container = worker_container(data["spec"]["template"])
+    others = [entry for entry in container.get("env") or [] if entry["name"] != LOG_VARIABLE]
+    container["env"] = [*others, {"name": LOG_VARIABLE, "value": loggers}]
+    return TrainingJob.parse(data)
 
 
 def _command(target: Target) -> list[str]:

@@ -41,6 +41,8 @@ _PERSONAL = (
     "cache_free_percent",
     "trace_directory",
     "trace_steps",
+    "log",
+    "log_directory",
 )
 """Settings that a TrainingJob does not contain: they come from the environment of `topkube run`."""
 

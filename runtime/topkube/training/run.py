@@ -22,11 +22,14 @@ from topkube.errors import TrainingError
 from topkube.mpi_exit import finalize_at_exit
 from topkube.settings import Settings
 from topkube.telemetry import phases
-from topkube.telemetry.progress import ProgressWriter, StepRecord
+from topkube.telemetry.loggers import StepWriter
+from topkube.telemetry.progress import StepRecord
 from topkube.telemetry.rank_file import ABSENT, RankMetrics
 from topkube.training.batches.generators import set_generators
 from topkube.training.batches.samples import Samples
 from topkube.training.batches.uneven_batches import Sums
+from topkube.training.checkpoint.stages import Stages
+from topkube.training.checkpoint.weights_file import write_weights
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.ranks.communication_thread import schedule
 from topkube.training.reporting.norms import Norms
@@ -92,7 +95,7 @@ class Run:
         self._turn: Future[Sums] | None = None
         self._record: StepRecord | None = None
         self._report = (0.0,) * 5
-        self._writer: ProgressWriter | TerminalBar | None = None
+        self._writer: StepWriter | TerminalBar | None = None
         self._metrics: RankMetrics | None = None
         self._last_time = self._cache_looked = 0.0
         self._hook: Any = None
@@ -113,7 +116,7 @@ class Run:
             self._world.cache[REPORTER] = self
             if self._world.rank == 0:
                 if self._settings.run_path is not None:
-                    self._writer = ProgressWriter(self._settings.run_path)
+                    self._writer = StepWriter(self._settings, self._settings.run_path)
                 elif sys.stdout.isatty():
                     self._writer = TerminalBar()
         except BaseException:
@@ -355,6 +358,21 @@ class Run:
         assert self._checkpoints is not None
         self._checkpoints.save((self.step, self.epoch))
         self._note_checkpoints()
+
+    def save_weights(self, path: Path | str) -> None:
+        """Write the model's weights to a safetensors file, which replaces an earlier file at `path` as a whole. All
+        ranks call this together, between two steps; rank 0 writes. With error feedback in the weights (onebit), these
+        are the weights that all nodes agree on.
+
+        Raises StorageError on all ranks if the file cannot be written, and CheckpointError if safetensors is not
+        installed or does not support the model."""
+
+        def write() -> None:
+            if self._world.rank == 0:
+                write_weights(self._model, Path(path), self.step)
+
+        with self._optimizer.consensus():
+            Stages(self._world).run(write, f"the weights cannot be written to {path}")
 
     def _restore_generators(self) -> None:
         """Restore the random generators after the loader's iterator exists: creating it draws a random number, which

@@ -16,7 +16,7 @@ import torch
 
 import topkube
 from ranks.training.scene import distributed, loss_of, network, samples, weights
-from topkube.errors import CheckpointError
+from topkube.errors import CheckpointError, StorageError
 from topkube.settings import Settings
 from topkube.training.checkpoint import save as save_module
 from topkube.training.checkpoint.state_file import write_state
@@ -97,3 +97,18 @@ def case_a_resume_that_fails_on_one_rank_leaves_all_as_they_were(world: World) -
             train(directory, 4, Thing(loads=world.rank != last), model)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
         assert train(directory, 4, Thing()).step == 4
+
+
+def case_weights_are_written_for_other_programs_or_fail_on_all_ranks(world: World) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs topkube[safetensors]")
+    model = network()
+    optimizer = distributed(model, aggregation="hitopk", density=0.1)
+    with shared_directory(world) as directory, topkube.checkpointing(model, optimizer, settings=Settings()) as run:
+        path = Path(directory) / "model.safetensors"
+        run.save_weights(path)
+        world.comm.Barrier()
+        stored = safetensors.load_file(path)
+        assert stored.keys() == model.state_dict().keys()
+        assert all(torch.equal(stored[name], value) for name, value in model.state_dict().items())
+        with pytest.raises(StorageError):  # on the ranks that write nothing, too
+            run.save_weights(Path(directory) / "missing" / "model.safetensors")

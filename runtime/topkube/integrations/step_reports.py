@@ -1,0 +1,109 @@
+"""Step records from the training loop of another library: for the progress bar, the summary, the plot and
+status.progress."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from topkube.settings import Settings
+from topkube.telemetry import phases
+from topkube.telemetry.loggers import StepWriter
+from topkube.telemetry.progress import StepRecord
+
+_SUMS = 6
+"""Numbers that are added over all ranks: samples, weight and sum of the losses, and three counts of bytes."""
+
+
+class StepReports:
+    """Writes a record for each step, if TopKube started the ranks. A step is written when the next step ends, because
+    the sums over all ranks arrive in the meantime."""
+
+    def __init__(self, settings: Settings) -> None:
+        """A collective: all ranks of the default process group call this together. Without a group, this process is
+        the only rank."""
+        self._writer: StepWriter | None = None
+        self._group: Any = None
+        self._record: StepRecord | None = None
+        self._sums = torch.zeros(_SUMS, dtype=torch.float64)
+        self._work: Any = None
+        self._last = time.perf_counter()
+        phases.current.take()
+        self.is_on = settings.run_path is not None
+        if settings.run_path is None:
+            return
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if size > 1:
+            # A group of its own: its messages must not mix with those of the training loop.
+            self._group = dist.new_group(backend="gloo")
+        if rank == 0:
+            self._writer = StepWriter(settings, settings.run_path)
+
+    def add(
+        self,
+        step: int,
+        total_steps: int | None,
+        epoch: int,
+        samples: int,
+        loss: float | None,
+        checkpoint_step: int | None = None,
+    ) -> None:
+        """Report the end of step `step`, from 1. `samples` and `loss` are those of this rank: the number of its
+        samples, and their mean loss. All ranks call this together."""
+        if not self.is_on:
+            return
+        self.flush()
+        weight = samples if loss is not None else 0
+        own = phases.current.take()
+        sent = (own.intra_bytes, own.inter_bytes, own.dense_bytes)
+        self._sums = torch.tensor([samples, weight, weight * (loss or 0.0), *sent], dtype=torch.float64)
+        if self._group is not None:
+            self._work = dist.all_reduce(self._sums, group=self._group, async_op=True)
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        self._record = StepRecord(
+            step=step,
+            total_steps=total_steps,
+            epoch=epoch,
+            seconds={**own.seconds, "forward": seconds},  # the exchange is a part of it
+            checkpoint_step=checkpoint_step,
+            time=time.time(),
+        )
+
+    def set_loss(self, step: int, loss: float) -> None:
+        """Set the loss of the last reported step, if it is `step`: a number that is the same on all ranks."""
+        if self._record is not None and self._record.step == step:
+            self._record = dataclasses.replace(self._record, loss=loss)
+
+    def flush(self) -> None:
+        """Write the record of the last step. All ranks call this together."""
+        record, self._record = self._record, None
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if record is None or self._writer is None:
+            return
+        samples, weight, loss, intra, inter, dense = self._sums.tolist()
+        self._writer.write(
+            dataclasses.replace(
+                record,
+                samples=int(samples),
+                samples_per_second=samples / max(record.seconds["forward"], 1e-9),
+                loss=loss / weight if weight else record.loss,
+                intra_bytes=int(intra),
+                inter_bytes=int(inter),
+                dense_bytes=int(dense),
+            )
+        )
+
+    def close(self) -> None:
+        """Write the last record and close the file. All ranks call this together; a second call does nothing."""
+        self.flush()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self.is_on = False

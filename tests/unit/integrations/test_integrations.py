@@ -1,0 +1,122 @@
+"""Lightning, the Trainer and accelerate on two nodes x two ranks: weights and losses as with the library alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_runs import finish, start, write_job
+
+pytestmark = pytest.mark.timeout(900)  # four processes import large libraries, on a busy machine
+FOLDER = Path(__file__).parent
+Ranks = list[dict[str, Any]]
+
+
+def run_script(name: str, folder: Path) -> Ranks:
+    """Return the results of each rank."""
+    job = write_job(folder, ["python", str(FOLDER / name), "."], aggregation={"algorithm": "hitopk", "density": 0.1})
+    ended = finish(start(job, folder, "--no-plot", environment=dict(os.environ)), seconds=840)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(4)]
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "progress.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def lightning_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ranks, Path]:
+    pytest.importorskip("lightning", reason="needs topkube[lightning]")
+    folder = tmp_path_factory.mktemp("lightning")
+    return run_script("lightning_script.py", folder), folder
+
+
+@pytest.fixture(scope="module")
+def trainer_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ranks, Path]:
+    pytest.importorskip("transformers", reason="needs topkube[transformers]")
+    folder = tmp_path_factory.mktemp("trainer")
+    return run_script("trainer_script.py", folder), folder
+
+
+def check_equal_weights(ranks: Ranks, read: Callable[[Any], torch.Tensor]) -> None:
+    for results in ranks[1:]:
+        assert torch.equal(read(results), read(ranks[0]))
+
+
+def check_as_the_library(ranks: Ranks) -> None:
+    """The dense exchange adds in another order, so bits differ; a missing or wrong gradient differs by far more."""
+    for results in ranks:
+        library, dense, sparse = results["library"], results["dense"], results["hitopk"]
+        torch.testing.assert_close(dense["weights"], library["weights"], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(dense["losses"], library["losses"], rtol=1e-3, atol=1e-4)
+        assert len(sparse["losses"]) == len(library["losses"])
+        assert sparse["losses"][1] == pytest.approx(library["losses"][1], rel=1e-3), "the first step is dense"
+        assert sparse["losses"][-1] == pytest.approx(library["losses"][-1], rel=0.2)
+        assert not torch.equal(sparse["weights"], library["weights"]), "the exchange was not sparse"
+
+
+def check_each_sample_is_seen_once(ranks: Ranks, run: str) -> None:
+    windows = torch.cat([batch for results in ranks for batch in results[run]["samples"]])
+    assert len(torch.unique(windows, dim=0)) == len(windows) == 8 * 2 * 4
+
+
+def test_lightning_trains_as_its_own_strategy_does(lightning_run: tuple[Ranks, Path]) -> None:
+    ranks, _ = lightning_run
+    for name in ranks[0]:
+        check_equal_weights(ranks, lambda results, name=name: results[name]["weights"])
+    check_as_the_library(ranks)
+    for name in ("dense", "hitopk"):
+        check_each_sample_is_seen_once(ranks, name)
+
+
+def test_lightning_resumes_and_has_other_precisions(lightning_run: tuple[Ranks, Path]) -> None:
+    ranks, _ = lightning_run
+    assert [results["resumed"]["step"] for results in ranks] == [12] * 4
+    assert len(ranks[0]["resumed"]["losses"]) == 4, "the finished steps are not repeated"
+    assert ranks[0]["resumed"]["losses"][0] < ranks[0]["hitopk"]["losses"][0]
+    assert ranks[0]["bf16"]["losses"] != ranks[0]["hitopk"]["losses"]
+    assert ranks[0]["bf16"]["losses"] == pytest.approx(ranks[0]["library"]["losses"], rel=0.2)
+
+
+def test_the_steps_of_lightning_are_reported(lightning_run: tuple[Ranks, Path]) -> None:
+    """With the mean loss of all ranks, and the bytes that TopKube's exchange sent."""
+    ranks, folder = lightning_run
+    records = records_of(folder)[-12:]
+    assert [record["step"] for record in records] == [*range(1, 9), *range(9, 13)]
+    assert {record["samples"] for record in records} == {8}
+    assert records[-1]["total_steps"] == 12
+    for index, record in enumerate(records[:8]):
+        mean = sum(results["hitopk"]["losses"][index] for results in ranks) / 4
+        assert record["loss"] == pytest.approx(mean, rel=1e-5)
+    assert 0 < records[3]["inter_bytes"] < records[0]["inter_bytes"]
+    assert records[-1]["checkpoint_step"] == 8
+
+
+def test_the_trainer_trains_as_it_does_alone(trainer_run: tuple[Ranks, Path]) -> None:
+    ranks, _ = trainer_run
+    assert [results["library"]["ranks"] for results in ranks] == [4] * 4, "each rank trained alone"
+    for name in ("library", "dense", "hitopk"):
+        check_equal_weights(ranks, lambda results, name=name: results[name]["weights"])
+        check_each_sample_is_seen_once(ranks, name)
+    check_as_the_library(ranks)
+
+
+def test_the_steps_of_the_trainer_are_reported(trainer_run: tuple[Ranks, Path]) -> None:
+    ranks, folder = trainer_run
+    records = records_of(folder)[-8:]
+    assert [(record["step"], record["total_steps"], record["samples"]) for record in records] == [
+        (step, 8, 8) for step in range(1, 9)
+    ]
+    assert [record["loss"] for record in records] == pytest.approx(ranks[0]["hitopk"]["losses"])
+    assert 0 < records[3]["inter_bytes"] < records[0]["inter_bytes"]
+
+
+def test_accelerate_trains_as_it_does_alone(trainer_run: tuple[Ranks, Path]) -> None:
+    ranks, _ = trainer_run
+    check_equal_weights(ranks, lambda results: results["accelerate dense"])
+    torch.testing.assert_close(ranks[0]["accelerate dense"], ranks[0]["accelerate alone"])
