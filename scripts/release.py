@@ -89,7 +89,9 @@ def build_sdist(tools: Path, output: Path) -> Path:
 
 def build_wheel(tools: Path, sdist: Path, folder: Path, output: Path) -> Path:
     """Build the wheel from the sdist, so that the sdist is complete. Give it the oldest manylinux tag that fits."""
-    run(tools / "python", "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", folder / "wheel", sdist)
+    # The wheel is for every machine, so it has no CUDA kernels, even if this machine has nvcc.
+    build = [tools / "python", "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", folder / "wheel", sdist]
+    run(*build, environment={"TOPKUBE_CUDA": "off"})
     (built,) = (folder / "wheel").glob("*.whl")
     repair = [tools / "python", "-m", "auditwheel", "repair", "--plat", "auto", "--wheel-dir", output, built]
     run(*repair, environment={"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"})  # it calls patchelf

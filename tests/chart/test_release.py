@@ -1,0 +1,72 @@
+"""What `make release` builds besides packages: the chart's archive, versions that agree, checksums. `make release`
+itself builds and tests the wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from monitoring.generated import ROOT
+
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+@pytest.fixture(scope="module")
+def release() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_charts_archive_is_whole_and_has_the_images_of_the_registry(release: Any, tmp_path: Path) -> None:
+    output = tmp_path / "dist"
+    output.mkdir()
+    tools = Path(sys.executable).parent
+    archive = release.pack_chart(tools, "registry.example.com/team", VERSION, tmp_path, output)
+    assert archive.name == f"topkube-{VERSION}.tgz"
+    release.render(tools, archive, "registry.example.com/team", VERSION)
+    with pytest.raises(SystemExit):
+        release.render(tools, archive, "another.example.com", VERSION)
+
+
+def test_all_files_state_the_version_and_the_tag_is_checked(release: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert release.check_version(project, None) == release.check_version(project, f"v{VERSION}") == VERSION
+    with pytest.raises(SystemExit):
+        release.check_version(project, "v9.9.9")
+    assert f"the tag is v9.9.9, but pyproject.toml has version {VERSION}" in capsys.readouterr().err
+    project["project"]["version"] = "9.9.9"
+    with pytest.raises(SystemExit):
+        release.check_version(project, None)
+    assert "does not state the version 9.9.9" in capsys.readouterr().err
+
+
+def test_checksums_are_those_that_sha256sum_reads(release: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.whl").write_bytes(b"wheel")
+    release.write_checksums(tmp_path)
+    check = ["sha256sum", "--check", "--strict", release.CHECKSUMS]
+    assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    (tmp_path / "a.whl").write_bytes(b"another")
+    assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=False).returncode != 0
+
+
+def test_the_workflow_builds_as_make_release_does() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yaml").read_text())
+    commands = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    assert any("make release" in command for command in commands)
+    assert any("cosign sign" in command for command in commands)
+    assert workflow["env"]["REGISTRY"] == "${{ vars.REGISTRY }}"
+    for job in workflow["jobs"].values():
+        needs = job.get("needs", [])
+        assert set([needs] if isinstance(needs, str) else needs) <= workflow["jobs"].keys()
