@@ -23,6 +23,7 @@ import numpy.typing as npt
 from topkube.control import Control, names_of
 from topkube.errors import CollectiveError, CollectiveTimeout, WorldError
 from topkube.heartbeat import Pulse
+from topkube.installation import install_command
 from topkube.launch_check import check_launch
 from topkube.mpi_exit import end_together, forget_exit, own_finalize
 from topkube.processors import limited, own_share
@@ -424,7 +425,7 @@ def _load_mpi() -> Any:
         raise WorldError(
             f"MPI could not be loaded: {error}",
             cause="no MPI library is installed here",
-            next_step="pip install 'topkube[mpich]', or install the system's MPI and try `topkube doctor`",
+            next_step=f"{install_command('mpich')}, or install the system's MPI and try `topkube doctor`",
         ) from error
     if MPI.Is_initialized() and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise WorldError(

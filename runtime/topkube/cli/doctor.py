@@ -18,6 +18,7 @@ from typing import Literal
 
 from topkube.algorithms import load_all, package_of
 from topkube.errors import TopKubeError
+from topkube.installation import install_command
 from topkube.launch.mpi import mpi_library
 from topkube.processors import cores
 from topkube.settings import kubeconfig_paths, process_environment
@@ -197,7 +198,7 @@ def _torch() -> Iterator[Check]:
             "torch",
             "warn",
             "not installed; kernels and collectives work on NumPy arrays",
-            "pip install 'topkube[train]'",
+            install_command("train"),
         )
         return
     answer = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True, check=False)

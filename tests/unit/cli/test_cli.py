@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from topkube import __version__
+from topkube import __version__, installation
 from topkube.cli import doctor
 from topkube.cli.app import run_app
 from topkube.cli.settings import settings_markdown
 from topkube.job.reference import markdown
 from topkube.launch.mpi.mpi_library import Mpi
 from topkube.settings import Settings
+from topkube.telemetry.loggers import LOGGERS
 
 DOCS = Path(__file__).parents[3] / "docs"
 THREE_MISTAKES = """
@@ -162,7 +163,7 @@ def test_doctor_says_what_is_missing(
     assert doctor.run_doctor(json_output=False) == 1
     shown = capsys.readouterr().out
     assert re.search(r"fail +mpiexec +there is no mpiexec, neither in the folder of this Python nor on PATH", shown)
-    assert re.search(r"next: .*pip install 'topkube\[mpich\]'", shown)
+    assert re.search(r"next: .*pip install .*\[mpich\]'", shown)
 
 
 def test_doctor_notices_ranks_that_do_not_meet() -> None:
@@ -176,13 +177,33 @@ def test_doctor_notices_ranks_that_do_not_meet() -> None:
     assert "one MPI" in check.next_step
 
 
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'topkube[train]'"),
+        (
+            '{"url": "file://FOLDER/my%20checkout", "dir_info": {"editable": true}}',
+            "pip install -e 'FOLDER/my checkout[train]'",
+        ),
+        ('{"url": "file://FOLDER/my%20checkout", "dir_info": {}}', "pip install 'FOLDER/my checkout[train]'"),
+        ('{"url": "file://FOLDER/removed.whl", "archive_info": {}}', "pip install 'topkube[train]'"),
+        ('{"url": "https://files.example/topkube.whl", "archive_info": {}}', "pip install 'topkube[train]'"),
+        ("damaged", "pip install 'topkube[train]'"),
+    ],
+)
+def test_next_steps_fit_how_topkube_was_installed(tmp_path: Path, origin: str | None, command: str) -> None:
+    (tmp_path / "my checkout").mkdir()
+    stored = origin.replace("FOLDER", str(tmp_path)) if origin else None
+    assert installation._command("train", stored) == command.replace("FOLDER", str(tmp_path))
+
+
 def test_errors_name_extras_that_exist() -> None:
     root = Path(__file__).parents[3]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     source = "".join(path.read_text() for path in (root / "runtime").rglob("*.py"))
-    named = {name for listed in re.findall(r"topkube\[([a-z0-9,]+)\]", source) for name in listed.split(",")}
+    named = set(re.findall(r"install_command\(['\"]([a-z0-9]+)['\"]\)", source))
     schemes = {"s3", "gs", "gcs", "az", "abfs", "hf"}  # data/remote/object_store.py names the extra after the scheme
-    assert named | schemes <= set(extras)
+    assert named | schemes | set(LOGGERS) <= set(extras)
     assert len(named) >= 4
 
 

@@ -113,7 +113,7 @@ def test_mistakes_are_reported_before_ranks_start(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SettingsError, match=r"'tensorbord' is not a logger.*tensorboard, mlflow, wandb"):
         check_loggers("tensorbord")
     monkeypatch.setitem(loggers.LOGGERS, "wandb", ("no_such_library", Failing))
-    with pytest.raises(SettingsError, match=r"no_such_library is not installed.*topkube\[wandb\]"):
+    with pytest.raises(SettingsError, match=r"no_such_library is not installed.*pip install .*\[wandb\]'"):
         check_loggers("wandb")
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from topkube.data.base.open_files import is_pressure, limit_open_files, too_many_files_error
 from topkube.data.remote.listing import Longs, RemoteObject
 from topkube.errors import DatasetError
+from topkube.installation import install_command
 
 if TYPE_CHECKING:
     from topkube.data.cache.shard_cache import ShardCache
@@ -34,7 +35,7 @@ def _arrow() -> Any:
         raise DatasetError(
             "pyarrow is needed for Parquet and Arrow files",
             cause=str(error),
-            next_step="pip install 'topkube[parquet]'",
+            next_step=install_command("parquet"),
         ) from None
     return pyarrow
 

@@ -29,6 +29,7 @@ from topkube.data.remote.object_version import changed_error, same_version, vers
 from topkube.data.remote.retry import Absent, Patience, final_error, is_worth_a_retry
 from topkube.data.remote.s3_reading import check_object
 from topkube.errors import DatasetError
+from topkube.installation import install_command
 
 RANGE_BYTES = 4 << 20
 """The most bytes of one request."""
@@ -81,7 +82,7 @@ class ObjectStore:
             raise DatasetError(
                 f"{self.uri}: {error}",
                 cause="the library for this scheme is not installed",
-                next_step=f"pip install 'topkube[{extra}]', or install the library named above",
+                next_step=f"{install_command(extra)}, or install the library named above",
             ) from None
         self._local.filesystem = (os.getpid(), filesystem)
         return filesystem

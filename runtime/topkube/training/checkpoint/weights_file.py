@@ -8,6 +8,7 @@ import torch
 
 from topkube.errors import CheckpointError, StorageError
 from topkube.files import replacing
+from topkube.installation import install_command
 
 
 def write_weights(model: torch.nn.Module, path: Path, step: int) -> None:
@@ -20,7 +21,7 @@ def write_weights(model: torch.nn.Module, path: Path, step: int) -> None:
     except ImportError:
         raise CheckpointError(
             "weights cannot be saved: safetensors is not installed",
-            next_step="pip install 'topkube[safetensors]', in the image of the job too",
+            next_step=f"{install_command('safetensors')}, in the image of the job too",
         ) from None
     try:
         with replacing(path) as part:
