@@ -128,7 +128,9 @@ def pack_chart(tools: Path, registry: str, version: str, folder: Path, output: P
 def install(wheel: Path, folder: Path) -> Path:
     """Install the wheel with an MPI and torch from wheels alone, as on a machine without a compiler."""
     constraints = ["-c", str(ROOT / "constraints.txt")]  # torch's build for CPUs
-    return environment(folder, "--only-binary", ":all:", *constraints, f"{wheel}[mpich,train,tensorboard,safetensors]")
+    return environment(
+        folder, "--only-binary", ":all:", *constraints, f"{wheel}[mpich,train,operator,tensorboard,safetensors]"
+    )
 
 
 def train(clean: Path, folder: Path) -> None:
