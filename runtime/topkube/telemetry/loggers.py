@@ -105,12 +105,13 @@ class WeightsAndBiases:
         import wandb
 
         name = settings.job_name or "topkube"
+        mode: Any = wandb_mode()
         self._run: Any = wandb.init(
             dir=str(folder),
             project=name,
             id=settings.job_uid or None,
             resume="allow" if settings.job_uid else None,
-            mode=wandb_mode(),
+            mode=mode,
             config={"algorithm": settings.algorithm, "density": settings.density, "wire": settings.wire},
         )
 
