@@ -3,6 +3,7 @@ and label that a panel or an alert names is there."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import subprocess
@@ -28,7 +29,9 @@ pytestmark = [
     pytest.mark.skipif(BINARY is None, reason="needs prometheus: apt-get install prometheus"),
     pytest.mark.timeout(180),
 ]
-JOB = "cached"
+JOB, WEIGHTS_JOB = "cached", "one-bit"
+ALGORITHMS = {JOB: "hitopk", WEIGHTS_JOB: "onebit"}
+"""One metric of each family comes from one of these runs only: residuals of hitopk, node weights of onebit."""
 STORED: list[dict[str, Any]] = [
     {
         "metadata": {"name": JOB, "namespace": "ml", "creationTimestamp": "2026-01-01T00:00:00Z"},
@@ -38,6 +41,7 @@ STORED: list[dict[str, Any]] = [
             "startTime": "2026-01-01T00:00:00Z",
             "restarts": 1,
             "progress": {"step": 1, "totalSteps": 2},
+            "avoidedNodes": [{"name": "node-b", "reason": "OOMKilled", "until": "2026-01-01T01:00:00Z"}],
             "firstFailure": {"pod": f"{JOB}-worker-1-1", "rank": 1, "reason": "OOMKilled"},
         },
     },
@@ -64,20 +68,20 @@ def operator() -> OperatorMetrics:
     return metrics
 
 
-def write_job(directory: Path) -> str:
-    """A job of two nodes that reads 256 small files through the data cache, until it is told to end."""
+def write_job(directory: Path, name: str) -> str:
+    """Write a job of two nodes that reads 256 small files through the data cache until it is stopped."""
     script = Path(__file__).with_name("train_cached.py")
     command = ["python", str(script), str(directory / "data"), str(directory / "cache")]
     container = {"name": "worker", "image": "none", "command": command}
     job = {
         "apiVersion": "topkube.dev/v1alpha1",
         "kind": "TrainingJob",
-        "metadata": {"name": JOB},
+        "metadata": {"name": name},
         "spec": {
             "workers": 2,
             "slotsPerWorker": 1,
             "template": {"spec": {"containers": [container]}},
-            "aggregation": {"algorithm": "hitopk", "density": 0.01},
+            "aggregation": {"algorithm": ALGORITHMS[name]},
         },
     }
     path = directory / "job.yaml"
@@ -85,42 +89,62 @@ def write_job(directory: Path) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that has seen some seconds of a real run of two ranks on two nodes."""
-    directory = tmp_path_factory.mktemp("prometheus")
-    command = [sys.executable, "-m", "topkube.cli", "run", write_job(directory), "--no-plot", "--metrics-port", "0"]
-    training = subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    probes = Probes(0, operator().text, str, str, "127.0.0.1")
-    probes.start()
+@contextlib.contextmanager
+def training(directory: Path, name: str) -> Iterator[str]:
+    """Train until the end of the context. Yields the address of rank 0's metrics."""
+    directory.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "topkube.cli",
+        "run",
+        write_job(directory, name),
+        "--no-plot",
+        "--metrics-port",
+        "0",
+    ]
+    run = subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        assert training.stdout is not None
-        first_line = training.stdout.readline()
+        assert run.stdout is not None
+        first_line = run.stdout.readline()
         address = re.search(r"127\.0\.0\.1:\d+", first_line)
         assert address is not None, first_line
-        reading = threading.Thread(target=training.stdout.read)  # so that the run never waits for us
-        reading.start()
-        pod = {"namespace": "ml", "pod": f"{JOB}-worker-0-1"}
-        operator_address = f"127.0.0.1:{probes.port}"
+        threading.Thread(target=run.stdout.read).start()  # so that the run never waits for us
+        yield address[0]
+    finally:
+        run.terminate()
+        run.wait(30)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A Prometheus that has seen some seconds of two real runs of two ranks on two nodes."""
+    directory = tmp_path_factory.mktemp("prometheus")
+    probes = Probes(0, operator().text, str, str, "127.0.0.1")
+    probes.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(probes.stop)
+        addresses = {name: stack.enter_context(training(directory / name, name)) for name in ALGORITHMS}
         targets = [
-            target("workers", address[0], **pod),
+            *(target(name, address, namespace="ml", pod=f"{name}-worker-0-1") for name, address in addresses.items()),
             target(
-                "operator", operator_address, honor_labels=True, pod="topkube-operator-0", namespace="topkube-system"
+                "operator",
+                f"127.0.0.1:{probes.port}",
+                honor_labels=True,
+                pod="topkube-operator-0",
+                namespace="topkube-system",
             ),
         ]
-        with prometheus(directory, targets) as client:
-            # Norms and the cache are the last to come; a rate needs two scrapes.
-            wait_until(lambda: client.query("topkube_residual_norm"), "training", 90)
-            yield client
-    finally:
-        training.terminate()
-        training.wait(30)
-        probes.stop()
+        client = stack.enter_context(prometheus(directory, targets))
+        # Norms and the cache are the last to come; a rate needs two scrapes.
+        wait_until(lambda: client.query("topkube_residual_norm"), "training with hitopk", 90)
+        wait_until(lambda: client.query("topkube_unsent_ratio"), "training with onebit", 90)
+        yield client
 
 
 def ask(server: Prometheus, expression: str) -> list[float]:
     """The values now; without NaN, which is a ratio of nothing in the window (a tier that nobody asked)."""
-    answer = server.query(chosen(expression, INTERVAL, namespace="ml", training_job=f"{JOB}|next"))
+    answer = server.query(chosen(expression, INTERVAL, namespace="ml", training_job=f"{JOB}|{WEIGHTS_JOB}|next"))
     values = [point[1] for series in answer for point in series.points]
     return [value for value in values if not math.isnan(value)]
 

@@ -172,18 +172,18 @@ def test_a_shard_that_one_thread_reads_is_not_closed_by_another_that_opens_it_to
     dataset = open_dataset(remote.uri, decode=RECORD, prefetch=False)
     dataset[0]
     cache, reader = dataset.cache, dataset._reader
-    held, number, opened = type(reader._held)(len(cache.shards)), np.array([0]), cache.open
+    held, number, opened = type(reader._held)(len(cache.shards)), np.array([0]), cache.open_samples
     other: list[int] = []
 
     def while_another_thread_holds_it_too(number_: int) -> Any:
-        monkeypatch.setattr(cache, "open", opened)
+        monkeypatch.setattr(cache, "open_samples", opened)
         cache._files.clear()
         reader._open_shards(held, number, count_misses=False)
         other.append(int(held.descriptors[0]))
         cache._files.clear()
         return opened(number_)
 
-    monkeypatch.setattr(cache, "open", while_another_thread_holds_it_too)
+    monkeypatch.setattr(cache, "open_samples", while_another_thread_holds_it_too)
     reader._open_shards(held, number, count_misses=False)
     assert held.descriptors.tolist() == other
     assert os.fstat(other[0]).st_size == 5 * 3072
