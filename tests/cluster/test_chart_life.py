@@ -41,6 +41,7 @@ NEW_COLUMN = "Samples/s"
 TRAIN = (REPOSITORY / "tests/chart/train_cached.py").read_text()
 MONITORS = {"ServiceMonitor": "servicemonitors", "PodMonitor": "podmonitors", "PrometheusRule": "prometheusrules"}
 MONITORING = "monitoring.coreos.com"
+WEIGHTS_JOB = "one-bit"
 PANELS = [panel for dashboard in DASHBOARDS for panel in dashboard.panels]
 
 
@@ -231,14 +232,17 @@ def test_a_second_operator_for_the_same_jobs_is_refused_by_name(life: Life, name
 
 @pytest.fixture(scope="module")
 def server(life: Life, training: str) -> Iterator[Prometheus]:
-    """A Prometheus that scrapes what the chart's monitors select."""
+    """A Prometheus that scrapes what the chart's monitors select. A second job trains with onebit, for its metrics."""
     if BINARY is None:
         pytest.skip("needs prometheus: apt-get install prometheus")
     if life.target.local is None:
         pytest.skip("needs a cluster of this machine's own: pods must be reached from here")
     targets = Found(life.target, life.directory, [life.jobs.name])
+    command = ["python", "-c", TRAIN, "/tmp/data", "/tmp/cache"]
+    weights = life.jobs.create(job(WEIGHTS_JOB, command, aggregation={"algorithm": "onebit"}))
     with prometheus(life.directory, targets.jobs) as server:
         life.jobs.wait_phase(training, "Running", seconds=120)
+        life.jobs.wait_phase(weights, "Running", seconds=120)
         targets.look()
         yield server
 
@@ -261,6 +265,8 @@ def test_every_panel_is_answered_from_the_running_job(life: Life, server: Promet
         wait_for(none_left, "answers", 150, interval=1)
     except AssertionError:
         raise AssertionError(f"no data for {[query.expression for query in silent]}") from None
+    finally:
+        life.jobs.delete(WEIGHTS_JOB)
 
 
 def test_every_alert_is_evaluated_and_every_metric_and_label_named_is_scraped(server: Prometheus) -> None:
