@@ -58,9 +58,9 @@ def split(x: Array) -> list[Array]:
 
 
 def is_narrow(world: World, wire: str) -> bool:
-    """Return True if float32 values travel between nodes in the 16-bit type `wire`. Rings, with more than
-    PAIRWISE_LIMIT nodes, always send float32: they would round the partial sum at every node."""
-    return wire in _NARROW and world.nodes <= PAIRWISE_LIMIT
+    """Return True if float32 values travel between nodes in the 16-bit type `wire`. Nothing travels on a single node.
+    Rings, with more than PAIRWISE_LIMIT nodes, always send float32: they would round the partial sum at every node."""
+    return wire in _NARROW and 1 < world.nodes <= PAIRWISE_LIMIT
 
 
 def pause_seconds(world: World) -> float:
