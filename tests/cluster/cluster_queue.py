@@ -110,13 +110,15 @@ class ClusterQueue:
 
     def evict(self, job: str, reason: str) -> None:
         """Ask for the quota of a job."""
-        workload = self.workload(job)
-        assert self._write(workload, kueue_protocol.evict(workload, reason, datetime.now(UTC)))
+        self._change(job, lambda workload: kueue_protocol.evict(workload, reason, datetime.now(UTC)))
 
     def end_pause(self, job: str) -> None:
         """Queue an evicted job again."""
-        workload = self.workload(job)
-        assert self._write(workload, kueue_protocol.end_pause(workload, datetime.now(UTC)))
+        self._change(job, lambda workload: kueue_protocol.end_pause(workload, datetime.now(UTC)))
+
+    def _change(self, job: str, change: Callable[[dict[str, Any]], Any]) -> None:
+        """Write a new status. If the operator writes at the same moment, read the Workload again and repeat."""
+        until(lambda: self._write(workload := self.workload(job), change(workload)), f"the Workload of {job} to change")
 
     def activate(self, job: str, active: bool) -> None:
         """Set `spec.active`, as an administrator does."""
