@@ -177,8 +177,9 @@ def test_after_other_evictions_kueue_decides_when_the_job_is_queued_again(
         queue.evict("slow", "PodsReadyTimeout")
         queue.until(lambda: not queue.holds_quota("slow"), "the quota to be free", 180)
         assert queue.condition("slow", "Requeued") == ("False", "PodsReadyTimeout")
+        queue.until(lambda: waits(jobs, "slow", "Evicted"), "the status to say why the job waits")
         queue.reconcile()
-        assert waits(jobs, "slow", "Evicted"), "the pause is not over"
+        assert not queue.holds_quota("slow"), "the pause is not over"
         queue.end_pause("slow")
         queue.until(lambda: runs(jobs, "slow"), "the job to run after the pause")
 
