@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from remotes import Remote
 
 from topkube.data.remote import http_reading, http_sockets, object_store
@@ -58,10 +66,16 @@ class Scripted:
     """A server whose connections are handled by `handle(connection, number, request)`, a function of the test. Request
     is the head as text, number the count of requests so far."""
 
-    def __init__(self, handle: Callable[[socket.socket, int, str], bool]) -> None:
+    def __init__(
+        self,
+        handle: Callable[[socket.socket, int, str], bool],
+        tls: ssl.SSLContext | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
         self.requests: list[str] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.uri = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._tls = tls
+        self.uri = f"{'https' if tls else 'http'}://{host}:{self._listener.getsockname()[1]}"
         self._handle = handle
         self._threads: list[threading.Thread] = []
         self._accepting = threading.Thread(target=self._accept)
@@ -75,7 +89,10 @@ class Scripted:
                 self._threads[-1].start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            stack.enter_context(connection)
+            if self._tls is not None:
+                connection = stack.enter_context(self._tls.wrap_socket(connection, server_side=True))
             while True:
                 head = b""
                 while not head.endswith(b"\r\n\r\n"):
@@ -111,9 +128,9 @@ def response(start: int, stop: int, validator: str) -> bytes:
 
 @contextlib.contextmanager
 def reading(
-    handle: Callable[[socket.socket, int, str], bool], patience: Patience = PATIENCE
+    handle: Callable[[socket.socket, int, str], bool], patience: Patience = PATIENCE, **server_options: Any
 ) -> Iterator[tuple[Scripted, ObjectStore]]:
-    server = Scripted(handle)
+    server = Scripted(handle, **server_options)
     store = ObjectStore(server.uri, patience=patience)
     try:
         yield server, store
@@ -345,3 +362,59 @@ def test_many_objects_share_connections(tmp_path: Path) -> None:
         store._local.__dict__.clear()
     finally:
         remote.close()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A certificate for 127.0.0.1 and its key, in one file that no client trusts yet."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
+    now = datetime.now(UTC)
+    signed = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path / "certificate.pem"
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    path.write_bytes(private + signed.public_bytes(Encoding.PEM))
+    http_sockets._tls_context.cache_clear()
+    yield path
+    http_sockets._tls_context.cache_clear()
+
+
+def serving(certificate: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
+def whole(connection: socket.socket, number: int, request: str) -> bool:
+    start, stop = requested(request)
+    connection.sendall(response(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop])
+    return True
+
+
+def test_an_object_is_read_over_tls_in_many_ranges(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    monkeypatch.setattr(object_store, "RANGE_BYTES", 30_000)
+    with reading(whole, tls=serving(certificate)) as (server, store):
+        assert receive(store, '"v1"', xxhash.xxh3_128_hexdigest(DATA)) == DATA
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize(("is_trusted", "host"), [(False, "127.0.0.1"), (True, "localhost")])
+def test_a_server_without_a_trusted_certificate_for_its_name_gets_no_request(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch, is_trusted: bool, host: str
+) -> None:
+    if is_trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with (
+        reading(whole, tls=serving(certificate), host=host) as (server, store),
+        pytest.raises(StoreError, match="certificate"),
+    ):
+        receive(store)
+    assert server.requests == []
