@@ -78,6 +78,7 @@ class Scripted:
         self.uri = f"{'https' if tls else 'http'}://{host}:{self._listener.getsockname()[1]}"
         self._handle = handle
         self._threads: list[threading.Thread] = []
+        self._connections: list[socket.socket] = []
         self._accepting = threading.Thread(target=self._accept)
         self._accepting.start()
 
@@ -85,6 +86,7 @@ class Scripted:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
+                self._connections.append(connection)
                 self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
                 self._threads[-1].start()
 
@@ -93,6 +95,7 @@ class Scripted:
             stack.enter_context(connection)
             if self._tls is not None:
                 connection = stack.enter_context(self._tls.wrap_socket(connection, server_side=True))
+                self._connections.append(connection)
             while True:
                 head = b""
                 while not head.endswith(b"\r\n\r\n"):
@@ -104,11 +107,14 @@ class Scripted:
                 if not self._handle(connection, len(self.requests), head.decode()):
                     return
 
-    def close(self, store: ObjectStore) -> None:
-        store._local.__dict__.clear()  # ends the connections that the client keeps open
+    def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join(20)
         self._listener.close()
-        for thread in [self._accepting, *self._threads]:
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # it is closed, or a TLS socket has its descriptor
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
             thread.join(20)
 
 
@@ -135,7 +141,7 @@ def reading(
     try:
         yield server, store
     finally:
-        server.close(store)
+        server.close()
 
 
 def receive(store: ObjectStore, version: str = "", checksum: str = "") -> bytes:
