@@ -19,15 +19,16 @@ SCRIPT = Path(__file__).with_name("ddp_hook_script.py")
 DENSITY, NODES, LOCAL = 0.1, 2, 2
 
 
-def run_ranks(folder: Path, wire: str = "fp32", overflow: int = -1) -> list[Any]:
-    """Return (weights, steps) of each rank."""
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """(weights, steps) of each rank, for each run of the script."""
+    folder = tmp_path_factory.mktemp("ddp")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    ended = subprocess.run(
-        [*torchrun, str(SCRIPT), str(folder), wire, str(overflow)], capture_output=True, text=True, timeout=240
-    )
+    ended = subprocess.run([*torchrun, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(NODES * LOCAL)]
+    ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(NODES * LOCAL)]
+    return {name: [results[name] for results in ranks] for name in ranks[0]}
 
 
 class Reference:
@@ -59,9 +60,9 @@ class Reference:
         return result[:count]
 
 
-@pytest.mark.parametrize("overflow", [-1, 3])
-def test_every_bucket_is_the_mean_of_hitopkcomm(tmp_path: Path, overflow: int) -> None:
-    ranks = run_ranks(tmp_path, overflow=overflow)
+@pytest.mark.parametrize(("run", "overflow"), [("fp32", -1), ("overflow", 3)])
+def test_every_bucket_is_the_mean_of_hitopkcomm(runs: dict[str, list[Any]], run: str, overflow: int) -> None:
+    ranks = runs[run]
     references: dict[int, Reference] = {}
     for step in range(6):
         buckets = sorted(ranks[0][1][step])
@@ -80,8 +81,8 @@ def test_every_bucket_is_the_mean_of_hitopkcomm(tmp_path: Path, overflow: int) -
         assert torch.equal(weights, ranks[0][0])
 
 
-def test_sixteen_bit_values_keep_all_ranks_equal(tmp_path: Path) -> None:
-    ranks = run_ranks(tmp_path, "bf16")
+def test_sixteen_bit_values_keep_all_ranks_equal(runs: dict[str, list[Any]]) -> None:
+    ranks = runs["bf16"]
     assert all(torch.equal(weights, ranks[0][0]) for weights, _ in ranks[1:])
     sparse = ranks[0][1][3][0][1]
     assert 0 < torch.count_nonzero(sparse) <= 2 * (DENSITY * len(sparse) + 2)
