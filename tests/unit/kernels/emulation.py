@@ -1,22 +1,25 @@
-"""The CUDA kernels compiled for this host, once per session. The GPU is played by emulated_cuda.hpp."""
+"""The CUDA kernels, compiled for this host once for each state of their sources. emulated_cuda.hpp plays the GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from topkube.kernels.cuda_library import CudaLibrary
 from topkube.kernels.device import DeviceKernels
 
 HERE = Path(__file__).parent
-SOURCE = HERE.parents[2] / "csrc" / "cuda" / "api.cu"
+ROOT = HERE.parents[2]
+SOURCE = ROOT / "csrc" / "cuda" / "api.cu"
+_BUILDS = ROOT / "build" / "emulation"
 FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fPIC"]
 # A GPU faults on a misaligned word and shifts by 32 its own way; a host does neither: here both end the run.
 TRAPS = ["-fsanitize=alignment,shift,bounds", "-fsanitize-undefined-trap-on-error"]
@@ -27,11 +30,24 @@ def emulated() -> DeviceKernels:
     """The kernels on CPU tensors, through the same launches. Skips where there is no g++."""
     if not shutil.which("g++") or not sysconfig.get_platform().startswith("linux"):
         pytest.skip("no g++ here to compile the emulation")
-    library = Path(tempfile.mkdtemp(prefix="topkube-emulation-")) / "libemulated.so"
     defines = ["-DTOPKUBE_EMULATE_CUDA", '-DTOPKUBE_CUDA_BUILD="an emulation"', "-I", str(HERE)]
-    command = ["g++", *FLAGS, *TRAPS, *defines, "-shared", "-x", "c++", str(SOURCE), "-o", str(library)]
-    subprocess.run(command, check=True)
+    command = ["g++", *FLAGS, *TRAPS, *defines, "-shared", "-x", "c++", str(SOURCE)]
+    library = _BUILDS / f"{_digest(command)}.so"
+    _BUILDS.mkdir(parents=True, exist_ok=True)
+    with FileLock(library.with_suffix(".lock")):  # other processes of this run need it too
+        if not library.exists():
+            made = library.with_suffix(".made")
+            subprocess.run([*command, "-o", str(made)], check=True)
+            made.rename(library)
     return DeviceKernels(CudaLibrary(library))
+
+
+def _digest(command: list[str]) -> str:
+    """Return a digest of the command and of all that it can compile."""
+    digest = hashlib.sha256(repr(command).encode())
+    for source in sorted([*(ROOT / "csrc").rglob("*.*"), *HERE.glob("*.hpp")]):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def launches() -> int:

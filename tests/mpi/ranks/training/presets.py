@@ -52,7 +52,7 @@ def case_every_algorithm_trains(world: World) -> None:
         model = network()
         before = held_out(model)
         optimizer = distributed(model, algorithm)
-        train(world, model, optimizer, range(60))
+        train(world, model, optimizer, range(40))
         with optimizer.consensus():
             after = held_out(model)
             assert same_on_all_ranks(weights(model)), algorithm.name
@@ -80,7 +80,7 @@ def case_runs_repeat_and_resume_bit_for_bit(world: World) -> None:
     """The checkpoint of step 5 lies between two exchanges of the algorithms that exchange every two steps."""
     for algorithm in OWN:
         ends = []
-        for parts in ([12], [12], [5, 12]):
+        for parts in ([12], [5, 12]):
             with shared_directory(world) as directory:
                 for total in parts:
                     model = network()
@@ -94,4 +94,4 @@ def case_runs_repeat_and_resume_bit_for_bit(world: World) -> None:
                     last = [tensor.numpy().tobytes() for tensor in [*weights(model), *agreed(optimizer, model)]]
                     optimizer.unwrap()
                 ends.append(last)
-        assert ends[0] == ends[1] == ends[2], algorithm.name
+        assert ends[0] == ends[1], algorithm.name
