@@ -169,16 +169,16 @@ class World:
     ) -> None:
         """Wait as `wait` does, until `ready()` is true (`waiting.wait_until`)."""
 
-        def look(waited: float) -> None:
-            self.look(what, series)
+        def check(waited: float) -> None:
+            self.check_roll_call(what, series)
             if meanwhile is not None:
                 meanwhile()
             if waited > self.deadline_seconds:
                 self.give_up(what, series)
 
-        wait_until(ready, look, self.crowding, pause_seconds)
+        wait_until(ready, check, self.crowding, pause_seconds)
 
-    def look(self, what: str, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
+    def check_roll_call(self, what: str, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
         """Join a roll call if another rank has begun one. Raises CollectiveError in a thread that must leave its waits
         (`leave_waits`)."""
         if threading.get_ident() in _leaving:

@@ -46,7 +46,7 @@ class StatusPatch:
     status: Mapping[str, Any]
 
 
-def releases(pods: Iterable[Pod]) -> tuple[Release, ...]:
+def find_releases(pods: Iterable[Pod]) -> tuple[Release, ...]:
     """Return the releases of those `pods` that have our finalizer."""
     return tuple(Release(pod.name, pod.uid) for pod in pods if pod.has_finalizer)
 

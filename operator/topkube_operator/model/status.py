@@ -206,7 +206,7 @@ class StatusDraft:
         }
 
 
-def urgency(patch: Mapping[str, Any], stored: Mapping[str, Any]) -> Urgency:
+def choose_urgency(patch: Mapping[str, Any], stored: Mapping[str, Any]) -> Urgency:
     """Return how soon a patch must be written."""
     changed = set(patch)
     if "conditions" in changed and _states(patch["conditions"]) == _states(stored.get("conditions")):

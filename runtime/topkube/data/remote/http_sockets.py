@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 import xxhash
 
 from topkube.data.remote.http_reading import Reading, Unfit, check_content, check_range
-from topkube.data.remote.object_version import condition
+from topkube.data.remote.object_version import build_condition
 from topkube.data.remote.retry import Changed, Patience, StatusError, final_error, is_worth_a_retry
 from topkube.errors import DatasetError
 
@@ -132,7 +132,7 @@ class Transfer:
 
     def headers(self, end: int) -> dict[str, str]:
         """Return the headers of the request for bytes `at` to `end`."""
-        headers = condition(self.reading.listed.version or self.reading.version)
+        headers = build_condition(self.reading.listed.version or self.reading.version)
         if not (self.at == 0 and end == self.reading.listed.size):
             headers["Range"] = f"bytes={self.at}-{end - 1}"
         return headers

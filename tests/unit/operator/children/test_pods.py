@@ -35,7 +35,7 @@ def test_the_wrapped_command_the_plans_and_the_services_address() -> None:
     assert expected == [(0, 1, "train-worker-0-1"), (1, 2, "train-worker-1-2")]
     assert plan.environment["TOPKUBE_EXPECTED_RANKS"] == "4"
     assert pod["spec"]["restartPolicy"] == "Never"
-    assert pods.endpoint("fd00::1") == "[fd00::1]:7077"
+    assert pods.format_endpoint("fd00::1") == "[fd00::1]:7077"
 
 
 def _restricted(pod: dict[str, Any], container: dict[str, Any]) -> None:

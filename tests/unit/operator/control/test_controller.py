@@ -257,7 +257,7 @@ def test_a_pod_of_an_earlier_job_blocks_its_name_until_its_node_is_lost(house: H
         "name": "train-worker-0-1",
         "namespace": "team",
         "labels": {names.JOB_NAME: "train"},
-        "ownerReferences": [names.owner("train", "uid-of-the-earlier")],
+        "ownerReferences": [names.build_owner_reference("train", "uid-of-the-earlier")],
         "deletionTimestamp": format_timestamp(datetime.now(UTC)),
     }
     house.server.keep({"kind": "Pod", "metadata": old, "spec": {"nodeName": "node-x"}})

@@ -203,7 +203,7 @@ def test_a_change_that_admission_would_refuse_is_refused_in_its_words_and_not_fo
     before = dict(world.job)
     template = {"spec": {"containers": [{"name": "worker", "image": "image:2", "command": ["python"]}]}}
     world.edit(template=template, workers=3)
-    words = admission.refusal(world.job, before)
+    words = admission.explain_refusal(world.job, before)
     assert "spec.workers: cannot be changed from 2 to 3" in words
     world.reconcile()
     failed = world.condition("Failed")

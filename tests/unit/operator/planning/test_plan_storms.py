@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import RANK_FAILED, Simulated, job, running
 
-from topkube_operator.model.observed import Trouble, difference, satisfies
+from topkube_operator.model.observed import Trouble, find_difference, satisfies
 
 HOUR = 3600
 MOST_IN_AN_HOUR = 20
@@ -200,7 +200,7 @@ def test_what_is_added_to_our_part_of_an_object_is_no_reason_to_write_it(wanted:
     ],
 )
 def test_what_is_missing_has_a_path(actual: Any, wanted: Any, path: str | None) -> None:
-    assert difference(actual, wanted) == path
+    assert find_difference(actual, wanted) == path
 
 
 def test_a_rule_that_a_policy_engine_adds_stays() -> None:

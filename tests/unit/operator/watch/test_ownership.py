@@ -36,7 +36,7 @@ def ended_pod(role: str = "launcher", attempt: int = 1) -> dict[str, Any]:
         "resourceVersion": "7",
         "labels": labels,
         "annotations": {names.DEFAULT_CONTAINER: role, names.WORKERS: "2"},
-        "ownerReferences": [names.owner("train", "uid-1")],
+        "ownerReferences": [names.build_owner_reference("train", "uid-1")],
     }
     statuses = [{"name": role, "state": {"terminated": ended}}]
     return {"kind": "Pod", "metadata": metadata, "status": {"phase": "Succeeded", "containerStatuses": statuses}}
@@ -143,7 +143,7 @@ def test_a_pod_of_another_namespace_neither_ends_the_job_nor_is_deleted(house: H
     wait_until(lambda: "train-launcher-1" in house.server.names("Pod") and house.is_idle())
     forged = ended_pod()
     forged["metadata"].update(name="a-launcher-1", namespace="evil", uid="uid-of-evil")
-    forged["metadata"]["ownerReferences"] = [names.owner("train", "uid-of-train")]
+    forged["metadata"]["ownerReferences"] = [names.build_owner_reference("train", "uid-of-train")]
     house.server.keep(copy.deepcopy(forged))
     house.store.put("Pod", forged)
     house.controller.reconcile(("team", "train"))
@@ -153,7 +153,7 @@ def test_a_pod_of_another_namespace_neither_ends_the_job_nor_is_deleted(house: H
 
 def test_an_object_of_our_name_with_a_forged_owner_is_not_adopted(house: House) -> None:
     forged = {"kind": "Service", "metadata": {"name": "train", "namespace": "team"}, "spec": {"clusterIP": "10.0.0.1"}}
-    reference = {**names.owner("train", "uid-of-train"), "apiVersion": "evil.dev/v1"}
+    reference = {**names.build_owner_reference("train", "uid-of-train"), "apiVersion": "evil.dev/v1"}
     forged["metadata"]["ownerReferences"] = [reference]  # type: ignore[index]
     house.server.keep(forged)
     house.create_job()
