@@ -1,4 +1,4 @@
-"""Waits that give the processor away, and the wait of all ranks for each other in `topkube.init`."""
+"""Waits that leave the processor to other threads, and the wait of all ranks for each other in `topkube.init`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from topkube.control import Control, names_of
 from topkube.errors import CollectiveTimeout
 
 _YIELD_SECONDS = 100e-6
-"""How long a wait for messages yields the processor and looks again before it begins to sleep."""
+"""How long a wait for messages yields the processor and checks again before it begins to sleep."""
 _PAUSE_SECONDS = 200e-6
-"""The longest sleep between two looks if the machine has a processor for every other rank."""
+"""The longest sleep between two checks if the machine has a processor for every other rank."""
 _IDLE_SECONDS = 8e-6
 """A call of MPI that takes longer has moved data. MPI moves a few packets per call over TCP: 32 to 64 KiB."""
 _MOST_CALLS = 64
@@ -49,7 +49,7 @@ def wait_until(
     The wait yields the processor at once and sleeps soon: ranks may outnumber processors, and the thread that computes
     gradients needs the processor more. With more ranks per processor (`crowding`), the wait sleeps longer. Without
     that, 128 waiting ranks would use all the time of two processors. If `pause_seconds` is given, the wait sleeps for
-    that long from the start: the caller knows how long the link needs for what it waits for.
+    that long from the start: the caller passes the time that the link needs for the messages.
     """
     start = time.monotonic()
     checked, pause, longest = start, 20e-6, _PAUSE_SECONDS * max(1.0, crowding / 2)

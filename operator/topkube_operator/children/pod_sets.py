@@ -15,7 +15,7 @@ from topkube_operator.model import names
 from topkube_operator.model.observed import Policy
 
 _ADDRESS = "0.0.0.0"
-"""Stands for the address of the launcher's Service, which no count depends on."""
+"""A placeholder for the address of the launcher's Service, on which no count depends."""
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ def _add_launcher(
         ),
         slots=job.spec.slots_per_worker,
         mpi=job.spec.mpi_implementation,
-        # Pods may wait in a queue for days, which only the operator knows. The operator ends a rendezvous itself.
+        # Pods may wait in a queue for days, which only the operator can see. The operator ends a rendezvous itself.
         rendezvous_seconds=30 * 86400,
         stall_seconds=policy.stall_seconds,
         startup_seconds=policy.startup_seconds,

@@ -29,7 +29,7 @@ class Release:
 
 @dataclass(frozen=True)
 class GroupEnd:
-    """A pod that tells Kueue that its pod group makes no more replacements."""
+    """A pod to annotate, so that Kueue expects no more replacements in its pod group."""
 
     name: str
     uid: str

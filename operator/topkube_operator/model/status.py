@@ -15,7 +15,7 @@ from topkube_operator.model.observed import LauncherReport, Pod
 Urgency = Literal["now", "soon", "progress"]
 """When to write a change: transitions at once, counts of pods within a second, progress every 15 seconds at most."""
 CHECKPOINT_FAILED = "CheckpointFailed"
-"""The condition that says nothing about the phase of the job."""
+"""The condition that does not determine the phase of the job."""
 CONDITIONS = ("Created", "Scheduled", "Running", "Restarting", "CheckpointFailed", "Suspended", "Succeeded", "Failed")
 PHASES = ("Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed")
 OURS = (

@@ -31,9 +31,9 @@ def compute_natural_end(pod: Pod, attempt: AttemptPods, draft: StatusDraft) -> d
 def compute_release_time(
     pod: Pod, draft: StatusDraft, observed: Observed, is_current_launcher: bool
 ) -> datetime | None:
-    """Return from when on a launcher's pod needs no finalizer, because the stored status says how its attempt ended, or
-    because the pod cannot report anything more. None if its attempt continues. `is_current_launcher`: the pod contains
-    the launcher of the attempt in the status."""
+    """Return the time from which a launcher's pod needs no finalizer: the stored status contains the end of its
+    attempt, or the pod cannot report anything more. None if its attempt continues. `is_current_launcher`: the pod
+    contains the launcher of the attempt in the status."""
     if draft.phase in ("Succeeded", "Failed") or not is_current_launcher:
         return draft.now
     if draft.phase != "Suspended":

@@ -37,7 +37,7 @@ def describe_waiting(workload: Child | None) -> tuple[str, str]:
     for kind in ("QuotaReserved", "Admitted"):
         if message := _read_message(workload, kind):
             return "Queued", f"Kueue has not admitted the job: {message}"
-    return "Queued", f"Kueue has not looked at the Workload {workload.name} yet: is its LocalQueue active?"
+    return "Queued", f"Kueue has not processed the Workload {workload.name} yet: check that its LocalQueue is active"
 
 
 def may_move(workload: Child, queue: str) -> bool:
@@ -72,7 +72,7 @@ def give_quota_back(workload: Child | None, now: datetime) -> StatusPatch | None
 
 
 def report_pods(workload: Child, draft: StatusDraft) -> StatusPatch | None:
-    """Return the change of an admitted Workload that says if all pods of the job run; None if it says so already."""
+    """Return the change of an admitted Workload that reports if all pods of the job run; None if nothing changes."""
     known = str(workloads.find_condition(workload, "PodsReady").get("reason"))
     was_ready = known in ("Started", "Recovered", "WaitForRecovery")
     if draft.phase == "Running":
@@ -83,7 +83,7 @@ def report_pods(workload: Child, draft: StatusDraft) -> StatusPatch | None:
 
 
 def report_end(workload: Child | None, draft: StatusDraft) -> StatusPatch | None:
-    """Return the change that gives the quota of a finished job back for good; None if that is done."""
+    """Return the change that gives back the quota of a finished job; None if that is done."""
     if workload is None or workloads.has_condition(workload, "Finished"):
         return None
     message = str(draft.conditions.get(draft.phase, {}).get("message") or draft.phase)

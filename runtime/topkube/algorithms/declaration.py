@@ -27,7 +27,7 @@ class Family(enum.StrEnum):
     QUANTISED = "quantised"
     LOW_RANK = "low-rank"
     LOCAL_UPDATE = "local-update"
-    """Nothing in most steps: nodes train on their own and exchange their weights now and then."""
+    """Nothing in most steps: nodes train on their own, and exchange their weights every `period` steps."""
 
 
 class Route(enum.StrEnum):

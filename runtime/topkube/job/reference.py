@@ -17,8 +17,8 @@ from topkube.job.training_job import TrainingJob
 _BY_KUBERNETES = "set by Kubernetes"
 _HEAD = """# TrainingJob
 
-Every field of a TrainingJob, `topkube.dev/v1alpha1`. The same file runs on your machine (`topkube run job.yaml`) and on
-a cluster (`kubectl apply -f job.yaml`). The smallest one:
+This page lists every field of a TrainingJob, `topkube.dev/v1alpha1`. The same file runs on your machine
+(`topkube run job.yaml`) and on a cluster (`kubectl apply -f job.yaml`). The smallest job:
 
 ```yaml
 apiVersion: topkube.dev/v1alpha1
@@ -52,7 +52,7 @@ def markdown() -> str:
     """Return the whole page."""
     lines = [_HEAD]
     for path, part in _parts(TrainingJob, ""):
-        heading = path or "The whole"
+        heading = path or "The object"
         lines += [f"## {heading}", "", _summary(part), ""]
         lines += ["| field | allowed | default | meaning |", "|---|---|---|---|"]
         lines += [_row(field) for field in part.model_fields.values() if field.description != _BY_KUBERNETES]

@@ -92,7 +92,7 @@ def topk(x: Any, k: int, *, threads: int | None = None) -> tuple[Any, Any]:
 def compress_(gradient: Any, residual: Any, k: int, *, out: Any = None, threads: int | None = None) -> tuple[Any, Any]:
     """Compute acc = residual + gradient and return its k largest entries as (indices, values), in one pass.
 
-    acc, with the selected entries cleared, is left in `gradient`'s memory (float32), or in `out` where given: it is
+    acc, with the selected entries cleared, is left in `gradient`'s memory (float32), or in `out` if it is passed: it is
     the next residual. `residual` is unchanged, so the caller commits the step by swapping the two buffers, or drops
     it by not doing so. gradient: (d,) float32, bfloat16 or float16; residual: (d,) float32; out: (d,) float32,
     required with a 16-bit gradient. None of them overlap (`out` may be `gradient` itself). indices: (k,) uint32

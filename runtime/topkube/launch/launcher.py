@@ -84,7 +84,7 @@ def run_launcher() -> int:
 
 
 class Failed(Exception):
-    """The attempt cannot go on, for a known reason."""
+    """The attempt cannot continue, for a known reason."""
 
     def __init__(self, failure: FirstFailure) -> None:
         self.failure = failure

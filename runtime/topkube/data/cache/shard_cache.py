@@ -107,7 +107,7 @@ class ShardCache:
         where = self.folder.tier.directory if self.folder is not None else "of this node"
         print(
             f"topkube: the disk cache {where} {what} ({error.strerror or error}); "
-            "training goes on; shards that are not cached are read from the remote",
+            "training continues; shards that are not cached are read from the remote",
             file=sys.stderr,
             flush=True,
         )

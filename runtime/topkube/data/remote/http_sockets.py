@@ -186,7 +186,7 @@ class _Connection:
         return selectors.EVENT_READ
 
     def advance(self, write: Write, progress: Callable[[int], None]) -> bool:
-        """Go on with the request. Return True if its range has arrived."""
+        """Continue the request. Return True if its range has arrived."""
         if self._stage == _CONNECTING:
             code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:

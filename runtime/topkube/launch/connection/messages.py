@@ -42,7 +42,7 @@ class Hello(Message):
     python: str = Field(max_length=4096)
     """The Python interpreter that runs the rank shim."""
     mpi: str = Field(default="", max_length=256)
-    """For example 'MPICH 5.0.2'; empty if the worker has no MPI."""
+    """The MPI and its version, such as 'MPICH 5.0.2'; empty if the worker has no MPI."""
     problem: str = Field(default="", max_length=4096)
     """Why this worker cannot run ranks; empty if it can."""
     problem_code: int = 1

@@ -37,7 +37,8 @@ def test_every_name_is_a_label_and_no_two_are_equal(name: str, index: int, attem
 def test_credentials_are_the_same_in_every_process_and_of_no_use_to_another_job() -> None:
     script = (
         "from topkube_operator.children.credentials import derive; import hashlib;"
-        "x = derive(b's' * 32, 'uid-1'); print(hashlib.sha256(repr(x.build_secret_data([(0, 1)])).encode()).hexdigest())"
+        "data = derive(b's' * 32, 'uid-1').build_secret_data([(0, 1)]);"
+        "print(hashlib.sha256(repr(data).encode()).hexdigest())"
     )
     runs = {subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout for _ in range(2)}
     assert len(runs) == 1
