@@ -161,8 +161,8 @@ class LaunchPlan(Message):
     """The uid of the TrainingJob."""
     attempt: int = Field(ge=1)
     workers: tuple[ExpectedWorker, ...] = Field(min_length=1)
-    """The workers by index, 0 to n-1. If the text is too long for a variable, it holds `made` instead: only the attempts, from
-    which the names of the pods follow."""
+    """The workers by index, 0 to n-1. If the text is too long for a variable, it holds `made` instead: only the
+    attempts, from which the names of the pods follow."""
     slots: int = Field(default=1, ge=1)
     """Ranks per worker."""
     mpi: Literal["MPICH", "OpenMPI"] = "MPICH"

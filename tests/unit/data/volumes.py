@@ -83,7 +83,7 @@ def vanished(source: Path, where: Path) -> None:
     opened = dataset(source, where, prefetch=False)
     opened[0]
     assert opened.node_state.state == OPEN
-    opened.cache._files.clear()
+    opened.cache.open_shards.close_idle()
     subprocess.run(["umount", "--lazy", str(where)], check=True)
     right(opened, source)
     assert opened.node_state.state == DROPPED

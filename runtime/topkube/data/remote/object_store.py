@@ -21,13 +21,15 @@ import fsspec
 from fsspec.asyn import sync
 
 from topkube.data.remote.addresses import check_address
+from topkube.data.remote.http_connection import NotPlain
 from topkube.data.remote.http_index import walk_index_pages
 from topkube.data.remote.http_reading import Reading, Unfit, describe, read_page, read_range
-from topkube.data.remote.http_sockets import NotPlain, SocketClient, Transfer, Write
+from topkube.data.remote.http_sockets import SocketClient
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
 from topkube.data.remote.object_version import changed_error, is_same_version, read_info_version
 from topkube.data.remote.retry import Absent, Patience, final_error, is_worth_a_retry
 from topkube.data.remote.s3_reading import check_object
+from topkube.data.remote.transfer import Transfer, Write
 from topkube.errors import DatasetError
 from topkube.installation import install_command
 

@@ -59,7 +59,7 @@ class Guard:
         return steps // self.period % MEASURE_EVERY == 1
 
     def judge(self, change: float, left: float, agreed: float) -> str:
-        """Take the sums of squares of all nodes, weighted, and return the message that rank 0 should print; empty if there
+        """Take the weighted sums of squares of all nodes. Return the message that rank 0 should print; empty if there
         is none."""
         sent = max(change - left, 0.0)  # what a codec sends is orthogonal to what it leaves, but for rounding
         self.unsent_ratio = math.sqrt(left / sent) if sent > 0 else 0.0 if left == 0 else math.inf

@@ -157,7 +157,7 @@ def test_a_shard_stays_open_while_it_is_indexed(
     index_of = cache._index_of
 
     def while_another_thread_opens_it_too(shard: Any, file: int) -> Any:
-        cache._files.clear()
+        cache.open_shards.close_idle()
         return index_of(shard, file)
 
     monkeypatch.setattr(cache, "_index_of", while_another_thread_opens_it_too)
@@ -177,10 +177,10 @@ def test_a_shard_that_one_thread_reads_is_not_closed_by_another_that_opens_it_to
 
     def while_another_thread_holds_it_too(number_: int) -> Any:
         monkeypatch.setattr(cache, "open_samples", opened)
-        cache._files.clear()
+        cache.open_shards.close_idle()
         reader._open_shards(held, number, count_misses=False)
         other.append(int(held.descriptors[0]))
-        cache._files.clear()
+        cache.open_shards.close_idle()
         return opened(number_)
 
     monkeypatch.setattr(cache, "open_samples", while_another_thread_holds_it_too)
