@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from monitoring.dashboards import DASHBOARDS
 from monitoring.grafana import WIDTH, Dashboard, Panel
-from monitoring.prometheus import Prometheus, Series, chosen, named
+from monitoring.prometheus import Prometheus, Series, fill_variables, format_legend
 
 _COLOURS = ("#2f6fb7", "#e9a23b", "#4aa37c", "#cf4f4f", "#7d5fb2", "#5b6b7b", "#c77fb5", "#8a7a4d")
 _OF_NAME = {
@@ -111,12 +111,12 @@ def _answers(
 ) -> list[tuple[str, Series]]:
     named_series: list[tuple[str, Series]] = []
     for query in panel.queries:
-        expression = chosen(query.expression, interval, **choices)
+        expression = fill_variables(query.expression, interval, **choices)
         if panel.kind == "timeseries":
             answer = prometheus.query_range(expression, *span, step=max(1.0, (span[1] - span[0]) / 200))
         else:
             answer = prometheus.query(expression)
-        named_series += [(named(query.legend, series.labels), series) for series in answer]
+        named_series += [(format_legend(query.legend, series.labels), series) for series in answer]
     order = list(_OF_NAME)
     return sorted(named_series, key=lambda series: (order.index(series[0]) if series[0] in order else -1, series[0]))
 

@@ -183,7 +183,7 @@ class Settings:
         return settings
 
     def _check(self) -> None:
-        def positive(name: str, least: float) -> None:
+        def check_least(name: str, least: float) -> None:
             if not getattr(self, name) >= least:
                 variable = type(self).__dataclass_fields__[name].metadata["variable"]
                 raise SettingsError(
@@ -205,7 +205,7 @@ class Settings:
             ("attempt", 1),
             ("trace_steps", 1),
         ]:
-            positive(name, least)
+            check_least(name, least)
         if not self.deadline_seconds > 0:
             raise SettingsError(
                 f"TOPKUBE_DEADLINE_SECONDS={self.deadline_seconds} is not above 0",

@@ -30,7 +30,7 @@ from target import GROUP, OPERATOR, OPERATOR_NAMESPACE, PLURAL, VERSION, Namespa
 from conftest import MANIFESTS, apply_manifests
 from monitoring.alerts import ALERTS
 from monitoring.dashboards import DASHBOARDS
-from monitoring.prometheus import Prometheus, chosen
+from monitoring.prometheus import Prometheus, fill_variables
 from monitoring.server import BINARY, INTERVAL, prometheus
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
@@ -254,7 +254,11 @@ def test_every_panel_is_answered_from_the_running_job(life: Life, server: Promet
     where, silent = {"namespace": life.jobs.name}, [query for panel in PANELS for query in panel.queries]
 
     def answered(expression: str) -> bool:
-        values = [point[1] for series in server.query(chosen(expression, INTERVAL, **where)) for point in series.points]
+        values = [
+            point[1]
+            for series in server.query(fill_variables(expression, INTERVAL, **where))
+            for point in series.points
+        ]
         return any(not math.isnan(value) for value in values)
 
     def none_left() -> bool:

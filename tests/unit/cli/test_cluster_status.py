@@ -1,4 +1,4 @@
-"""What `topkube status` makes of a job as the cluster holds it, without a cluster."""
+"""The report of `topkube status` about stored jobs, without a cluster."""
 
 from __future__ import annotations
 

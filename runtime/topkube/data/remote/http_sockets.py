@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from topkube.data.remote.http_connection import Connection, HttpServer, NotPlain
-from topkube.data.remote.retry import Patience, final_error, is_worth_a_retry
+from topkube.data.remote.retry import Patience, build_final_error, is_worth_a_retry
 from topkube.data.remote.transfer import Transfer, Write
 
 
@@ -202,7 +202,7 @@ class _Read:
     def _retry(self, transfer: Transfer, error: Exception) -> None:
         patience = self._client.server.patience
         if transfer.tries == patience.retries or not is_worth_a_retry(error):
-            raise final_error(error, transfer.reading.url, transfer.tries) from error
+            raise build_final_error(error, transfer.reading.url, transfer.tries) from error
         pause = patience.pause_seconds * 2**transfer.tries * random.uniform(0.5, 1.5)
         transfer.tries += 1
         transfer.rewind()

@@ -27,7 +27,7 @@ from topkube.data.remote.http_reading import Reading, Unfit, describe, read_page
 from topkube.data.remote.http_sockets import SocketClient
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
 from topkube.data.remote.object_version import changed_error, is_same_version, read_info_version
-from topkube.data.remote.retry import Absent, Patience, final_error, is_worth_a_retry
+from topkube.data.remote.retry import Absent, Patience, build_final_error, is_worth_a_retry
 from topkube.data.remote.s3_reading import check_object
 from topkube.data.remote.transfer import Transfer, Write
 from topkube.errors import DatasetError
@@ -356,7 +356,7 @@ class ObjectStore:
                 return await asyncio.wait_for(ask(), self.patience.stall_seconds * 2)
             except Exception as error:
                 if attempt == self.patience.retries or not is_worth_a_retry(error):
-                    raise final_error(error, what, attempt) from error
+                    raise build_final_error(error, what, attempt) from error
                 await asyncio.sleep(pause * random.uniform(0.5, 1.5))
                 pause *= 2
         raise AssertionError
@@ -377,7 +377,7 @@ class ObjectStore:
                 return read()
             except Exception as error:
                 if attempt == self.patience.retries or not is_worth_a_retry(error):
-                    raise final_error(error, what, attempt) from error
+                    raise build_final_error(error, what, attempt) from error
                 time.sleep(pause * random.uniform(0.5, 1.5))
                 pause *= 2
         raise AssertionError
