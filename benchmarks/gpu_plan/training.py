@@ -77,7 +77,7 @@ def _steps(device: Device, shape: tuple[int, int, int, int, int], steps: int) ->
             device.synchronize()
             if step >= _WARMUP_STEPS:
                 times[name].append((time.perf_counter() - start) * 1e3)
-    median = {name: statistics.median(found) for name, found in times.items()}
+    median = {name: statistics.median(milliseconds) for name, milliseconds in times.items()}
     launches = {name: _launches(device, lambda name=name: step_of(name)) for name in contenders}
     return {
         "parameters": sum(p.numel() for p in contenders["dense"][0].parameters()),

@@ -56,7 +56,7 @@ def test_ranks_follow_the_racks_of_the_workers(tmp_path: Path, mpi: str) -> None
     command = [str(PYTHONS[mpi]), "-c", SHOW]
     with PlayedJob(tmp_path, command, workers=3, slots=1, mpi=mpi, domains_seconds=3600) as job:
         launcher = job.start()
-        wait_until(lambda: (found := job.status()) is not None and found.joined == 3)
+        wait_until(lambda: (status := job.status()) is not None and status.joined == 3)
         status = job.status(**{DOMAINS_HEADER: "1,0,1"})
         assert status is not None
         assert launcher.wait() == 0, job.everything()

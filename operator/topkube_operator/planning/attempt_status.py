@@ -17,7 +17,7 @@ from topkube_operator.planning.causes.pod_failures import find_blocked_container
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe_attempt` leaves to the planner."""
+    """The results of `describe_attempt` that the planner uses."""
 
     wake: datetime | None = None
     """When to plan again, if no event will cause it."""
