@@ -61,7 +61,7 @@ class State:
 class Algorithm:
     """An all-reduce algorithm.
 
-    `name` is what a TrainingJob says. `summary` is one sentence for people, without a full stop. `sends` names what is
+    `name` is the name in a TrainingJob. `summary` is one sentence for people, without a full stop. `sends` names what is
     sent: the compressor. `route` is how that travels between nodes. `state` is what is kept for the next step.
     `parameters` are those that the algorithm reads. `traffic` returns what one exchange costs. `overlaps` is True if
     the algorithm sends one piece while it adds up another. `on_device` is True if the algorithm also reduces torch
