@@ -57,7 +57,7 @@ def others(source: Path, cache: Path, memory_limit: int) -> None:
     others = taken(dataset)
     for at in range(400):  # open shards are closed to make room for others
         assert dataset[at].shape == (3072,)
-    dataset.cache._close_idle_files()
+    dataset.cache.open_shards.close_idle()
     others += taken(dataset)
     try:
         dataset[5]

@@ -272,7 +272,7 @@ def test_a_shard_is_verified_once_per_node(
     open_dataset.close()
     first, second = (open_dataset(remote.uri, decode=RECORD, prefetch=False) for _ in range(2))
     check_samples(first, data)
-    monkeypatch.setattr(second.cache, "_is_good", None)  # the checksum is not verified again
+    monkeypatch.setattr(second.cache._cached, "is_good", None)  # the checksum is not verified again
     check_samples(second, data)
 
 
