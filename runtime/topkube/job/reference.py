@@ -76,7 +76,9 @@ def _parts(part: type[Part], path: str) -> Iterator[tuple[str, type[Part]]]:
 
 
 def _row(field: FieldInfo) -> str:
-    cells = [f"`{field.alias}`", describe_allowed(field), _default(field), field.description or ""]
+    is_mapping = typing.get_origin(bare(field.annotation)) is dict  # `describe_allowed` describes a value of a mapping
+    allowed = "a mapping" if is_mapping else describe_allowed(field)
+    cells = [f"`{field.alias}`", allowed, _default(field), field.description or ""]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
