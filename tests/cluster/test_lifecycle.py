@@ -26,7 +26,7 @@ def test_suspended_from_the_start_then_resumed(namespace: Namespace) -> None:
         assert any(toleration.key == "gpu" for toleration in pod.spec.tolerations)
 
 
-def test_suspending_frees_everything_and_resuming_goes_on(namespace: Namespace) -> None:
+def test_suspending_frees_everything_and_resuming_continues(namespace: Namespace) -> None:
     name = namespace.create(job("nap", endless(), workers=2))
     namespace.wait_phase(name, "Running")
     before = namespace.status(name)

@@ -89,7 +89,7 @@ def past(job: PlayedJob, step: int) -> int:
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
-def test_each_death_costs_one_attempt_and_the_living_go_on_in_place(tmp_path: Path, mpi: str) -> None:
+def test_each_death_costs_one_attempt_and_living_workers_continue_in_place(tmp_path: Path, mpi: str) -> None:
     with PlayedJob(tmp_path, train(mpi), workers=2, slots=1, mpi=mpi, lost_seconds=10) as job:
         job.more["environment"] = checkpoints(tmp_path)
         (tmp_path / "checkpoints").mkdir()

@@ -110,7 +110,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
     assert names(tmp_path) == ["step-00000001.run-00001", "step-00000002.run-00001"]
 
 
-def test_a_swept_temporary_folder_is_not_taken_for_a_full_disk(tmp_path: Path, gate: Gate) -> None:
+def test_a_removed_temporary_folder_is_not_reported_as_a_full_disk(tmp_path: Path, gate: Gate) -> None:
     checkpoints = claimed(tmp_path)
     begin(checkpoints, 1)
     shutil.rmtree(tmp_path / ".step-00000001.run-00001.tmp")

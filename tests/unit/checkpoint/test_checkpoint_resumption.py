@@ -194,7 +194,7 @@ def test_a_script_without_gpus_starts_no_cuda(monkeypatch: pytest.MonkeyPatch) -
     assert "cuda" not in generators()
 
 
-def test_a_run_on_gpus_goes_on_with_the_same_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_gpus_continues_with_the_same_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = Gpus(monkeypatch, 2)
     drawn: list[float] = []
 

@@ -74,7 +74,7 @@ def test_a_known_case(capsys: Any) -> None:
     assert all(0 < row["efficiency"] <= 1 for row in rows.values())
 
 
-def test_a_job_gives_what_is_not_said(capsys: Any) -> None:
+def test_options_that_are_not_passed_come_from_the_job(capsys: Any) -> None:
     plan = planned(str(SAMPLE), "--workers", "4", capsys=capsys)
     assert (plan["workers"], plan["slotsPerWorker"], plan["wanted"], plan["density"]) == (4, 2, "hitopk", 0.01)
 

@@ -48,7 +48,7 @@ def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> N
         ("crash", 139, ["killed by SIGSEGV", "in string_at", "crash inside native code"]),
     ],
 )
-def test_ways_to_end_are_told_apart(tmp_path: Path, mode: str, code: int, expected: list[str]) -> None:
+def test_ways_to_end_are_distinguished(tmp_path: Path, mode: str, code: int, expected: list[str]) -> None:
     ended = run(write_job(tmp_path, ["python", str(SCRIPT), "20", mode, "1"], workers=1), tmp_path)
     assert ended.returncode == code, ended.stderr
     assert ended.stderr.startswith("error: rank 1 (node 0) failed first")

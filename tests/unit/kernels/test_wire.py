@@ -56,7 +56,7 @@ def test_four_bytes_per_entry_with_16_bit_values() -> None:
     assert kernels.encoded_size(length, k, "bf16") / k < 4.02
 
 
-def test_decode_add_says_whether_values_were_finite() -> None:
+def test_decode_add_returns_true_if_values_were_finite() -> None:
     for value, wire in ((np.nan, "fp32"), (np.inf, "bf16"), (1e6, "fp16")):
         buffer = kernels.encode(np.array([3], np.uint32), np.array([value], np.float32), 10, wire=wire)
         assert not kernels.decode_add_(np.zeros(10, np.float32), buffer)

@@ -47,7 +47,7 @@ def test_the_mpi_beside_this_python_comes_first(tmp_path: Path) -> None:
     assert library.mpiexec == beside / "mpiexec"
 
 
-def test_no_mpi_and_an_unknown_mpi_are_told_apart(tmp_path: Path) -> None:
+def test_no_mpi_and_an_unknown_mpi_are_distinguished(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"there is no mpiexec.* Next: .*pip install .*\[mpich\]'"):
         mpi_library.find(tmp_path, str(tmp_path))
     program(tmp_path, "mpiexec", "Another MPI 1.0")
@@ -125,7 +125,7 @@ def report(directory: Path) -> RankReport:
     return RankReport.read(directory / "rank-2.json")
 
 
-def test_output_goes_on_and_into_the_log(tmp_path: Path) -> None:
+def test_output_is_passed_on_and_logged(tmp_path: Path) -> None:
     running = shim(tmp_path, "sh", "-c", "echo out; echo err >&2; exit 3")
     assert running.communicate(timeout=200) == (b"out\n", b"err\n")
     assert running.returncode == 3

@@ -107,7 +107,7 @@ def test_plain_http_is_not_a_launcher(tmp_path: Path) -> None:
     assert "does not speak TLS as a launcher does" in words
 
 
-def test_a_launcher_that_stays_away_is_said_with_causes_and_the_next_command(
+def test_an_absent_launcher_is_reported_with_causes_and_the_next_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Clock:

@@ -117,7 +117,9 @@ def test_success_waits_until_all_output_is_printed(tmp_path: Path) -> None:
     assert "workers 2 have not confirmed that all output is printed" in output
 
 
-def test_a_limit_of_descriptors_that_is_too_low_is_said_before_it_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_descriptors_that_is_too_low_is_reported_before_it_is_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 8192))
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))

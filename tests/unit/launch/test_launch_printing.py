@@ -156,7 +156,7 @@ def test_an_output_that_refuses_loses_with_a_number(tmp_path: Path, reader: Read
     assert reader.all() == b"topkube: 109 bytes of output are missing here: No space left on device\ntopkube: after\n"
 
 
-def test_a_log_that_grows_faster_than_it_is_read_loses_its_oldest_lines_and_says_how_many(tmp_path: Path) -> None:
+def test_a_log_that_grows_faster_than_it_is_read_loses_its_oldest_lines_and_reports_how_many(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"".join(b"%06d\n" % number for number in range(10_000)))
     log = RankLog(path, 1)

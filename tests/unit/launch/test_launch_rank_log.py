@@ -89,7 +89,7 @@ def test_a_full_disk_loses_output_with_its_size_and_ends_nothing(tmp_path: Path)
     assert report.lost_why == "File too large"
 
 
-def test_the_log_says_where_it_lost_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_shows_where_output_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RankLogWriter(tmp_path, 0)
     log.write(b"one\n")
     with monkeypatch.context() as full:

@@ -44,7 +44,7 @@ def test_what_is_needed_comes_first() -> None:
         assert item["metadata"].get("namespace", NAMESPACE) == NAMESPACE
 
 
-def test_the_disruption_budget_selects_the_operators_pods_and_lets_a_drain_go_on() -> None:
+def test_the_disruption_budget_selects_the_operators_pods_and_allows_a_drain() -> None:
     budget = yaml.safe_load((MANIFESTS / "kubernetes-1.25/disruption-budget.yaml").read_text())
     deployment = find_object("Deployment")
     assert budget["apiVersion"] == "policy/v1"

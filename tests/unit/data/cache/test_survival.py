@@ -311,7 +311,7 @@ def test_a_shard_that_shrinks_under_an_open_dataset_is_fetched_again(remote: Rem
         ("vanished", "is no longer used"),
     ],
 )
-def test_a_volume_that_fails_costs_one_warning_and_training_goes_on(tmp_path: Path, volume: str, says: str) -> None:
+def test_a_volume_that_fails_costs_one_warning_and_training_continues(tmp_path: Path, volume: str, says: str) -> None:
     write_files(tmp_path / "source", 200)
     (tmp_path / "volume").mkdir()
     output = on_volume(volume, tmp_path / "source", tmp_path / "volume")

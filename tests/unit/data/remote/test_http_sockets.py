@@ -213,7 +213,7 @@ def test_a_connection_that_the_server_closed_meanwhile_is_not_a_failed_try() -> 
     assert len(server.requests) == PATIENCE.retries + 3
 
 
-def test_bytes_after_a_response_are_not_taken_for_the_next_response() -> None:
+def test_bytes_after_a_response_are_not_read_as_the_next_response() -> None:
     def handle(connection: socket.socket, number: int, request: str) -> bool:
         start, stop = requested(request)
         more = response(start, stop, 'ETag: "v1"\r\n') + bytes(stop - start)

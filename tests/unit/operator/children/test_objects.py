@@ -89,7 +89,7 @@ def _from(namespace: str, **labels: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("colocate", [False, True])
-def test_nothing_gets_in_but_what_the_matrix_says(colocate: bool) -> None:
+def test_only_the_connections_of_the_table_are_admitted(colocate: bool) -> None:
     job = stored(launcher={"colocate": colocate})
     policies = objects.build_network_policies(job, "uid-1", POLICY)
     first, _ = worker(job, 0)
@@ -114,7 +114,7 @@ def test_nothing_gets_in_but_what_the_matrix_says(colocate: bool) -> None:
     assert open_ports(second, operator) == set()
 
 
-def test_jobs_whose_names_go_on_like_a_childs_share_none() -> None:
+def test_jobs_whose_names_continue_like_those_of_children_share_no_child() -> None:
     first = stored()
     jobs = [first, *(_called(f"{first.name}-{more}") for more in ("launcher", "worker", "credentials"))]
     children = [

@@ -61,7 +61,7 @@ def test_pods_are_restricted_and_can_write_where_programs_must() -> None:
     assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "3072Mi"}
 
 
-def test_what_the_template_says_is_kept() -> None:
+def test_fields_of_the_template_are_kept() -> None:
     sidecar = {"name": "sidecar", "image": "proxy:1", "securityContext": {"runAsUser": 0}}
     trainer = {
         "name": "worker",
@@ -106,7 +106,7 @@ def test_what_the_template_says_is_kept() -> None:
     assert contract.WorkerPlan.read(environment(container)["TOPKUBE_WORKER"]).grace_seconds == 55
 
 
-def test_workers_keep_off_each_others_nodes_unless_told_otherwise() -> None:
+def test_workers_are_on_different_nodes_unless_spread_is_none() -> None:
     pod, _ = worker(stored())
     (rule,) = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert selects(rule["labelSelector"], pod["metadata"]["labels"])

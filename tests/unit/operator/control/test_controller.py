@@ -47,7 +47,7 @@ def test_what_a_late_renewal_of_the_lease_interrupted_is_finished(house: House) 
     wait_until(lambda: "train-launcher-1" in house.server.names("Pod"))
 
 
-def test_an_object_of_another_job_is_said_to_be_somebody_elses(house: House) -> None:
+def test_an_object_of_another_job_is_reported_as_foreign(house: House) -> None:
     house.create_job("other")
     wait_until(lambda: house.server.names("Service") == {"other"})
     owner = house.server.get("Service", "team", "other")["metadata"]["ownerReferences"]
@@ -143,7 +143,7 @@ def test_a_policy_engine_that_changes_a_child_back_is_named_and_written_to_less_
     assert house.server.written.count(("NetworkPolicy", "train-worker")) <= 4
 
 
-def test_an_overloaded_api_server_is_given_the_time_that_it_asks_for_and_the_status_says_so(house: House) -> None:
+def test_an_overloaded_api_server_gets_the_time_that_it_asks_for_and_the_status_reports_it(house: House) -> None:
     def refuse(manifest: Thing) -> None:
         calls.append(manifest["metadata"]["name"])
         raise ApiError(429, "too many requests, please try again later", "TooManyRequests", wait=60.0)
@@ -209,7 +209,7 @@ def test_pods_of_a_job_that_went_while_no_operator_ran_are_released_without_anot
     )
 
 
-def test_without_the_right_to_patch_pods_a_job_goes_on_all_the_same(house: House) -> None:
+def test_without_the_right_to_patch_pods_a_job_continues(house: House) -> None:
     """The operator is newer than its roles."""
 
     def refuse(*_: object) -> Thing:
@@ -272,7 +272,7 @@ def test_a_pod_of_an_earlier_job_blocks_its_name_until_its_node_is_lost(house: H
         assert "train-launcher-1" not in house.server.names("Pod")
 
 
-def test_kueue_is_told_once_that_a_group_has_ended(house: House) -> None:
+def test_the_end_of_a_group_is_reported_to_kueue_once(house: House) -> None:
     grouped = job()
     grouped["metadata"]["labels"] = {names.KUEUE_QUEUE: "team"}
     house.store.put_job(house.server.keep(grouped))

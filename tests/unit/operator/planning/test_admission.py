@@ -48,7 +48,7 @@ def test_all_mistakes_are_named_with_their_paths() -> None:
         assert part in message
 
 
-def test_the_reconciler_says_the_same_words() -> None:
+def test_the_reconciler_writes_the_same_message() -> None:
     invalid = changed("workers", 0)
     with pytest.raises(JobError) as error:
         TrainingJob.parse(

@@ -238,7 +238,7 @@ def test_the_pauses_of_a_gang_that_never_fits_grow() -> None:
     assert pauses == [60, 120, 240, 300, 300]
 
 
-def test_pods_that_all_wait_occupy_nothing_and_go_on_waiting() -> None:
+def test_pods_that_all_wait_occupy_nothing_and_continue_to_wait() -> None:
     world = Simulated(job(runPolicy=_policy(pendingTimeoutSeconds=TIMEOUT)))
     world.reconcile()
     for index in (0, 1):

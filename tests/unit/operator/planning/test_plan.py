@@ -61,7 +61,7 @@ def test_the_attempt_is_in_the_status_before_anything_is_made() -> None:
     assert world.plan().apply[-1][0]["metadata"]["name"] == "train-launcher-1"
 
 
-def test_killed_between_any_two_writes_the_operator_goes_on() -> None:
+def test_killed_between_any_two_writes_the_operator_continues() -> None:
     def life(crash: int | None) -> Simulated:
         world = Simulated(job())
         world.crash_after = crash

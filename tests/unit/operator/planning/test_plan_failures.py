@@ -68,7 +68,7 @@ def test_an_eviction_for_what_the_pod_itself_used_is_a_failure() -> None:
     assert (world.status()["restarts"], world.status()["disruptions"]) == (1, 0)
 
 
-def test_a_worker_killed_for_memory_is_said_to_be() -> None:
+def test_a_worker_killed_for_memory_is_reported_as_oom_killed() -> None:
     world = running()
     world.end("train-worker-0-1", 137, ended_reason="OOMKilled")
     world.end_launcher(1, {"pod": "train-worker-0-1", "reason": "WorkerLost", "exitCode": 1})
@@ -78,7 +78,7 @@ def test_a_worker_killed_for_memory_is_said_to_be() -> None:
     assert failure["logTail"] == "the log of train-worker-0-1"
 
 
-def test_a_rank_killed_for_memory_in_a_living_pod_is_said_to_be_and_the_pod_stays() -> None:
+def test_a_rank_killed_for_memory_in_a_living_pod_is_reported_and_the_pod_stays() -> None:
     world = running()
     failure = {"pod": "train-worker-1-1", "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": "last words"}
     world.end_launcher(1, failure)
@@ -129,7 +129,7 @@ def test_a_launcher_has_a_while_to_notice_that_a_worker_died() -> None:
     assert world.status()["firstFailure"]["pod"] == "train-worker-0-1"
 
 
-def test_a_worker_whose_node_is_said_to_be_lost_may_well_be_training() -> None:
+def test_a_worker_on_a_node_that_is_reported_lost_may_still_train() -> None:
     world = running()
     world.change("train-worker-0-1", node="node-x")
     world.lost.add("node-x")

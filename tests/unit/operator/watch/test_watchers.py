@@ -187,7 +187,7 @@ def test_a_watch_from_before_the_restore_begins_anew_from_a_list(monkeypatch: py
     assert not thread.is_alive()
 
 
-def test_a_job_whose_change_no_watch_told_of_is_read_again() -> None:
+def test_a_job_whose_change_no_watch_reported_is_read_again() -> None:
     api, store = Api(lambda kind: iter(())), WatchCache()
     api.items = [_job(991, 3)]
     following = _follow(api, store)
