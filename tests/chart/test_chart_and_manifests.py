@@ -1,5 +1,4 @@
-"""manifests/ and the chart install the same operator: who takes one of them by hand gets no more rights, and no fewer
-guards, than who takes the other."""
+"""manifests/ and the chart install the same operator, with the same rights and the same protections."""
 
 from __future__ import annotations
 

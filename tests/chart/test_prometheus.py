@@ -1,5 +1,5 @@
-"""Dashboards and alerts against a real Prometheus that scrapes a real run: every query has an answer, and every metric
-and label that a panel or an alert names is there."""
+"""Dashboards and alerts against a real Prometheus that scrapes a real run: every query returns values, and every metric
+and label in a panel or an alert exists."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The Helm chart on a real cluster, in one life, told by the commands of the docs: the move from manifests/ to Helm,
+"""The life of the Helm chart on a real cluster, with the commands of the docs: the move from manifests/ to Helm,
 `helm test`, a sample job, a real Prometheus, upgrade, rollback, uninstall, and then two releases side by side.
 
-The tests below follow each other. They come first in a session, before its own operator is installed (conftest.py).
+The tests depend on each other, in their order. They run first in a session, before conftest.py installs an operator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A world in which something goes wrong: `failing.py CASE DIRECTORY`. Ranks leave what they met in DIRECTORY."""
+"""A world in which a rank fails: `failing.py CASE DIRECTORY`. Each rank writes the error that it raised to
+DIRECTORY."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank of a test world runs: all cases of some modules, in order, or one function of a module.
+"""The program of every rank of a test world: it runs all cases of some modules, in order, or one function of a module.
 
 `rank.py MODULES RESULTS [FUNCTION ARGUMENT...]`, modules separated by commas.
 """

@@ -1,4 +1,4 @@
-"""What ranks meet when one of them is missing, different or raises: all of them learn which, in time."""
+"""Ranks that are missing, differ or raise an error: all ranks learn which rank it is, in time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A job's dataset in its pods: plain files for scripts that know nothing of us, samples for those that do, and what the
-launcher tells of it."""
+"""A job's dataset in its pods: plain files for scripts without TopKube, samples for `CachedDataset`, and the counters
+that the launcher reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends an attempt, and what the launcher says of it: the first cause, not its echoes."""
+"""The failures that end an attempt, and the launcher's report: it names the first cause, not its consequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who knocks at the launcher's door and may not come in; and the thief who wants to be a rank."""
+"""Unauthenticated and hostile callers of the launcher's port: they are refused, and a stolen token makes nobody a
+rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks print on its way through real workers: complete, however much it is and however it ends."""
+"""The output of ranks through real workers: it is complete, whatever its size and however the ranks end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A job as pods start it: launcher and workers by rendezvous, real mpiexec, real ranks, and what can befall them."""
+"""A job as pods start it: launcher and workers by rendezvous, real mpiexec, real ranks, and the faults that they
+survive."""
 
 from __future__ import annotations
 

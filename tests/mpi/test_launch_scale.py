@@ -1,4 +1,4 @@
-"""mpiexec asked for many workers. Whole starts of that size: benchmarks/launch_scale.py."""
+"""mpiexec with many workers. benchmarks/launch_scale.py measures whole starts of this size."""
 
 from __future__ import annotations
 

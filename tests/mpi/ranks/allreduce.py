@@ -1,4 +1,5 @@
-"""Cases of the all-reduce algorithms. Inputs come from (seed, rank): every rank knows what all others hold."""
+"""Cases of the all-reduce algorithms. Inputs are computed from (seed, rank), so every rank can compute the inputs of
+all ranks."""
 
 from __future__ import annotations
 

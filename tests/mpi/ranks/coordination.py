@@ -1,5 +1,5 @@
-"""Cases of what a script calls besides training, in the world of all ranks and in sub-worlds. Every rank knows what all
-others pass, so results are compared with those of one process."""
+"""Cases of the calls for scripts other than training, in the world of all ranks and in sub-worlds. Every rank can
+compute the arguments of all ranks, and compares results with those of one process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The whole path of a training on many ranks: as 2, 8 and 16 nodes, even and uneven, one after another in the same
-processes, because starting ranks is what costs time. `benchmarks/ranks.py` measures the same."""
+"""All parts of a training on many ranks: as 2, 8 and 16 nodes, even and uneven, one after another in the same
+processes, because the start of ranks takes most of the time. `benchmarks/ranks.py` measures the same."""
 
 from __future__ import annotations
 

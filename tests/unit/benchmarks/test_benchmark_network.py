@@ -1,4 +1,4 @@
-"""The benchmark's nodes: separate machines joined by links of the stated speed, gone when their owner is gone."""
+"""The benchmark's nodes: separate machines with links of the stated speed, which end with their owner."""
 
 from __future__ import annotations
 

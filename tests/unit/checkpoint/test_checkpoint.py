@@ -1,4 +1,4 @@
-"""Checkpoints on one rank: what survives a kill, a full disk, damage, and a run that should be dead."""
+"""Checkpoints on one rank after a kill, on a full disk, with damage, and beside a run that was given up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resume loads everything or nothing, and says why it cannot."""
+"""A resume loads everything or nothing, and its error names the reason."""
 
 from __future__ import annotations
 

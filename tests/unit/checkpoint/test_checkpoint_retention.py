@@ -1,4 +1,4 @@
-"""What is kept, removed and found again in a directory of checkpoints."""
+"""Which checkpoints of a directory are kept, removed and loaded."""
 
 from __future__ import annotations
 

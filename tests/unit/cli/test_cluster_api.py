@@ -1,4 +1,4 @@
-"""What the cluster commands make of an API server's refusals, of no server, and of a kubeconfig that is of no use.
+"""The cluster commands with an API server that refuses, without an API server, and with an unusable kubeconfig.
 
 The server is a local one that answers as told; tests/cluster has the real one.
 """

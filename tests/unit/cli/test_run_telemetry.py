@@ -1,4 +1,4 @@
-"""What is read of a run while it goes on, and what is told of it."""
+"""The progress of a run while it trains, and the reports about it."""
 
 from __future__ import annotations
 

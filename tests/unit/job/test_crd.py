@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition: what it says, and that it agrees with the types it comes from."""
+"""The CustomResourceDefinition: its content, and its agreement with the types that it is generated from."""
 
 from __future__ import annotations
 

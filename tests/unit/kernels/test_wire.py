@@ -1,4 +1,4 @@
-"""The wire format: what goes in comes out, and nothing else is accepted."""
+"""The wire format: a round trip returns the same entries, and damaged or foreign bytes are refused."""
 
 from __future__ import annotations
 

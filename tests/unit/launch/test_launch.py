@@ -1,4 +1,4 @@
-"""Finding MPI, the shim around a rank, and which report tells the story."""
+"""The search for MPI, the shim around a rank, and the report that names the first failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Linux would not start is refused before anything starts, with a sentence."""
+"""Arguments and variables that Linux would not start are refused before anything starts, with an explanation."""
 
 from __future__ import annotations
 

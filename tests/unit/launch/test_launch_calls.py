@@ -1,4 +1,4 @@
-"""A worker that cannot reach its launcher says why: in its log, and as its last words."""
+"""A worker that cannot reach its launcher reports why: in its log and in its termination message."""
 
 from __future__ import annotations
 

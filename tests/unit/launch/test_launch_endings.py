@@ -1,4 +1,4 @@
-"""Memory counters, stale shared memory, and the words of the status."""
+"""Memory counters, stale shared memory, and the reasons and messages of the status."""
 
 from __future__ import annotations
 

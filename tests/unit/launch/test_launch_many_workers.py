@@ -1,4 +1,5 @@
-"""What the launcher does for each of thousands of workers takes no time of its own for each. No MPI, no network."""
+"""The launcher's work for thousands of workers: no step takes noticeable time per worker. These tests need no MPI and
+no network."""
 
 from __future__ import annotations
 

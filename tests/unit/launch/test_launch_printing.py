@@ -1,4 +1,5 @@
-"""What ranks print reaches the pod's output, whoever reads it and however slowly; or the loss is said with its size."""
+"""The output of ranks reaches the pod's output, whoever reads it and however slowly; a loss is reported with its
+size."""
 
 from __future__ import annotations
 

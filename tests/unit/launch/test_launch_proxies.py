@@ -1,4 +1,4 @@
-"""What mpiexec says about its proxies, taken apart and put together again."""
+"""The commands that mpiexec prints for its proxies: parsed in the launcher, built again in the workers."""
 
 from __future__ import annotations
 

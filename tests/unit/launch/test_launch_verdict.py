@@ -1,4 +1,4 @@
-"""When it is clear which rank failed first: as soon as everybody has told, and no later than needed."""
+"""When it is clear which rank failed first: as soon as all workers have reported, and no later than needed."""
 
 from __future__ import annotations
 

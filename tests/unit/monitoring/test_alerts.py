@@ -1,5 +1,5 @@
-"""Every alert, in Prometheus's own rule tests: it fires, it does not fire, it is silent where its series are missing
-(an operator that is down is what missing series mean)."""
+"""Every alert, in Prometheus's own rule tests: it fires, it does not fire, and it does not fire if its series are
+missing (except the alert for a missing operator)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard of error feedback in the weights: what it measures, when it acts, and what it says."""
+"""The guard of error feedback in the weights: its measurements, its actions and its messages."""
 
 from __future__ import annotations
 

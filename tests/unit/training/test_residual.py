@@ -1,5 +1,4 @@
-"""A residual through any history of exchanges, steps and gradients that are thrown away: nothing is lost or counted
-twice."""
+"""A residual through any history of exchanges, steps and discarded gradients: nothing is lost or counted twice."""
 
 from __future__ import annotations
 

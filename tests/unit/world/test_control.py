@@ -1,4 +1,5 @@
-"""News among thousands of ranks, played: who hears whom, after how many hops, with how many messages."""
+"""Messages that reach every rank, in simulated worlds of thousands of ranks: who receives them, after how many hops,
+with how many messages."""
 
 from __future__ import annotations
 

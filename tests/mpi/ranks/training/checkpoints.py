@@ -1,4 +1,4 @@
-"""Checkpoints on several ranks: what fails on one rank is known to all, at the same step."""
+"""Checkpoints on several ranks: all ranks learn of a failure on one rank at the same step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of several ranks: equal to one process, nothing lost on the way, steps that count on all ranks or none."""
+"""Gradients of several ranks: equal to those of one process, complete, and steps count on all ranks or on none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch normalization on several ranks: statistics of all of them, statistics of each, and buffers kept the same."""
+"""Batch normalization on several ranks: statistics over all ranks, statistics of each rank, and equal buffers."""
 
 from __future__ import annotations
 

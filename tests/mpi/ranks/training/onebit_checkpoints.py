@@ -1,4 +1,4 @@
-"""Checkpoints of onebit: the agreed weights, and what every node has beside them."""
+"""Checkpoints of onebit: the agreed weights, and the state of each node."""
 
 from __future__ import annotations
 

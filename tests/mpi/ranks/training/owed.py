@@ -1,5 +1,5 @@
-"""What sparse exchanges owe when gradients are thrown away, scaled, frozen or removed: what was delivered and what is
-still owed add up to the true gradients."""
+"""Residuals when gradients are discarded, scaled, frozen or removed: delivered and remaining parts add up to the true
+gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Parameters that differ: unused, frozen, unlike on other ranks; and the state that all ranks start from."""
+"""Unused parameters, frozen parameters, parameters that differ between ranks, and the state from which all ranks
+start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs that leave checkpoints in a directory, and runs that go on from them. Started by name, with the directory."""
+"""Runs that write checkpoints to a directory, and runs that continue from them. They are started by name, with the
+directory."""
 
 from __future__ import annotations
 

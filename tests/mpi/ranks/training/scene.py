@@ -1,4 +1,4 @@
-"""A small network, its data, and what two trainings are compared by."""
+"""A small network, its data, and functions that compare two trainings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the webhook allows, refuses and warns of. The reconciler calls the same function."""
+"""The jobs that the webhook allows, refuses and warns about. The planner calls the same function."""
 
 from __future__ import annotations
 
