@@ -143,7 +143,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 
 def ask(server: Prometheus, expression: str) -> list[float]:
-    """The values now; without NaN, which is a ratio of nothing in the window (a tier that nobody asked)."""
+    """Return the current values without NaN, which is the ratio of a tier without requests in the window."""
     answer = server.query(
         fill_variables(expression, INTERVAL, namespace="ml", training_job=f"{JOB}|{WEIGHTS_JOB}|next")
     )

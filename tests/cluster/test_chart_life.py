@@ -65,7 +65,7 @@ class Life:
         return Namespace(self.target, name)
 
     def move(self, chart: Path) -> None:
-        """From manifests/ to Helm, as docs/install.md tells it, with another chart."""
+        """Move from manifests/ to Helm with the commands of docs/install.md, with another chart."""
         *before, last = documented("install.md", "To move to Helm later")
         for line in before:
             self.commands.run(line)
@@ -144,7 +144,7 @@ def _deployed(target: Target) -> bool:
 
 
 def avoid_a_node(jobs: Namespace) -> None:
-    """Create a job of another controller, which the test plays: its status says that new pods avoid a node."""
+    """Create a job of another controller, which the test plays: its status contains a node that new pods avoid."""
     name = jobs.create(job("avoids", ["true"], runPolicy={"managedBy": "example.com/test"}))
     avoided = {"name": "node1", "reason": "HardwareFault", "message": "an attempt of this job ended there"}
     status = {"phase": "Running", "avoidedNodes": [avoided]}

@@ -77,7 +77,7 @@ def certificate(directory: Path) -> None:
 
 
 class Pod:
-    """A process that stands for a pod's container, with its output and its last words."""
+    """A process that plays a pod's container, with its output and its termination message."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class PlayedJob:
         return launcher
 
     def status(self, token: str = "the operator's token", **headers: str) -> LauncherStatus | None:
-        """What the launcher tells the operator; None while it does not answer."""
+        """Return the launcher's answer to the operator; None while it does not answer."""
         headers = {"Authorization": f"Bearer {token}", **headers}
         request = urllib.request.Request(f"https://127.0.0.1:{self.port}{STATUS_PATH}", headers=headers)
         with contextlib.suppress(OSError), urllib.request.urlopen(request, context=self.tls, timeout=5) as answer:

@@ -173,7 +173,7 @@ INIT = ["-c", "import topkube; topkube.init()"]
 
 
 def test_two_different_mpis_are_distinguished(tmp_path: Path) -> None:
-    """MPICH's mpiexec with Open MPI's library: every process is a world of its own."""
+    """With MPICH's mpiexec and Open MPI's library, every process is a world of its own."""
     script = [str(worlds.ENVIRONMENTS["openmpi"] / "bin" / "python"), *INIT]
     program = (
         "import os, sys; os.environ.setdefault('OMPI_ALLOW_RUN_AS_ROOT', '1'); os.execv(sys.argv[1], sys.argv[1:])"

@@ -43,7 +43,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, source: Path, script: str, workers: int) -> tuple[PlayedJob, str]:
-    """A job to its end. Each worker is a node of its own; what its cache holds outlives the job."""
+    """Run a job to its end. Each worker is a separate node, whose cache outlives the job."""
     (folder / "run").mkdir(exist_ok=True)
     directory = folder / "run" / str(len(list((folder / "run").iterdir())))
     directory.mkdir()

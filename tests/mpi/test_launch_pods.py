@@ -74,7 +74,7 @@ def train(mpi: str) -> list[str]:
 
 
 def checkpoints(directory: Path) -> dict[str, str]:
-    """What the operator tells ranks about checkpoints."""
+    """Return the settings by which the operator configures checkpoints of ranks."""
     return {
         "TOPKUBE_CHECKPOINT_DIRECTORY": str(directory / "checkpoints"),
         "TOPKUBE_CHECKPOINT_EVERY": "10",
@@ -83,7 +83,7 @@ def checkpoints(directory: Path) -> dict[str, str]:
 
 
 def past(job: PlayedJob, step: int) -> int:
-    """The step that the launcher tells the operator, once it is `step` or later; 0 before."""
+    """Return the step that the launcher reports to the operator, once it is `step` or later; 0 before."""
     status = job.status()
     now = status.progress.step if status and status.progress and status.progress.step else 0
     return now if now >= step else 0

@@ -236,7 +236,7 @@ class Simulation:
 
 
 def case_nothing_is_lost(world: World) -> None:
-    """What was sent plus what every residual holds is the sum of all inputs."""
+    """The sent entries plus all residuals are the sum of all inputs."""
     for name in WITH_RESIDUAL:
         for wire in WIRES:
             length = 9_999

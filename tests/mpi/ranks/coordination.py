@@ -155,7 +155,7 @@ def case_calls_may_be_made_while_gradients_are_exchanged(world: World) -> None:
 
 
 def everything(world: World | None) -> None:
-    """What works in a world works in a sub-world."""
+    """Every call that works in a world works in a sub-world."""
     if world is None:
         return
     for name in [

@@ -149,7 +149,7 @@ def test_a_checkpoint_of_format_1_is_resumed(tmp_path: Path) -> None:
 
 
 class Gpus:
-    """A torch.cuda of `count` GPUs, each with a generator of its own."""
+    """A fake torch.cuda of `count` GPUs, each with its own generator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, current: int = 0, started: bool = True) -> None:
         self.generators = [torch.Generator().manual_seed(10 * gpu) for gpu in range(count)]

@@ -36,7 +36,7 @@ def copy_visible(old: Path, new: Path) -> None:
 
 
 def test_a_run_in_a_copied_folder_continues_and_so_does_the_next_run(tmp_path: Path) -> None:
-    """Claims are hidden, so that the copy has none: the run must still come after those that it was copied from."""
+    """Claims are hidden files, so the copy has none. The new run must still come after the copied runs."""
     for steps in (4, 6, 8):
         train(tmp_path / "old", steps)
     copy_visible(tmp_path / "old", tmp_path / "new")

@@ -139,7 +139,7 @@ def test_nothing_is_left_when_topkube_run_itself_is_killed(tmp_path: Path) -> No
 
 
 def test_children_of_ranks_end_too(tmp_path: Path) -> None:
-    """Data loaders and whatever else a rank starts, even in a session of its own."""
+    """Data loaders and all other processes that a rank starts end, even in a separate session."""
     children = "[subprocess.Popen(['sleep', '1000'], start_new_session=own) for own in (True, False)]"
     script = f"import subprocess, os; {children}; os._exit(9)"
     ended = run(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)

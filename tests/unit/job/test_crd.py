@@ -158,7 +158,7 @@ Checker = jsonschema.validators.extend(
 
 
 def refusals(data: Any, old: Any = None) -> list[str]:
-    """What an API server of 1.25 or newer says about a job, as `path: message`."""
+    """Return the answer of an API server of 1.25 or newer about a job, as `path: message`."""
     checker = Checker(SCHEMA)
     errors = [f"{error.json_path}: {error.message}" for error in checker.iter_errors(data)]
     return errors or [*broken_rules(data, old, SCHEMA, "")]

@@ -24,7 +24,7 @@ TRAPS = ["-fsanitize=alignment,shift,bounds", "-fsanitize-undefined-trap-on-erro
 
 @functools.cache
 def emulated() -> DeviceKernels:
-    """The kernels on CPU tensors, through the same launches. Skips where there is no g++."""
+    """Return the kernels for CPU tensors, with the same launches. Skips if there is no g++."""
     if not shutil.which("g++") or not sysconfig.get_platform().startswith("linux"):
         pytest.skip("no g++ here to compile the emulation")
     library = Path(tempfile.mkdtemp(prefix="topkube-emulation-")) / "libemulated.so"

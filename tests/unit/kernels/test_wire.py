@@ -99,7 +99,7 @@ def test_random_bytes_are_refused(noise: bytes, with_mark: bool) -> None:
 @settings(max_examples=300)
 @given(st.data())
 def test_a_hostile_sender_with_a_right_checksum_is_refused(data: st.DataObject) -> None:
-    """Every field may lie; what is accepted decodes to ascending indices within the length."""
+    """Every field may be wrong. An accepted buffer decodes to ascending indices within the length."""
     indices, values = shard(200_000, 30)
     buffer = kernels.encode(indices, values, 200_000, wire="bf16")
     for _ in range(data.draw(st.integers(1, 3))):

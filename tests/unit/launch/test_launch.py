@@ -184,7 +184,7 @@ def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
 
 
 def test_when_the_front_is_killed_the_command_ends_and_the_report_is_written(tmp_path: Path) -> None:
-    """What Hydra does to every rank when one aborts."""
+    """Hydra does this to every rank when a rank aborts."""
     running = shim(tmp_path, "sh", "-c", "echo up $$; exec sleep 1000")
     assert running.stdout is not None
     pid = int(running.stdout.readline().split()[1])

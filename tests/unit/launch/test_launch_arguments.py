@@ -84,7 +84,7 @@ def test_a_worker_with_arguments_that_are_too_long_fails_before_it_calls(
 
 
 def test_a_rank_that_linux_does_not_start_reports_the_sizes(tmp_path: Path) -> None:
-    """What other programs add on the way may be too much after all."""
+    """Other programs may add arguments, so that the limit is exceeded after the check."""
     (tmp_path / "command.json").write_text(
         '{"directory": "/", "command": ["true"%s]}' % (', "%s"' % ("x" * 130_000) * 60)
     )

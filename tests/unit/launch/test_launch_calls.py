@@ -35,7 +35,7 @@ PLAN = WorkerPlan(name="j", namespace="team", uid="u", index=0, attempt=1, pod="
 
 
 def failure_of_a_call(server: Path, client: Path) -> BaseException:
-    """What a worker with the certificate in `client` meets at a launcher with that in `server`."""
+    """Return the error of a worker with the certificate in `client` at a launcher with the certificate in `server`."""
 
     async def call() -> BaseException:
         serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

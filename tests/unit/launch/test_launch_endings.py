@@ -131,7 +131,7 @@ def test_last_words_without_a_container_are_printed(tmp_path: Path, capsys: pyte
 
 
 class Clock:
-    """Stands for `time` where steps are counted."""
+    """A fake `time` for the count of steps."""
 
     now = 0.0
 

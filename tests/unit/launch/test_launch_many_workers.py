@@ -40,7 +40,7 @@ def make_launcher(tmp_path: Path, workers: int) -> JobLauncher:
 
 
 def joined(launcher: JobLauncher, index: int) -> Member:
-    """A worker with a link that is connected and keeps what is sent."""
+    """Return a worker whose link is connected and keeps the sent messages."""
     address = f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}"
     hello = Hello(session="s", ip=address, slots=1, python="p", mpi="MPICH 5.0.2", time=time.time())
     link = Link(lambda message: launcher.members.receive(member, message), lambda *_: None)

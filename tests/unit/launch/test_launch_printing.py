@@ -208,7 +208,7 @@ def test_what_was_copied_is_given_back_to_the_disk(tmp_path: Path, reader: Reade
 
 
 def test_warnings_of_libraries_take_the_same_way(reader: Reader) -> None:
-    """aiohttp tells of each bad request: written to stderr, that would wait for its reader."""
+    """aiohttp logs every bad request. If the log went to stderr, it would wait for its reader."""
     printing = PodOutput(reader.far, "topkube launch")
     logger = logging.getLogger("topkube.test")
     handler = OutputHandler(printing)

@@ -90,7 +90,7 @@ def test_without_overlap_a_step_is_the_sum_of_its_parts(
 @settings(deadline=None)
 @given(st.integers(1 << 16, 10**6), seconds, situations().filter(lambda where: where.machines.nodes > 1))
 def test_one_bucket_is_the_closed_formula(elements: int, time: float, where: Situation) -> None:
-    """Nothing hides the exchange of a single bucket: it follows backward, as the cost model says."""
+    """Nothing hides the exchange of a single bucket: it follows backward, as in the cost model."""
     where = dataclasses.replace(where, cores=math.inf)
     profile = StepProfile("one", time, (Gradient("weight", elements, 2 * time),), update=time, on_cpu=True)
     agreement = 2 * math.ceil(math.log2(where.ranks)) * where.machines.latency

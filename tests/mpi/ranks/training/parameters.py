@@ -28,7 +28,7 @@ from topkube.world import World
 
 
 class Forked(nn.Module):
-    """Three large layers, of which a forward uses those that are named."""
+    """Three large layers. A forward uses the layers that are named."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -193,7 +193,7 @@ def test_the_finalizer_of_a_job_that_is_gone_is_removed_and_others_are_left(hous
 
 
 def test_pods_of_a_job_that_went_while_no_operator_ran_are_released_without_another_event(house: House) -> None:
-    """A new operator lists them before it leads, and nobody tells of them again."""
+    """A new operator lists these pods before it leads. No later event names them."""
     house.create_job()
     wait_until(lambda: "train-launcher-1" in house.server.names("Pod"))
     wait_until(house.is_idle)

@@ -167,7 +167,7 @@ FIELDS = {
 
 @st.composite
 def hostile_words(draw: st.DrawFn, head: str) -> str:
-    """JSON of a launcher's status or of last words in which any field holds anything."""
+    """Return the JSON of a launcher's status or termination message in which any field holds any value."""
     parts = [head]
     for name, fields in FIELDS.items():
         if draw(st.booleans()):

@@ -113,7 +113,8 @@ def test_nonsense_is_answered(body: str) -> None:
 
 
 def test_a_review_contains_nothing_about_claims() -> None:
-    """The webhook answers anybody in the cluster. It must not say how the claims of another namespace are mounted."""
+    """The webhook answers any caller in the cluster. It must not show how claims of another namespace can be
+    mounted."""
     job = changed("checkpoint", {"claimName": "of-somebody"}, changed("workers", 2))
     job["metadata"]["namespace"] = "of-somebody"
     status, text = webhook.answer_review(json.dumps(review_of(job)).encode())

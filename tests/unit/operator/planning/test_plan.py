@@ -161,7 +161,7 @@ def test_quick_restarts_wait_longer_and_longer_whoever_looks(looks_every: float 
 
 
 def test_pods_that_kubelets_refuse_are_made_anew_after_the_same_pauses() -> None:
-    """Such a pod never had a container, so nothing says when it failed."""
+    """Such a pod never had a container, so its status has no time of the failure."""
     world = Simulated(job())
     waits = []
     for number in range(1, 4):

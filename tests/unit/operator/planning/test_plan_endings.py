@@ -152,7 +152,7 @@ def test_a_native_sidecar_neither_decides_nor_keeps_a_job_from_ending(state: str
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_pods_that_are_about_to_end_do_so_and_keep_their_logs(code: int) -> None:
-    """Containers have ended and their kubelets have not said so of the pods: a second later they have."""
+    """The containers have ended, but the kubelets report the end of the pods a second later."""
     world = running(runPolicy={"backoffLimit": 0})
     world.end_launcher(code, RANK_FAILED if code else None)
     world.end("train-worker-0-1", code)

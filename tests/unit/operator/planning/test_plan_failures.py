@@ -195,7 +195,7 @@ def test_the_schedulers_words_are_shown() -> None:
 
 
 def test_a_gate_is_not_called_a_lack_of_room() -> None:
-    """Kubernetes 1.27 and later: somebody holds the pod back, and the scheduler has not looked at it."""
+    """Kubernetes 1.27 and newer: a controller holds the pod back, and the scheduler has not processed it."""
     world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100}))
     world.reconcile()
     words = "Scheduling is blocked due to non-empty scheduling gates"
@@ -237,7 +237,7 @@ def _ends(code: int, **more: Any) -> Callable[[Simulated], None]:
 
 
 def _says(**failure: Any) -> Callable[[Simulated], None]:
-    """The launcher ends with these words about worker 1."""
+    """The launcher ends with this message about worker 1."""
     return lambda world: world.end_launcher(1, {"pod": WORKER, "exitCode": 1, "logTail": TAIL, **failure})
 
 
@@ -265,7 +265,7 @@ def _node_lost(world: Simulated) -> None:
 
 
 def _never_began(prepare: Container) -> Callable[[Simulated], None]:
-    """Worker 1's init container fails: its own container waits for ever."""
+    """Worker 1's init container fails, so its own container never starts."""
 
     def act(world: Simulated) -> None:
         containers = {"prepare": prepare, "worker": Container(waiting="PodInitializing")}
@@ -364,7 +364,7 @@ PENDING: dict[str, tuple[Callable[[Simulated], None], str, str]] = {
 
 
 def _kept_after_cleanup(world: Simulated) -> None:
-    """The pods go, and what is known of the failure stays as it is."""
+    """The pods are removed, and the stored failure stays."""
     failure = dict(world.status()["firstFailure"])
     for _ in range(3):
         world.wait(60)
