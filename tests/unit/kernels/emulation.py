@@ -18,7 +18,7 @@ from topkube.kernels.device import DeviceKernels
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[2] / "csrc" / "cuda" / "api.cu"
 FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fPIC"]
-# A GPU faults on a misaligned word and shifts by 32 its own way; a host does neither: here both end the run.
+# A misaligned access fails on a GPU, and a shift by 32 has another result than on a CPU: here both end the process.
 TRAPS = ["-fsanitize=alignment,shift,bounds", "-fsanitize-undefined-trap-on-error"]
 
 

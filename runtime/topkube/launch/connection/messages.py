@@ -46,6 +46,7 @@ class Hello(Message):
     problem: str = Field(default="", max_length=4096)
     """Why this worker cannot run ranks; empty if it can."""
     problem_code: int = 1
+    """The exit code of a run that ends because of `problem`."""
     time: float
     """The worker's clock, Unix seconds."""
 
@@ -59,6 +60,7 @@ class Welcome(Message):
     received: int = 0
     resumed: bool
     lost_seconds: float = 20.0
+    """Either end takes the other for lost after this time without a message."""
 
 
 class Start(Message):
