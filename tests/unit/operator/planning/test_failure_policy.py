@@ -126,7 +126,7 @@ def test_an_image_that_cannot_be_pulled_follows_its_rule(action: str, expected: 
     assert (status["phase"], status["restarts"], status["disruptions"]) == expected
     failure = status["firstFailure"]
     assert (failure["reason"], failure["pod"]) == ("ImagePullBackOff", WORKER)
-    assert failure["message"].count(WORKER) == 0, "the sentence names the pod already"
+    assert failure["message"].count(WORKER) == 0, "failure.pod already names the pod"
     if expected != FAIL:
         assert world.pods[WORKER].deletion is not None
         assert "train-worker-1-2" in world.pods
