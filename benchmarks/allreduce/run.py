@@ -124,7 +124,7 @@ class AllreduceBench:
             self.facts[f"{self.part} memory {kind} GB/s"] = round(self._bandwidth[kind] / 1e9, 1)
 
     def measure_links(self, field: list[Contender], length: int) -> dict[str, Any]:
-        """Measure the link with messages as large as those that the contenders send. Returns lists of bytes and seconds,
+        """Measure the link with messages of the sizes that the contenders send. Returns lists of bytes and seconds,
         empty without a network."""
         if self.network is None:
             return {"bytes": [], "seconds": []}

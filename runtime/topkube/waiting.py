@@ -17,7 +17,7 @@ _PAUSE_SECONDS = 200e-6
 _IDLE_SECONDS = 8e-6
 """A call of MPI that takes longer has moved data. MPI moves a few packets per call over TCP: 32 to 64 KiB."""
 _MOST_CALLS = 64
-"""The most calls of MPI in a row: what else the thread does must not wait for long."""
+"""The most calls of MPI in a row: other work of the thread must not wait long."""
 _CHECK_SECONDS = 0.1
 """The time between two calls of `check`."""
 _MEETING_TAG = 32_000

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from house import wait_until
+from replica import wait_until
 
 from topkube_operator.control.call_pool import CallPool
 

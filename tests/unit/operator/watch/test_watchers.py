@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from house import wait_until
+from replica import wait_until
 from simulated import job
 
 from topkube.job import KIND
