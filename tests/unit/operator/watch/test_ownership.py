@@ -7,9 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from replica import Replica, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
+from replica import Replica, wait_until
 from simulated import START, Simulated, job, running
 
 from topkube.job import API_VERSION, KIND
