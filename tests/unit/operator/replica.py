@@ -1,4 +1,4 @@
-"""A replica of the operator, with its threads and queue, on an API server in memory. tests/cluster has a real server."""
+"""A replica of the operator with its threads and queue, on an API server in memory. tests/cluster has a real server."""
 
 from __future__ import annotations
 
