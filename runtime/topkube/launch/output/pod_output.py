@@ -20,7 +20,7 @@ from pathlib import Path
 
 from topkube.launch.output.rank_report import TAIL_BYTES
 
-_LOOK_SECONDS = 0.05
+_CHECK_SECONDS = 0.05
 _PIECE_BYTES = 1 << 20
 """The most that is read from a log at a time. A longer line is broken."""
 _WRITE_BYTES = 16 << 10
@@ -219,7 +219,7 @@ class PodOutput:
         self._closing = True
         self._wake.set()
         while self._thread.is_alive() and time.monotonic() - start < most_seconds:
-            self._thread.join(_LOOK_SECONDS)
+            self._thread.join(_CHECK_SECONDS)
             if self.stalled(start) > stall_seconds:
                 break
         return self._lost + (self.waiting_bytes if self._thread.is_alive() else 0)
@@ -238,7 +238,7 @@ class PodOutput:
             if not moved:
                 if closing:
                     return
-                self._wake.wait(_LOOK_SECONDS)
+                self._wake.wait(_CHECK_SECONDS)
                 self._wake.clear()
 
     def _write_lines(self) -> bool:
