@@ -49,7 +49,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def render(given: dict[str, Any] | None = None, name: str = "topkube") -> list[dict[str, Any]]:
-    """All objects that the chart makes, hooks included."""
+    """Return all objects that the chart makes, hooks included."""
     with helm.Chart.load(CHART) as chart:
         files = chart.render(given or {}, name=name, namespace="topkube-system")
     documents = [yaml.safe_load_all(text) for path, text in files.items() if path.endswith(".yaml")]
@@ -70,7 +70,7 @@ def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
     return spec
 
 
-def test_helm_finds_nothing_to_say() -> None:
+def test_helm_lint_reports_no_problem() -> None:
     for version in ("1.20", *VERSIONS):
         report = helm.lint(CHART, strict=True, kube_version=f"v{version}.0")
         assert report["errors"] == []
@@ -215,7 +215,7 @@ def test_no_role_of_the_operator_has_a_wildcard_or_exec() -> None:
                 assert "pods/exec" not in rule["resources"]
 
 
-def test_selectors_reach_the_pods_and_ports_have_names_that_are_there() -> None:
+def test_selectors_match_the_pods_and_named_ports_exist() -> None:
     objects = render(EVERYTHING)
     labels = find_only("Deployment", objects)["spec"]["template"]["metadata"]["labels"]
     (container,) = pod_of(objects)["containers"]
@@ -247,7 +247,7 @@ def test_monitors_wait_for_their_crds() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
-def test_the_rules_are_those_of_the_file_with_whole_runbook_links(tmp_path: Path) -> None:
+def test_the_rules_are_those_of_the_file_with_complete_runbook_links(tmp_path: Path) -> None:
     given = {
         "metrics": {
             "alerts": {"enabled": True, "runbookBaseUrl": "https://example.com/", "disabled": ["TopKubeNoLeader"]}
@@ -263,7 +263,7 @@ def test_the_rules_are_those_of_the_file_with_whole_runbook_links(tmp_path: Path
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_dashboards_come_whole_and_where_grafana_looks() -> None:
+def test_dashboards_are_complete_and_in_the_place_that_values_name() -> None:
     dashboards = {"labels": {"find": "me"}, "annotations": {"grafana_folder": "TopKube"}, "namespace": "grafana"}
     maps = select_kind("ConfigMap", render({"metrics": {"dashboards": dashboards}}))
     files = {path.name: path.read_text() for path in (CHART / "dashboards").glob("*.json")}
@@ -275,7 +275,7 @@ def test_dashboards_come_whole_and_where_grafana_looks() -> None:
     assert select_kind("ConfigMap", render({"metrics": {"dashboards": {"enabled": False}}})) == []
 
 
-def test_cert_manager_brings_the_webhooks_certificate() -> None:
+def test_cert_manager_issues_the_webhooks_certificate() -> None:
     objects = render(EVERYTHING)
     certificate = find_only("Certificate", objects)
     webhook = find_only("ValidatingWebhookConfiguration", objects)
