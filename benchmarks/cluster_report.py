@@ -22,7 +22,11 @@ def operator_section(stored: dict[str, Any]) -> dict[str, str]:
         )
         rows.append([words, f"{many['pods_seconds']:.1f} s", ""])
         rows.append(
-            ["the same, and every status right", f"{many['statuses_seconds']:.1f} s", f"{targets['many_created']:g} s"]
+            [
+                "the same, until every status is correct",
+                f"{many['statuses_seconds']:.1f} s",
+                f"{targets['many_created']:g} s",
+            ]
         )
         rows.append(_floor_row(many["floor_seconds"], many["statuses_seconds"], "s", 1))
     if idle:
@@ -107,8 +111,8 @@ def launch_section(stored: dict[str, Any]) -> dict[str, str]:
         rows.append(
             [
                 f"{run['mpi']}{' over ' + device if device else ''}, {run['workers']} workers",
-                f"{start:.1f}" if run["ok"] else "not all ranks left it",
-                f"{floor:.1f}" if floor is not None else "not all ranks left it",
+                f"{start:.1f}" if run["ok"] else "a rank did not start",
+                f"{floor:.1f}" if floor is not None else "a rank did not start",
                 f"{ratio:.1f}×" if ratio else "",
                 f"{run['launcher_processor_seconds']:.1f}",
                 f"{run['workers_processor_seconds']:.1f}",

@@ -42,22 +42,22 @@ STAGES = {"facts": 1, "checks": 6, "kernels": 8, "training": 5, "suite": 5, "cou
 
 def missing(dry: bool) -> list[str]:
     """Return what is missing on this machine, each with the next step."""
-    found = []
+    problems = []
     if importlib.util.find_spec("torch") is None:
         return ["torch is not installed. Next: python -m pip install torch"]
     import torch
 
     if not torch.cuda.is_available():
         cause = "is built for the CPU alone" if torch.version.cuda is None else "sees no GPU"
-        found.append(f"torch {torch.__version__} {cause}. Next: run this on a machine with an NVIDIA GPU")
+        problems.append(f"torch {torch.__version__} {cause}. Next: run this on a machine with an NVIDIA GPU")
     if machine.find_nvcc() is None:
-        found.append("there is no nvcc. Next: install the CUDA toolkit, or set CUDA_HOME")
-    found += [
+        problems.append("there is no nvcc. Next: install the CUDA toolkit, or set CUDA_HOME")
+    problems += [
         f"{', '.join(absent)} missing, needed for: {kind}. Next: gpu.py --prepare where pip works"
         for kind in machine.NEEDED
         if (absent := machine.absent(kind))
     ]
-    return found if not dry else [f"{line} (not needed for --dry)" if "GPU" in line else line for line in found]
+    return problems if not dry else [f"{line} (not needed for --dry)" if "GPU" in line else line for line in problems]
 
 
 def run_stage(name: str, args: argparse.Namespace) -> None:

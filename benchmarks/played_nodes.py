@@ -96,7 +96,7 @@ def finished(cluster: Cluster, name: str, workers: int) -> None:
                 "namespace": NAMESPACE,
                 "labels": labels,
                 "annotations": {names.DEFAULT_CONTAINER: role},
-                "ownerReferences": [names.owner(name, uid)],
+                "ownerReferences": [names.build_owner_reference(name, uid)],
             },
             "spec": {
                 "restartPolicy": "Never",

@@ -33,6 +33,7 @@ IMAGES = ROOT / "docs" / "images"
 
 
 def load(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
+    """Return the stored result of a benchmark; None if there is none."""
     path = results / f"{name}.json"
     if not path.exists():
         return None

@@ -27,7 +27,7 @@ SOURCES = (
     ),
     MetricSource(
         "Data cache",
-        "In the same scrape: one set per worker pod, summed over its ranks and their data loaders, where the job uses "
+        "In the same scrape: one set per worker pod, summed over its ranks and their data loaders, if the job uses "
         "`topkube.data.CachedDataset`.",
         runtime.CACHE,
     ),

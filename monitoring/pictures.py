@@ -17,10 +17,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from monitoring.dashboards import DASHBOARDS
 from monitoring.grafana import WIDTH, Dashboard, Panel
-from monitoring.prometheus import Prometheus, Series, chosen, named
+from monitoring.prometheus import Prometheus, Series, fill_variables, format_legend
 
 _COLOURS = ("#2f6fb7", "#e9a23b", "#4aa37c", "#cf4f4f", "#7d5fb2", "#5b6b7b", "#c77fb5", "#8a7a4d")
-_OF_NAME = {
+_COLOUR_OF_NAME = {
     "Pending": "#b9c2cc",
     "Starting": "#8ab6e8",
     "Running": "#4aa37c",
@@ -30,7 +30,7 @@ _OF_NAME = {
     "Failed": "#cf4f4f",
     "error": "#cf4f4f",
 }
-"""Colours with a meaning. Every other name gets the next of _COLOURS."""
+"""Colours of names with a fixed meaning. Every other name gets the next of _COLOURS."""
 _GREY, _LINE = "#5b6b7b", "#d9dee4"
 _COLUMN, _ROW, _HEADING, _TITLE, _GAP = 0.56, 0.27, 0.34, 0.5, 0.06
 """Sizes in inches: a column and a line of the grid, the heading of a row and of the page, the gap between two
@@ -62,22 +62,22 @@ def draw(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    headings, panels, height = _places(dashboard)
+    headings, panels, height = _lay_out(dashboard)
     figure = pyplot.figure(figsize=(WIDTH * _COLUMN, height), facecolor="white")
     figure.text(0.006, 1 - 0.3 / height, dashboard.title, fontsize=13, fontweight="bold")
     for title, top in headings:
         figure.text(0.006, 1 - (top + 0.24) / height, title, fontsize=10, color=_GREY, fontweight="bold")
     end = time.time()
     for panel, box in panels:
-        _card(figure, panel, box)
-        named_series = _answers(prometheus, panel, (end - seconds, end), interval, choices)
+        _draw_frame(figure, panel, box)
+        named_series = _query(prometheus, panel, (end - seconds, end), interval, choices)
         _KINDS[panel.kind](figure, panel, box, named_series, (end - seconds, end))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
 
 
-def _places(dashboard: Dashboard) -> tuple[list[tuple[str, float]], list[tuple[Panel, _Box]], float]:
+def _lay_out(dashboard: Dashboard) -> tuple[list[tuple[str, float]], list[tuple[Panel, _Box]], float]:
     """Return the headings with their heights, the panels with their boxes, and the total height."""
     headings, panels, top = [], [], _TITLE
     for row in dashboard.rows:
@@ -93,7 +93,7 @@ def _places(dashboard: Dashboard) -> tuple[list[tuple[str, float]], list[tuple[P
     return headings, panels, top + _GAP
 
 
-def _card(figure: Any, panel: Panel, box: _Box) -> None:
+def _draw_frame(figure: Any, panel: Panel, box: _Box) -> None:
     """Draw the panel's frame and title."""
     from matplotlib.patches import Rectangle
 
@@ -106,33 +106,33 @@ def _card(figure: Any, panel: Panel, box: _Box) -> None:
     )
 
 
-def _answers(
+def _query(
     prometheus: Prometheus, panel: Panel, span: tuple[float, float], interval: str, choices: dict[str, str]
 ) -> list[tuple[str, Series]]:
     named_series: list[tuple[str, Series]] = []
     for query in panel.queries:
-        expression = chosen(query.expression, interval, **choices)
+        expression = fill_variables(query.expression, interval, **choices)
         if panel.kind == "timeseries":
             answer = prometheus.query_range(expression, *span, step=max(1.0, (span[1] - span[0]) / 200))
         else:
             answer = prometheus.query(expression)
-        named_series += [(named(query.legend, series.labels), series) for series in answer]
-    order = list(_OF_NAME)
+        named_series += [(format_legend(query.legend, series.labels), series) for series in answer]
+    order = list(_COLOUR_OF_NAME)
     return sorted(named_series, key=lambda series: (order.index(series[0]) if series[0] in order else -1, series[0]))
 
 
-def _colours(names: Sequence[str]) -> dict[str, str]:
-    plain = [name for name in dict.fromkeys(names) if name not in _OF_NAME]
-    return _OF_NAME | {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(plain)}
+def _choose_colours(names: Sequence[str]) -> dict[str, str]:
+    plain = [name for name in dict.fromkeys(names) if name not in _COLOUR_OF_NAME]
+    return _COLOUR_OF_NAME | {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(plain)}
 
 
-def _lines(
+def _draw_lines(
     figure: Any, panel: Panel, box: _Box, named_series: list[tuple[str, Series]], span: tuple[float, float]
 ) -> None:
     axes = figure.add_axes(box.inside(0.62, 0.36, 0.14, 0.5).on(figure))
     if panel.stacked:  # series that are always zero are left out of the legend
         named_series = [(name, series) for name, series in named_series if any(value > 0 for _, value in series.points)]
-    colours = _colours([name for name, _ in named_series])
+    colours = _choose_colours([name for name, _ in named_series])
     if panel.stacked and named_series:
         times = sorted({at for _, series in named_series for at, _ in series.points})
         values = [dict(series.points) for _, series in named_series]
@@ -141,7 +141,7 @@ def _lines(
         axes.stackplot(times, stack, labels=names, colors=[colours[name] for name in names], alpha=0.85)
     else:
         for name, series in named_series:
-            axes.plot(*_with_gaps(series), label=name, color=colours[name], linewidth=1.3)
+            axes.plot(*_insert_gaps(series), label=name, color=colours[name], linewidth=1.3)
     axes.set_xlim(*span)
     if panel.logarithmic:
         axes.set_yscale("log")
@@ -149,10 +149,10 @@ def _lines(
         axes.set_ylim(bottom=panel.least, top=panel.most * 1.04 if panel.most else None)
     axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator() if panel.logarithmic else MaxNLocator(5))
     axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: shown(value, panel.unit)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value, panel.unit)))
     minutes = max(1, round((span[1] - span[0]) / 300)) * 60
     axes.xaxis.set_major_locator(FixedLocator([span[1] - minutes * step for step in range(6)]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _ago(span[1] - at)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _format_ago(span[1] - at)))
     axes.tick_params(labelsize=7, length=2, color=_LINE, labelcolor=_GREY)
     axes.grid(alpha=0.25)
     for side in axes.spines.values():
@@ -179,7 +179,7 @@ def _lines(
         )
 
 
-def _with_gaps(series: Series) -> tuple[list[float], list[float]]:
+def _insert_gaps(series: Series) -> tuple[list[float], list[float]]:
     """Return times and values, with a gap after more than three steps of the plot without a value."""
     usual = min((after[0] - before[0] for before, after in itertools.pairwise(series.points)), default=0.0)
     times, values, last = [], [], math.inf
@@ -193,21 +193,21 @@ def _with_gaps(series: Series) -> tuple[list[float], list[float]]:
     return times, values
 
 
-def _numbers(
+def _draw_numbers(
     figure: Any, panel: Panel, box: _Box, named_series: list[tuple[str, Series]], span: tuple[float, float]
 ) -> None:
     axes = figure.add_axes(box.inside(0.1, 0.3, 0.1, 0.08).on(figure))
     axes.axis("off")
-    colours = _colours(["" if len(named_series) == 1 else name for name, _ in named_series])
+    colours = _choose_colours(["" if len(named_series) == 1 else name for name, _ in named_series])
     for index, (name, series) in enumerate(named_series):
         x, several = (index + 0.5) / len(named_series), len(named_series) > 1
-        text, colour = shown(series.points[-1][1], panel.unit), colours["" if not several else name]
+        text, colour = format_value(series.points[-1][1], panel.unit), colours["" if not several else name]
         axes.text(x, 0.62 if several else 0.5, text, ha="center", va="center", fontsize=15, color=colour)
         if several:
             axes.text(x, 0.14, name, ha="center", va="center", fontsize=8, color=_GREY)
 
 
-def _bars(
+def _draw_bars(
     figure: Any, panel: Panel, box: _Box, named_series: list[tuple[str, Series]], span: tuple[float, float]
 ) -> None:
     axes = figure.add_axes(box.inside(0.15, 0.4, 0.15, 0.15).on(figure))
@@ -220,10 +220,10 @@ def _bars(
         axes.barh([y], [most], color="#eef1f4", height=0.34)
         axes.barh([y], [value], color=_COLOURS[0], height=0.34)
         axes.text(0, y + 0.34, name, fontsize=7.5, color=_GREY, va="center")
-        axes.text(most, y + 0.34, shown(value, panel.unit), fontsize=7.5, ha="right", va="center")
+        axes.text(most, y + 0.34, format_value(value, panel.unit), fontsize=7.5, ha="right", va="center")
 
 
-def _table(
+def _draw_table(
     figure: Any, panel: Panel, box: _Box, named_series: list[tuple[str, Series]], span: tuple[float, float]
 ) -> None:
     axes = figure.add_axes(box.inside(0.1, 0.34, 0.1, 0.08).on(figure))
@@ -244,21 +244,21 @@ def _table(
             x += (width + 2) / (sum(widths) + 2 * len(widths))
 
 
-def _ago(seconds: float) -> str:
+def _format_ago(seconds: float) -> str:
     return f"-{seconds / 60:.0f} min" if round(seconds / 60) else "now"
 
 
-_KINDS = {"timeseries": _lines, "stat": _numbers, "bargauge": _bars, "table": _table}
+_KINDS = {"timeseries": _draw_lines, "stat": _draw_numbers, "bargauge": _draw_bars, "table": _draw_table}
 
 
-def _scaled(value: float, suffixes: Sequence[str], base: float = 1000.0) -> str:
+def _format_scaled(value: float, suffixes: Sequence[str], base: float = 1000.0) -> str:
     index = 0
     while abs(value) >= base and index < len(suffixes) - 1:
         value, index = value / base, index + 1
     return f"{value:.3g} {suffixes[index]}".strip()
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for least, size, suffix in ((172_800, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"), (1, 1, "s")):
         if abs(seconds) >= least:
             return f"{seconds / size:.3g} {suffix}"
@@ -266,27 +266,27 @@ def _duration(seconds: float) -> str:
 
 
 _FORMATS: dict[str, Callable[[float], str]] = {
-    "s": _duration,
-    "Bps": lambda value: _scaled(value, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")),
-    "bytes": lambda value: _scaled(value, ("B", "kB", "MB", "GB", "TB")),
+    "s": _format_duration,
+    "Bps": lambda value: _format_scaled(value, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")),
+    "bytes": lambda value: _format_scaled(value, ("B", "kB", "MB", "GB", "TB")),
     "percentunit": lambda value: f"{100 * value:.3g}%",
-    "ops": lambda value: f"{_scaled(value, ('', 'k', 'M'))}/s",
+    "ops": lambda value: f"{_format_scaled(value, ('', 'k', 'M'))}/s",
 }
 
 
-def shown(value: float, unit: str) -> str:
+def format_value(value: float, unit: str) -> str:
     """Return a value approximately as Grafana formats it."""
     if not math.isfinite(value):
         return str(value)
     known = _FORMATS.get(unit)
-    return known(value) if known else _scaled(value, ("", "k", "M", "G"))
+    return known(value) if known else _format_scaled(value, ("", "k", "M", "G"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m monitoring.pictures", description="Draw all dashboards.")
     parser.add_argument("--prometheus", required=True, metavar="URL")
     parser.add_argument("--seconds", type=float, default=3600, help="how far back (%(default)s)")
-    parser.add_argument("--interval", default="2m", help="what stands for $__rate_interval (%(default)s)")
+    parser.add_argument("--interval", default="2m", help="the value of $__rate_interval (%(default)s)")
     parser.add_argument("--training-job", default=".*", help="which job (%(default)s)")
     parser.add_argument("directory", type=Path)
     args = parser.parse_args()

@@ -13,12 +13,12 @@ from typing import Any
 
 
 class QueryError(ValueError):
-    """Prometheus refused a query. The message is Prometheus's own."""
+    """Prometheus refused a query. The message comes from Prometheus."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Labels, and (time, value) by time."""
+    """The labels of a series, and its points (Unix seconds, value) in the order of time."""
 
     labels: Mapping[str, str]
     points: tuple[tuple[float, float], ...]
@@ -40,7 +40,7 @@ class Prometheus:
         return [_series(result, result["values"]) for result in answer["result"]]
 
     def ask(self, what: str, **parameters: Any) -> Any:
-        """Return `data` of /api/v1/WHAT."""
+        """Return the `data` of the answer to /api/v1/WHAT. Raises QueryError."""
         address = f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(parameters, doseq=True)}"
         try:
             with urllib.request.urlopen(address, timeout=30) as answer:
@@ -55,7 +55,7 @@ def _series(result: Mapping[str, Any], values: list[list[Any]]) -> Series:
     return Series(result["metric"], tuple((float(time), float(value)) for time, value in values))
 
 
-def chosen(expression: str, interval: str, **choices: str) -> str:
+def fill_variables(expression: str, interval: str, **choices: str) -> str:
     """Return the expression as Grafana sends it, with `interval` for $__rate_interval and a value for each variable. A
     variable without a value matches everything."""
 
@@ -65,7 +65,7 @@ def chosen(expression: str, interval: str, **choices: str) -> str:
     return re.sub(r"\$(\w+)", value, expression)
 
 
-def named(legend: str, labels: Mapping[str, str]) -> str:
+def format_legend(legend: str, labels: Mapping[str, str]) -> str:
     """Return Grafana's name of a series."""
     if not legend:
         return ", ".join(f"{name}={value}" for name, value in labels.items() if name != "__name__")

@@ -9,20 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 
-def follow(path: str, rank: int, obey: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def follow(path: str, rank: int, execute: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Execute orders until the other side closes the socket. The answer to an order that fails is its traceback."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         stream = connection.makefile("rw")
 
-        def say(answer: dict[str, Any]) -> None:
+        def send(answer: dict[str, Any]) -> None:
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
 
-        say({"rank": rank})
+        send({"rank": rank})
         for line in stream:
             try:
-                answer = obey(json.loads(line))
+                answer = execute(json.loads(line))
             except Exception:
                 answer = {"error": traceback.format_exc()}
-            say(answer)
+            send(answer)

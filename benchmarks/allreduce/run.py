@@ -67,8 +67,9 @@ COLUMNS = {
 }
 
 
-def contenders(part: str, rate: str | None, elements: int, quick: bool) -> list[Contender]:
-    """Runs per contender: fewer on slow links, because a dense all-reduce at 100 Mbit/s takes ten seconds."""
+def choose_contenders(part: str, rate: str | None, elements: int, quick: bool) -> list[Contender]:
+    """Return the contenders of one measurement: fewer on slow links, because a dense all-reduce at 100 Mbit/s takes ten
+    seconds."""
     if part == "node":
         return [*entries.PEERS[part], entries.OURS_DENSE[2]]
     peers, dense, sparse = entries.PEERS[part], entries.OURS_DENSE, entries.OURS_SPARSE
@@ -110,7 +111,7 @@ class AllreduceBench:
             self.worlds[name] = RankWorld(recipe, self.layout, self.directory, self.network)
         return self.worlds[name]
 
-    def memory(self) -> None:
+    def measure_memory(self) -> None:
         """Measure bandwidths with all ranks of this layout at once, over arrays larger than the caches; keep the
         best."""
         world, length = self.world(entries.OURS_DENSE[2]), LENGTH // 4
@@ -122,7 +123,9 @@ class AllreduceBench:
                 self._bandwidth[kind] = max(self._bandwidth[kind], reached)
             self.facts[f"{self.part} memory {kind} GB/s"] = round(self._bandwidth[kind] / 1e9, 1)
 
-    def links(self, field: list[Contender], length: int) -> dict[str, Any]:
+    def measure_links(self, field: list[Contender], length: int) -> dict[str, Any]:
+        """Measure the link with messages of the sizes that the contenders send. Returns lists of bytes and seconds,
+        empty without a network."""
         if self.network is None:
             return {"bytes": [], "seconds": []}
         sent = {int(c.bound(length, self.layout, Machine(1, 1)).sent_bytes) for c in field}
@@ -135,24 +138,24 @@ class AllreduceBench:
         return answer
 
     def measure(self, rate: str | None, length: int, rounds: int, warm: bool) -> None:
-        field = [c for c in contenders(self.part, rate, length, self.quick) if self.available(c)]
+        field = [c for c in choose_contenders(self.part, rate, length, self.quick) if self.is_available(c)]
         if self.network:
             self.network.shape(None if rate == UNSHAPED else rate)
         problem = self.directory / f"problem-{length}"
         if not problem.exists():
             SumProblem.create(problem, length, self.layout, entries.DENSITIES if self.part != "node" else ())
-        self.memory()
-        link = self.links(field, length)
+        self.measure_memory()
+        link = self.measure_links(field, length)
         runs: dict[str, list[dict[str, Any]]] = {c.label: [] for c in field}
         for turn in range(-1 if warm else 0, rounds):
             first = turn % len(field)
             for contender in field[first:] + field[:first]:
-                run = self.once(contender, problem, check=turn in (-1 if warm else 0, rounds - 1))
+                run = self.run_once(contender, problem, check=turn in (-1 if warm else 0, rounds - 1))
                 if turn >= 0:
                     runs[contender.label].append(run)
         self._measured.append((rate, length, link, [(c, runs[c.label]) for c in field]))
         for row in self._rows(*self._measured[-1]):
-            _say(row)
+            _print_row(row)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return all measurements with their bounds, by the best memory probe and the link probe of this layout."""
@@ -162,11 +165,11 @@ class AllreduceBench:
         self, rate: str | None, length: int, link: dict[str, Any], runs: list[tuple[Contender, list[dict[str, Any]]]]
     ) -> list[dict[str, Any]]:
         machine = Machine(**self._bandwidth, link_bytes=tuple(link["bytes"]), link_seconds=tuple(link["seconds"]))
-        rows = [self.row(contender, rate, length, timings, machine) for contender, timings in runs]
+        rows = [self.build_row(contender, rate, length, timings, machine) for contender, timings in runs]
         _compare(rows)
         return rows
 
-    def available(self, contender: Contender) -> bool:
+    def is_available(self, contender: Contender) -> bool:
         if self.wanted and not any(text in contender.label for text in self.wanted):
             return False
         recipe = entries.RECIPES[contender.world]
@@ -175,7 +178,8 @@ class AllreduceBench:
         print(f"skipping {contender.label}: {recipe.python} is missing; run scripts/openmpi-environment.sh")
         return False
 
-    def once(self, contender: Contender, problem: Path, check: bool) -> dict[str, Any]:
+    def run_once(self, contender: Contender, problem: Path, check: bool) -> dict[str, Any]:
+        """Run the contender once. Returns seconds, the most bytes that a node sent, and seconds per phase."""
         world = self.world(contender)
         before = self.network.traffic() if self.network else []
         answers = world.ask(
@@ -191,7 +195,7 @@ class AllreduceBench:
             **phases,
         }
 
-    def row(
+    def build_row(
         self, c: Contender, rate: str | None, length: int, runs: list[dict[str, Any]], machine: Machine
     ) -> dict[str, Any]:
         bound = c.bound(length, self.layout, machine)
@@ -226,7 +230,7 @@ def _compare(rows: list[dict[str, Any]]) -> None:
                 row[column] = round(min(peers) / row["ms"], 2)
 
 
-def _say(row: dict[str, Any]) -> None:
+def _print_row(row: dict[str, Any]) -> None:
     """Print a line for a row. The file has all columns."""
     line = f"{row['part']:4} {row['rate'] or 'memory':7} {row['elements']:>10,} {row['contender']:38}"
     line += f"{row['ms']:9.1f} ms ({row['ms_min']:.1f}-{row['ms_max']:.1f}) {row['of_bound']:4.0f}% of bound"
@@ -252,8 +256,8 @@ def peer_settings() -> list[dict[str, Any]]:
             for name, recipe in entries.RECIPES.items():
                 bench = AllreduceBench(part, directory, network, quick=False, wanted=[])
                 contender = Contender(name, name, "dense", "ring")
-                if bench.available(contender):
-                    ms = [bench.once(contender, problem, check=turn == 0)["seconds"] * 1e3 for turn in range(4)][1:]
+                if bench.is_available(contender):
+                    ms = [bench.run_once(contender, problem, check=turn == 0)["seconds"] * 1e3 for turn in range(4)][1:]
                     rows.append({"part": part, "world": name, "settings": recipe.told, "ms": round(median(ms), 1)})
                     print(rows[-1], flush=True)
                 bench.close()

@@ -30,10 +30,10 @@ def _exchange(stream: socket.socket, size: int) -> float:
 def _receive(stream: socket.socket, into: memoryview) -> None:
     done = 0
     while done < len(into):
-        got = stream.recv_into(into[done:])
-        if not got:
+        count = stream.recv_into(into[done:])
+        if not count:
             raise ConnectionError("the other end of the probe closed")
-        done += got
+        done += count
 
 
 def _stream(role: str, address: str) -> socket.socket:

@@ -56,27 +56,27 @@ def positions(indices: torch.Tensor) -> torch.Tensor:
 
 
 def _checked(x: torch.Tensor, density: float) -> Row:
-    elements, found = x.numel(), {}
+    elements, checks = x.numel(), {}
     k = kernels.entries_kept(elements, density)
     indices, values = kernels.topk(x, k)
     at = positions(indices)
-    found["topk: indices ascend"] = bool((at[1:] > at[:-1]).all())
-    found["topk: values are those of the array"] = _same(x[at], values)
+    checks["topk: indices ascend"] = bool((at[1:] > at[:-1]).all())
+    checks["topk: values are those of the array"] = _same(x[at], values)
     finite = bool(values.isfinite().all())
     if finite:
         least = values.abs().min()
         above, reaching = int((x.abs() > least).sum()), int((x.abs() >= least).sum())
-        found["topk: the largest"] = above <= k <= reaching
+        checks["topk: the largest"] = above <= k <= reaching
     buffer = kernels.encode(indices, values, elements, wire="fp32")
     if finite:
         decoded, exact = kernels.decode(buffer, length=elements)
-        found["codec: indices"] = _same(torch.as_tensor(decoded), indices)
-        found["codec: values"] = _same(torch.as_tensor(exact), values.float())
+        checks["codec: indices"] = _same(torch.as_tensor(decoded), indices)
+        checks["codec: values"] = _same(torch.as_tensor(exact), values.float())
         taken, kept = kernels.mstopk(x, k)
-        found["mstopk: values are those of the array"] = _same(x[positions(taken)], kept)
+        checks["mstopk: values are those of the array"] = _same(x[positions(taken)], kept)
         upper = kernels.last_thresholds().upper
         reached = int((x.float().abs() >= upper).sum())
-        found["mstopk: above the threshold"] = int((kept.float().abs() >= upper).sum()) == reached
+        checks["mstopk: above the threshold"] = int((kept.float().abs() >= upper).sum()) == reached
     if x.dtype == torch.float32:
         residual = torch.empty_like(x).normal_()
         whole = x + residual
@@ -84,10 +84,10 @@ def _checked(x: torch.Tensor, density: float) -> Row:
         left = x.clone()
         indices, values = kernels.compress_(left, residual, k)
         at = positions(indices)
-        found["compress_: values"] = _same(whole[at], values)
+        checks["compress_: values"] = _same(whole[at], values)
         whole[at] = 0
-        found["compress_: what is left"] = _same(whole, left)
-    return {"elements": elements, "k": k, "wrong": [name for name, is_right in found.items() if not is_right]}
+        checks["compress_: what is left"] = _same(whole, left)
+    return {"elements": elements, "k": k, "wrong": [name for name, is_right in checks.items() if not is_right]}
 
 
 def _same(a: torch.Tensor, b: Any) -> bool:

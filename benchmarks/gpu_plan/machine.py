@@ -1,4 +1,5 @@
-"""Make a machine ready: collect wheels where there is a network, use them where there is none, and build."""
+"""Make a machine ready: collect wheels on a machine with a network, install them on a machine without a network, and
+build."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ def run(device: Device, rows: Rows, quick: bool) -> None:
     topkube.init()
     small = quick or device.dry
     shape = (2, 64, 4, 32, 2) if small else (16, 768, 12, 512, 32)
-    rows.measure("two backwards per step", lambda: _two_backwards(device))
-    rows.measure("training step", lambda: _steps(device, shape, 6 if small else 40))
+    rows.measure("two backwards per step", lambda: _check_two_backwards(device))
+    rows.measure("training step", lambda: _measure_steps(device, shape, 6 if small else 40))
 
 
-def _two_backwards(device: Device) -> Row:
+def _check_two_backwards(device: Device) -> Row:
     """Compare gradients of two synchronised backwards per step with a reference on the same device: memory that the
     allocator reuses too early changes them."""
     weights = [torch.nn.Parameter(device.normal(device.elements(4_000_000))) for _ in range(6)]
@@ -47,7 +47,7 @@ def _two_backwards(device: Device) -> Row:
     return {"wrong gradients": wrong, "wrong": ["gradients"] if wrong else []}
 
 
-def _steps(device: Device, shape: tuple[int, int, int, int, int], steps: int) -> Row:
+def _measure_steps(device: Device, shape: tuple[int, int, int, int, int], steps: int) -> Row:
     layers, width, heads, context, batch = shape
     contenders: dict[str, tuple[Any, Any]] = {}
     for name in ("torch", "dense", "hitopk"):
@@ -61,7 +61,7 @@ def _steps(device: Device, shape: tuple[int, int, int, int, int], steps: int) ->
     codes = torch.randint(VOCABULARY, (batch, context), device=device.place)
     times: dict[str, list[float]] = {name: [] for name in contenders}
 
-    def step_of(name: str) -> None:
+    def run_step(name: str) -> None:
         model, optimizer = contenders[name]
         with torch.autocast(device.place.type, torch.bfloat16):
             loss = model(codes, codes)
@@ -70,15 +70,15 @@ def _steps(device: Device, shape: tuple[int, int, int, int, int], steps: int) ->
         optimizer.zero_grad()
 
     for step in range(steps):
-        for name in contenders:  # alternating, so that a change of clocks touches all of them
+        for name in contenders:  # alternating, so that a change of the clock rate affects all of them
             device.synchronize()
             start = time.perf_counter()
-            step_of(name)
+            run_step(name)
             device.synchronize()
             if step >= _WARMUP_STEPS:
                 times[name].append((time.perf_counter() - start) * 1e3)
-    median = {name: statistics.median(found) for name, found in times.items()}
-    launches = {name: _launches(device, lambda name=name: step_of(name)) for name in contenders}
+    median = {name: statistics.median(milliseconds) for name, milliseconds in times.items()}
+    launches = {name: _count_launches(device, lambda name=name: run_step(name)) for name in contenders}
     return {
         "parameters": sum(p.numel() for p in contenders["dense"][0].parameters()),
         "layers": layers,
@@ -93,7 +93,7 @@ def _steps(device: Device, shape: tuple[int, int, int, int, int], steps: int) ->
     }
 
 
-def _launches(device: Device, run: Any) -> int | None:
+def _count_launches(device: Device, run: Any) -> int | None:
     """Return how many kernels a step launches, from torch's profiler; None in the dry mode."""
     if device.dry:
         return None

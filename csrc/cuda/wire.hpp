@@ -27,7 +27,8 @@ enum VerdictWord : u32 {
 };
 
 // Returns how many entries of `sorted` are below `limit`.
-TOPKUBE_DEVICE u64 count_below(const u32* sorted, u64 count, u64 limit) {
+template <class T>
+TOPKUBE_DEVICE u64 count_below(const T* sorted, u64 count, u64 limit) {
   u64 low = 0, high = count;
   while (low < high) {
     const u64 middle = (low + high) / 2;
@@ -250,20 +251,6 @@ struct SumShared {
   float sums[cell_items];
 };
 
-// Returns how many offsets of `sorted` are below `limit`.
-TOPKUBE_DEVICE u64 offsets_below(const u16* sorted, u64 count, u32 limit) {
-  u64 low = 0, high = count;
-  while (low < high) {
-    const u64 middle = (low + high) / 2;
-    if (sorted[middle] < limit) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
 // out = row 0 + row 1 + ..., in fp32, rounded once. A block computes cells of 8,192 elements in shared memory, so `out` is written
 // once and never read. If a row is invalid, nothing is written. All checks must be done.
 template <class T>
@@ -281,8 +268,8 @@ TOPKUBE_KERNEL(wire_threads) sum_rows(Rows rows, typename T::Item* out, u64 leng
       const Wired wired = sections(rows.row(row));
       const u32* starts = rows.starts_of(row);
       const u64 start = starts[block], end = block + 1 < wired.blocks ? starts[block + 1] : wired.entries;
-      const u64 first = start + offsets_below(wired.offsets + start, end - start, begin),
-                last = start + offsets_below(wired.offsets + start, end - start, begin + cell_items);
+      const u64 first = start + count_below(wired.offsets + start, end - start, begin),
+                last = start + count_below(wired.offsets + start, end - start, begin + cell_items);
       bool nonfinite = false;
       for (u64 i = first + gpu::thread(); i < last; i += gpu::threads()) {
         const float value = wired_value(wired, i);

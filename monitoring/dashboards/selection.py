@@ -19,4 +19,5 @@ def rate(series: str, selector: str = OF_JOB) -> str:
 
 
 def quantile(share: float, histogram: str, selector: str) -> str:
+    """Return the quantile `share` (0 to 1) of a histogram."""
     return f"histogram_quantile({share}, sum by (le) ({rate(f'{histogram}_bucket', selector)}))"

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from topkube.errors import CollectiveTimeout
 
 _FIRST_TAG = 1
 """The tag of answers on the control communicator. The next tag is that of reports of a mismatch."""
@@ -34,6 +36,7 @@ _PATIENCE_RANKS = 8
 _LEAVE_SECONDS = 0.2
 """How long a rank waits until its messages are sent. Messages to absent ranks may never be sent; MPI keeps them."""
 _LISTED = 8
+_LISTED_WAITS = 3
 _DIRECT = 64
 """In a world of at most this many ranks, every rank sends to all others."""
 
@@ -59,6 +62,36 @@ def names_of(ranks: Sequence[int]) -> str:
     listed = ", ".join(str(rank) for rank in ranks[:_LISTED])
     listed += f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+def build_timeout(
+    place: str, own: int, missing: Sequence[int], other_waits: Mapping[str, Sequence[int]], deadline_seconds: float
+) -> CollectiveTimeout:
+    """Return the error of rank `own`, which waited for `place` until the deadline. `missing`: the ranks that did not
+    arrive. `other_waits`: the ranks that wait in another place, by that place."""
+    if tuple(missing) == (own,):
+        return CollectiveTimeout(
+            f"rank {own} arrived at {place} after the others had given up",
+            (own,),
+            cause="this rank was slower than the deadline allows: data loading, a checkpoint, a debugger",
+            next_step="raise TOPKUBE_DEADLINE_SECONDS, or make the ranks do equal work between collectives",
+        )
+    waited = f"{place} did not complete within {deadline_seconds:g} s"
+    shown = list(other_waits.items())[:_LISTED_WAITS]
+    elsewhere = "; ".join(f"{names_of(ranks)} waited for {other}" for other, ranks in shown)
+    elsewhere = f" ({elsewhere})" if elsewhere else ""
+    if not missing:
+        return CollectiveTimeout(
+            f"{waited}, although every rank arrived{elsewhere}",
+            cause="the network between nodes is slower than the deadline allows, or a connection is stuck",
+            next_step="run `topkube bench allreduce` under mpiexec, or raise TOPKUBE_DEADLINE_SECONDS",
+        )
+    return CollectiveTimeout(
+        f"{waited}: {names_of(missing)} never arrived{elsewhere}",
+        tuple(missing),
+        cause="a rank failed, hangs, or skipped a collective that others entered",
+        next_step="read that rank's output; every rank must enter the same collectives in the same order",
+    )
 
 
 class Roll:

@@ -62,17 +62,20 @@ class Settings:
     check_weights: str = _setting(
         "TOPKUBE_CHECK_WEIGHTS",
         "error",
-        "what happens if ranks hold different weights, compared at the first step and every"
-        " TOPKUBE_CHECK_WEIGHTS_EVERY steps: error, warn, or off",
+        "what happens if a comparison shows that ranks hold different weights",
         ("error", "warn", "off"),
     )
     check_weights_every: int = _setting(
-        "TOPKUBE_CHECK_WEIGHTS_EVERY", 100, "steps between two comparisons of the weights of all ranks"
+        "TOPKUBE_CHECK_WEIGHTS_EVERY",
+        100,
+        "steps between two comparisons of the weights of all ranks; the first step is compared too",
     )
     # the dataset and its cache: the job's spec.dataset
     dataset_uri: str = _setting("TOPKUBE_DATASET_URI", "", "URI of the dataset: any URI that fsspec opens")
     dataset_mount: str = _setting(
-        "TOPKUBE_DATASET_MOUNT", "", "path that stands for the dataset: CachedDataset(path) reads TOPKUBE_DATASET_URI"
+        "TOPKUBE_DATASET_MOUNT",
+        "",
+        "path under which scripts open the dataset: CachedDataset(path) reads TOPKUBE_DATASET_URI",
     )
     dataset_view: str = _setting(
         "TOPKUBE_DATASET_VIEW",
@@ -85,8 +88,8 @@ class Settings:
     cache_sharing: str = _setting(
         "TOPKUBE_CACHE_SHARING",
         "auto",
-        "who may use the cache's directory: private, its user; group, its group too; auto, its user, unless the "
-        "directory is set up for others",
+        "who may use the cache's directory. private: only its user; group: its user and its group; auto: only its user,"
+        " unless the directory already admits others",
         ("auto", "private", "group"),
     )
     cache_size_limit: int = _setting(
@@ -180,7 +183,7 @@ class Settings:
         return settings
 
     def _check(self) -> None:
-        def positive(name: str, least: float) -> None:
+        def check_least(name: str, least: float) -> None:
             if not getattr(self, name) >= least:
                 variable = type(self).__dataclass_fields__[name].metadata["variable"]
                 raise SettingsError(
@@ -202,7 +205,7 @@ class Settings:
             ("attempt", 1),
             ("trace_steps", 1),
         ]:
-            positive(name, least)
+            check_least(name, least)
         if not self.deadline_seconds > 0:
             raise SettingsError(
                 f"TOPKUBE_DEADLINE_SECONDS={self.deadline_seconds} is not above 0",

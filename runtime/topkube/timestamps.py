@@ -23,5 +23,5 @@ def format_timestamp(time: datetime) -> str:
 
 
 def format_microtime(time: datetime) -> str:
-    """Return `time` in microseconds, as the fields of a Lease want it."""
+    """Return `time` in microseconds, as the fields of a Lease require."""
     return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

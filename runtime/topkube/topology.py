@@ -1,4 +1,4 @@
-"""The nodes of the ranks: detected from shared memory, or declared, so that a machine can stand for several nodes."""
+"""The nodes of the ranks: detected from shared memory, or declared, so that one machine can act as several nodes."""
 
 from __future__ import annotations
 

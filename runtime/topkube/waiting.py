@@ -1,4 +1,4 @@
-"""Waits that give the processor away, and the wait of all ranks for each other in `topkube.init`."""
+"""Waits that leave the processor to other threads, and the wait of all ranks for each other in `topkube.init`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from topkube.control import Control, names_of
 from topkube.errors import CollectiveTimeout
 
 _YIELD_SECONDS = 100e-6
-"""How long a wait for messages yields the processor and looks again before it begins to sleep."""
+"""How long a wait for messages yields the processor and checks again before it begins to sleep."""
 _PAUSE_SECONDS = 200e-6
-"""The longest sleep between two looks if the machine has a processor for every other rank."""
+"""The longest sleep between two checks if the machine has a processor for every other rank."""
 _IDLE_SECONDS = 8e-6
 """A call of MPI that takes longer has moved data. MPI moves a few packets per call over TCP: 32 to 64 KiB."""
 _MOST_CALLS = 64
-"""The most calls of MPI in a row: what else the thread does must not wait for long."""
-_LOOK_SECONDS = 0.1
-"""The time between two calls of `look`."""
+"""The most calls of MPI in a row: other work of the thread must not wait long."""
+_CHECK_SECONDS = 0.1
+"""The time between two calls of `check`."""
 _MEETING_TAG = 32_000
 """The first tag of a roll call in `meet`, on MPI.COMM_WORLD: a script's own messages have smaller tags. Every MPI has
 tags up to 32,767."""
@@ -42,17 +42,17 @@ def advance_messages(advance: Callable[[], bool]) -> bool:
 
 
 def wait_until(
-    ready: Callable[[], bool], look: Callable[[float], None], crowding: float = 1.0, pause_seconds: float | None = None
+    ready: Callable[[], bool], check: Callable[[float], None], crowding: float = 1.0, pause_seconds: float | None = None
 ) -> None:
-    """Return when `ready()` is true. `look` gets the seconds since the start about ten times a second, and may raise.
+    """Return when `ready()` is true. `check` gets the seconds since the start about ten times a second, and may raise.
 
     The wait yields the processor at once and sleeps soon: ranks may outnumber processors, and the thread that computes
     gradients needs the processor more. With more ranks per processor (`crowding`), the wait sleeps longer. Without
     that, 128 waiting ranks would use all the time of two processors. If `pause_seconds` is given, the wait sleeps for
-    that long from the start: the caller knows how long the link needs for what it waits for.
+    that long from the start: the caller passes the time that the link needs for the messages.
     """
     start = time.monotonic()
-    looked, pause, longest = start, 20e-6, _PAUSE_SECONDS * max(1.0, crowding / 2)
+    checked, pause, longest = start, 20e-6, _PAUSE_SECONDS * max(1.0, crowding / 2)
     if pause_seconds is not None:
         pause = longest = max(pause_seconds, longest if crowding > 2 else 0.0)
     while not ready():
@@ -60,9 +60,9 @@ def wait_until(
         if now - start < _YIELD_SECONDS and pause_seconds is None:
             os.sched_yield()  # time.sleep(0) would sleep for 50 us, the timers' slack
             continue
-        if now - looked > _LOOK_SECONDS:
-            looked = now
-            look(now - start)
+        if now - checked > _CHECK_SECONDS:
+            checked = now
+            check(now - start)
         time.sleep(pause)
         pause = min(pause * 1.25, longest)
 
@@ -79,7 +79,7 @@ def meet(comm: Any, deadline_seconds: float) -> None:
     control = Control(comm, first_tag=_MEETING_TAG)
     request = comm.Ibarrier()
 
-    def look(waited: float) -> None:
+    def check(waited: float) -> None:
         if waited < deadline_seconds and not control.has_begun():
             return
         missing = control.call((), "topkube.init()").missing(comm.size)
@@ -91,4 +91,4 @@ def meet(comm: Any, deadline_seconds: float) -> None:
             next_step="call topkube.init() at the top of the script, or raise TOPKUBE_DEADLINE_SECONDS",
         )
 
-    wait_until(request.Test, look)
+    wait_until(request.Test, check)

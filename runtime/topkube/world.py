@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from topkube.control import Control, names_of
-from topkube.errors import CollectiveError, CollectiveTimeout, WorldError
+from topkube.control import Control, build_timeout, names_of
+from topkube.errors import CollectiveError, WorldError
 from topkube.heartbeat import Pulse
 from topkube.installation import install_command
 from topkube.launch_check import check_launch
@@ -169,16 +169,16 @@ class World:
     ) -> None:
         """Wait as `wait` does, until `ready()` is true (`waiting.wait_until`)."""
 
-        def look(waited: float) -> None:
-            self.look(what, series)
+        def check(waited: float) -> None:
+            self.check_roll_call(what, series)
             if meanwhile is not None:
                 meanwhile()
             if waited > self.deadline_seconds:
                 self.give_up(what, series)
 
-        wait_until(ready, look, self.crowding, pause_seconds)
+        wait_until(ready, check, self.crowding, pause_seconds)
 
-    def look(self, what: str, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
+    def check_roll_call(self, what: str, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
         """Join a roll call if another rank has begun one. Raises CollectiveError in a thread that must leave its waits
         (`leave_waits`)."""
         if threading.get_ident() in _leaving:
@@ -197,38 +197,15 @@ class World:
         missing rank. A roll call asks all ranks; the ranks that do not answer are missing.
         """
         waited_for, number = time.monotonic() - self.entered[series], self.counts[series]
-        place = f"{what} ({series.name.lower()} {number})"
+        place, own = f"{what} ({series.name.lower()} {number})", self.members[self.rank]
         roll = self.control.call(self.counts, place)
         missing = self.names(roll.missing(self.size, series, number))
         if not missing and waited_for < self.deadline_seconds / 2:
-            missing = (self.members[self.rank],)
+            missing = (own,)
         if self.run_directory is not None:
-            own = self.members[self.rank]
             RollCall(own, what, number, list(missing), waited_for, time.time()).write(self.run_directory)
-        waited = f"{place} did not complete within {self.deadline_seconds:g} s"
-        if missing == (self.members[self.rank],):
-            raise CollectiveTimeout(
-                f"rank {missing[0]} arrived at {place} after the others had given up",
-                missing,
-                cause="this rank was slower than the deadline allows: data loading, a checkpoint, a debugger",
-                next_step="raise TOPKUBE_DEADLINE_SECONDS, or make the ranks do equal work between collectives",
-            )
-        elsewhere = "; ".join(
-            f"{names_of(self.names(ranks))} waited for {other}"
-            for other, ranks in list(roll.other_waits(place).items())[:3]
-        )
-        if not missing:
-            raise CollectiveTimeout(
-                f"{waited}, although every rank arrived" + (f" ({elsewhere})" if elsewhere else ""),
-                cause="the network between nodes is slower than the deadline allows, or a connection is stuck",
-                next_step="run `topkube bench allreduce` under mpiexec, or raise TOPKUBE_DEADLINE_SECONDS",
-            )
-        raise CollectiveTimeout(
-            f"{waited}: {names_of(missing)} never arrived" + (f" ({elsewhere})" if elsewhere else ""),
-            missing,
-            cause="a rank failed, hangs, or skipped a collective that others entered",
-            next_step="read that rank's output; every rank must enter the same collectives in the same order",
-        )
+        other_waits = {other: self.names(ranks) for other, ranks in roll.other_waits(place).items()}
+        raise build_timeout(place, own, missing, other_waits, self.deadline_seconds)
 
     def names(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers that `ranks` of this world have in the world of all ranks."""

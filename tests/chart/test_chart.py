@@ -49,28 +49,28 @@ EVERYTHING: dict[str, Any] = {
 
 
 def render(given: dict[str, Any] | None = None, name: str = "topkube") -> list[dict[str, Any]]:
-    """All objects that the chart makes, hooks included."""
+    """Return all objects that the chart makes, hooks included."""
     with helm.Chart.load(CHART) as chart:
         files = chart.render(given or {}, name=name, namespace="topkube-system")
     documents = [yaml.safe_load_all(text) for path, text in files.items() if path.endswith(".yaml")]
     return [item for document in documents for item in document if item]
 
 
-def of(kind: str, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def select_kind(kind: str, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [item for item in objects if item["kind"] == kind]
 
 
-def one(kind: str, objects: list[dict[str, Any]]) -> dict[str, Any]:
-    (item,) = of(kind, objects)
+def find_only(kind: str, objects: list[dict[str, Any]]) -> dict[str, Any]:
+    (item,) = select_kind(kind, objects)
     return item
 
 
 def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    spec: dict[str, Any] = one("Deployment", objects)["spec"]["template"]["spec"]
+    spec: dict[str, Any] = find_only("Deployment", objects)["spec"]["template"]["spec"]
     return spec
 
 
-def test_helm_finds_nothing_to_say() -> None:
+def test_helm_lint_reports_no_problem() -> None:
     for version in ("1.20", *VERSIONS):
         report = helm.lint(CHART, strict=True, kube_version=f"v{version}.0")
         assert report["errors"] == []
@@ -96,17 +96,17 @@ def test_objects_are_valid_in_every_supported_kubernetes(version: str, given: di
 )
 def test_api_versions_follow_the_cluster(version: str, api: str, rules: bool) -> None:
     objects = render({"kubeVersionOverride": f"v{version}.2"})
-    assert one("PodDisruptionBudget", objects)["apiVersion"] == api
-    assert ("x-kubernetes-validations" in json.dumps(of("CustomResourceDefinition", objects))) == rules
+    assert find_only("PodDisruptionBudget", objects)["apiVersion"] == api
+    assert ("x-kubernetes-validations" in json.dumps(select_kind("CustomResourceDefinition", objects))) == rules
 
 
 def test_crds_are_upgraded_with_the_chart_and_kept_without_it() -> None:
-    crds = of("CustomResourceDefinition", render())
+    crds = select_kind("CustomResourceDefinition", render())
     assert {crd["spec"]["names"]["kind"] for crd in crds} == {"TrainingJob", "CachedDataset"}
     for crd in crds:
         assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
         assert crd["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
-    assert of("CustomResourceDefinition", render({"crds": {"install": False}})) == []
+    assert select_kind("CustomResourceDefinition", render({"crds": {"install": False}})) == []
     with helm.Chart.load(CHART) as chart:
         assert chart.crds == []  # what lies in crds/ is never upgraded
 
@@ -162,7 +162,7 @@ def test_every_value_is_documented_and_in_the_schema() -> None:
 
 def test_the_operator_runs_restricted() -> None:
     objects = render(EVERYTHING)
-    pods = [pod_of(objects), one("Pod", objects)["spec"]]
+    pods = [pod_of(objects), find_only("Pod", objects)["spec"]]
     for pod in pods:
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -181,8 +181,8 @@ def test_the_operator_runs_restricted() -> None:
 
 def test_a_list_of_namespaces_gives_no_right_elsewhere() -> None:
     objects = render({"namespaces": ["team-a", "team-b"]})
-    roles = {role["metadata"]["name"]: role["rules"] for role in of("ClusterRole", objects)}
-    bound = [binding["roleRef"]["name"] for binding in of("ClusterRoleBinding", objects)]
+    roles = {role["metadata"]["name"]: role["rules"] for role in select_kind("ClusterRole", objects)}
+    bound = [binding["roleRef"]["name"] for binding in select_kind("ClusterRoleBinding", objects)]
     for rule in (rule for name in bound for rule in roles[name]):
         assert rule["resources"] in (
             ["nodes"],
@@ -194,20 +194,20 @@ def test_a_list_of_namespaces_gives_no_right_elsewhere() -> None:
         assert not {"create", "delete", "patch"} & set(rule["verbs"])
     where = {
         binding["metadata"]["namespace"]
-        for binding in of("RoleBinding", objects)
+        for binding in select_kind("RoleBinding", objects)
         if "-jobs" in binding["metadata"]["name"]
     }
     assert where == {"team-a", "team-b"}
     (container,) = pod_of(objects)["containers"]
     assert {"--namespace=team-a", "--namespace=team-b"} <= set(container["args"])
-    selector = one("ValidatingWebhookConfiguration", objects)["webhooks"][0]["namespaceSelector"]
+    selector = find_only("ValidatingWebhookConfiguration", objects)["webhooks"][0]["namespaceSelector"]
     assert selector["matchExpressions"][0]["values"] == ["team-a", "team-b"]
 
 
 def test_no_role_of_the_operator_has_a_wildcard_or_exec() -> None:
     for given in ({}, {"namespaces": ["team-a"]}):
         objects = render(given)
-        for role in [*of("ClusterRole", objects), *of("Role", objects)]:
+        for role in [*select_kind("ClusterRole", objects), *select_kind("Role", objects)]:
             if role["metadata"]["name"] in ("topkube-view", "topkube-edit", "topkube-admin"):
                 continue
             for rule in role["rules"]:
@@ -215,22 +215,24 @@ def test_no_role_of_the_operator_has_a_wildcard_or_exec() -> None:
                 assert "pods/exec" not in rule["resources"]
 
 
-def test_selectors_reach_the_pods_and_ports_have_names_that_are_there() -> None:
+def test_selectors_match_the_pods_and_named_ports_exist() -> None:
     objects = render(EVERYTHING)
-    labels = one("Deployment", objects)["spec"]["template"]["metadata"]["labels"]
+    labels = find_only("Deployment", objects)["spec"]["template"]["metadata"]["labels"]
     (container,) = pod_of(objects)["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    service = one("Service", objects)
+    service = find_only("Service", objects)
     assert service["spec"]["selector"].items() <= labels.items()
     assert {port["targetPort"] for port in service["spec"]["ports"]} == set(ports)
     for item in (
-        one("PodDisruptionBudget", objects)["spec"]["selector"],
-        one("NetworkPolicy", objects)["spec"]["podSelector"],
+        find_only("PodDisruptionBudget", objects)["spec"]["selector"],
+        find_only("NetworkPolicy", objects)["spec"]["podSelector"],
     ):
         assert item["matchLabels"].items() <= labels.items()
-    allowed = [port["port"] for rule in one("NetworkPolicy", objects)["spec"]["ingress"] for port in rule["ports"]]
+    allowed = [
+        port["port"] for rule in find_only("NetworkPolicy", objects)["spec"]["ingress"] for port in rule["ports"]
+    ]
     assert set(allowed) == set(ports)
-    monitor = one("ServiceMonitor", objects)["spec"]
+    monitor = find_only("ServiceMonitor", objects)["spec"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert monitor["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
     assert monitor["endpoints"][0]["honorLabels"] is True
@@ -245,13 +247,13 @@ def test_monitors_wait_for_their_crds() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
-def test_the_rules_are_those_of_the_file_with_whole_runbook_links(tmp_path: Path) -> None:
+def test_the_rules_are_those_of_the_file_with_complete_runbook_links(tmp_path: Path) -> None:
     given = {
         "metrics": {
             "alerts": {"enabled": True, "runbookBaseUrl": "https://example.com/", "disabled": ["TopKubeNoLeader"]}
         }
     }
-    spec = one("PrometheusRule", render(given))["spec"]
+    spec = find_only("PrometheusRule", render(given))["spec"]
     rules = [rule for group in spec["groups"] for rule in group["rules"]]
     assert "TopKubeNoLeader" not in [rule["alert"] for rule in rules]
     for rule in rules:
@@ -261,40 +263,40 @@ def test_the_rules_are_those_of_the_file_with_whole_runbook_links(tmp_path: Path
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_dashboards_come_whole_and_where_grafana_looks() -> None:
+def test_dashboards_are_complete_and_in_the_place_that_values_name() -> None:
     dashboards = {"labels": {"find": "me"}, "annotations": {"grafana_folder": "TopKube"}, "namespace": "grafana"}
-    maps = of("ConfigMap", render({"metrics": {"dashboards": dashboards}}))
+    maps = select_kind("ConfigMap", render({"metrics": {"dashboards": dashboards}}))
     files = {path.name: path.read_text() for path in (CHART / "dashboards").glob("*.json")}
     assert {name: text for config_map in maps for name, text in config_map["data"].items()} == files
     for config_map in maps:
         assert config_map["metadata"]["namespace"] == "grafana"
         assert config_map["metadata"]["labels"]["find"] == "me"
         assert config_map["metadata"]["annotations"] == {"grafana_folder": "TopKube"}
-    assert of("ConfigMap", render({"metrics": {"dashboards": {"enabled": False}}})) == []
+    assert select_kind("ConfigMap", render({"metrics": {"dashboards": {"enabled": False}}})) == []
 
 
-def test_cert_manager_brings_the_webhooks_certificate() -> None:
+def test_cert_manager_issues_the_webhooks_certificate() -> None:
     objects = render(EVERYTHING)
-    certificate = one("Certificate", objects)
-    webhook = one("ValidatingWebhookConfiguration", objects)
+    certificate = find_only("Certificate", objects)
+    webhook = find_only("ValidatingWebhookConfiguration", objects)
     service = webhook["webhooks"][0]["clientConfig"]["service"]
     assert certificate["spec"]["dnsNames"] == [f"{service['name']}.{service['namespace']}.svc"]
     annotation = webhook["metadata"]["annotations"]["cert-manager.io/inject-ca-from"]
     assert annotation == f"topkube-system/{certificate['metadata']['name']}"
     pod = pod_of(objects)
     assert {"secretName": certificate["spec"]["secretName"]} in [volume.get("secret") for volume in pod["volumes"]]
-    assert one("Issuer", objects)["metadata"]["name"] == certificate["spec"]["issuerRef"]["name"]
+    assert find_only("Issuer", objects)["metadata"]["name"] == certificate["spec"]["issuerRef"]["name"]
     own = {"certManager": {"enabled": True, "issuerRef": {"name": "corporate", "kind": "ClusterIssuer"}}}
     objects = render({"webhook": own})
-    assert of("Issuer", objects) == []
-    assert one("Certificate", objects)["spec"]["issuerRef"] == {"name": "corporate", "kind": "ClusterIssuer"}
+    assert select_kind("Issuer", objects) == []
+    assert find_only("Certificate", objects)["spec"]["issuerRef"] == {"name": "corporate", "kind": "ClusterIssuer"}
 
 
 def test_names_follow_the_release_and_stay_within_63_characters() -> None:
     names = [item["metadata"]["name"] for item in render(EVERYTHING, name="r" * 53)]
     assert max(map(len, names)) <= 63
-    assert one("Deployment", render(name="second"))["metadata"]["name"] == "second-topkube-operator"
-    assert one("Deployment", render({"fullnameOverride": "own"}))["metadata"]["name"] == "own-operator"
+    assert find_only("Deployment", render(name="second"))["metadata"]["name"] == "second-topkube-operator"
+    assert find_only("Deployment", render({"fullnameOverride": "own"}))["metadata"]["name"] == "own-operator"
 
 
 def test_notes_say_what_comes_next() -> None:

@@ -1,5 +1,4 @@
-"""manifests/ and the chart install the same operator: who takes one of them by hand gets no more rights, and no fewer
-guards, than who takes the other."""
+"""manifests/ and the chart install the same operator, with the same rights and the same protections."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import json
 from typing import Any
 
 import yaml
-from test_chart import of, one, render
+from test_chart import find_only, render, select_kind
 
 from monitoring.generated import ROOT
 from topkube_operator.__main__ import _parser
@@ -25,41 +24,44 @@ def rules(role: dict[str, Any]) -> set[str]:
 def test_roles_give_the_same_rights() -> None:
     chart, plain = render(), manifests("rbac")
     for kind in ("ClusterRole", "Role"):
-        charts = {role["metadata"]["name"]: rules(role) for role in of(kind, chart)}
+        charts = {role["metadata"]["name"]: rules(role) for role in select_kind(kind, chart)}
         charts.pop("topkube-test", None)  # of helm test, and gone after it
         charts.pop("topkube-admin", None)
-        assert {role["metadata"]["name"]: rules(role) for role in of(kind, plain)} == charts
+        assert {role["metadata"]["name"]: rules(role) for role in select_kind(kind, plain)} == charts
     for kind in ("ClusterRoleBinding", "RoleBinding"):
-        charts = {item["metadata"]["name"]: (item["roleRef"], item["subjects"]) for item in of(kind, chart)}
+        charts = {item["metadata"]["name"]: (item["roleRef"], item["subjects"]) for item in select_kind(kind, chart)}
         charts.pop("topkube-test", None)
-        assert {item["metadata"]["name"]: (item["roleRef"], item["subjects"]) for item in of(kind, plain)} == charts
+        assert {
+            item["metadata"]["name"]: (item["roleRef"], item["subjects"]) for item in select_kind(kind, plain)
+        } == charts
 
 
 def test_the_operators_pods_are_the_same_but_for_labels_and_arguments_that_are_defaults() -> None:
     pods = []
     for objects in (manifests("operator"), render()):
-        pod = one("Deployment", objects)["spec"]["template"]["spec"]
+        pod = find_only("Deployment", objects)["spec"]["template"]["spec"]
         pod.pop("affinity")
         (container,) = pod["containers"]
         pods.append((pod, vars(_parser().parse_args(container.pop("args")))))
     assert pods[0] == pods[1]
     assert (
-        one("Deployment", manifests("operator"))["spec"]["replicas"] == one("Deployment", render())["spec"]["replicas"]
+        find_only("Deployment", manifests("operator"))["spec"]["replicas"]
+        == find_only("Deployment", render())["spec"]["replicas"]
     )
 
 
 def test_service_and_webhook_are_the_same() -> None:
-    plain, chart = one("Service", manifests("operator")), one("Service", render())
+    plain, chart = find_only("Service", manifests("operator")), find_only("Service", render())
     assert plain["spec"]["ports"] == chart["spec"]["ports"]
-    plain, chart = (one("ValidatingWebhookConfiguration", item) for item in (manifests("webhook"), render()))
+    plain, chart = (find_only("ValidatingWebhookConfiguration", item) for item in (manifests("webhook"), render()))
     assert plain["metadata"]["name"] == chart["metadata"]["name"]
     assert plain["webhooks"] == chart["webhooks"]
 
 
 def test_both_keep_everybody_else_out_of_the_operators_pods() -> None:
-    plain, chart = (one("NetworkPolicy", item)["spec"] for item in (manifests("operator"), render()))
+    plain, chart = (find_only("NetworkPolicy", item)["spec"] for item in (manifests("operator"), render()))
     assert plain["policyTypes"] == chart["policyTypes"] == ["Ingress"]
-    pod = one("Deployment", manifests("operator"))["spec"]["template"]
+    pod = find_only("Deployment", manifests("operator"))["spec"]["template"]
     assert plain["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     test = {"app.kubernetes.io/instance": "topkube", "app.kubernetes.io/component": "test"}  # helm test's own pod
     (metrics,) = (rule for rule in chart["ingress"] if rule["ports"][0]["port"] == "metrics")
@@ -72,9 +74,9 @@ def test_both_keep_everybody_else_out_of_the_operators_pods() -> None:
 def test_the_webhooks_callers_can_be_named() -> None:
     peers = [{"ipBlock": {"cidr": "172.18.0.2/32"}}]
     for given, wanted in (({}, None), ({"webhookFrom": peers}, peers)):
-        rules = one("NetworkPolicy", render({"networkPolicy": given}))["spec"]["ingress"]
+        rules = find_only("NetworkPolicy", render({"networkPolicy": given}))["spec"]["ingress"]
         assert {rule["ports"][0]["port"]: rule.get("from") for rule in rules}["webhook"] == wanted
-    assert of("NetworkPolicy", render({"networkPolicy": {"enabled": False}})) == []
+    assert select_kind("NetworkPolicy", render({"networkPolicy": {"enabled": False}})) == []
 
 
 def _bare(item: dict[str, Any]) -> dict[str, Any]:
@@ -85,25 +87,27 @@ def _bare(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_node_cache_is_off_until_it_is_turned_on_and_then_the_same() -> None:
-    assert of("DaemonSet", render()) == of("PersistentVolume", render()) == []
+    assert select_kind("DaemonSet", render()) == select_kind("PersistentVolume", render()) == []
     own = {"enabled": True, "namespaces": ["team-a"], "namespace": "topkube-node-cache"}
     chart = render({"cache": {"node": own}})
     plain = manifests("node-cache/agent") + manifests("node-cache/namespace")
     pods = []
     for objects in (plain, chart):
-        pod = one("DaemonSet", objects)["spec"]["template"]["spec"]
+        pod = find_only("DaemonSet", objects)["spec"]["template"]["spec"]
         pods.append((pod, vars(agent_parser().parse_args(pod["containers"][0].pop("args")))))
     assert pods[0] == pods[1]
-    assert one("DaemonSet", chart)["metadata"]["namespace"] == one("DaemonSet", plain)["metadata"]["namespace"]
+    assert (
+        find_only("DaemonSet", chart)["metadata"]["namespace"] == find_only("DaemonSet", plain)["metadata"]["namespace"]
+    )
     for kind in ("ClusterRole", "ClusterRoleBinding"):
-        role = next(item for item in of(kind, chart) if item["metadata"]["name"] == "topkube-node-cache")
-        assert _bare(role) == _bare(one(kind, plain))
+        role = next(item for item in select_kind(kind, chart) if item["metadata"]["name"] == "topkube-node-cache")
+        assert _bare(role) == _bare(find_only(kind, plain))
     for kind in ("PersistentVolume", "PersistentVolumeClaim"):
-        assert _bare(one(kind, chart)) == _bare(one(kind, plain))
-        label = one(kind, chart)["metadata"]["labels"]["topkube.dev/node-cache"]
-        assert label == one(kind, plain)["metadata"]["labels"]["topkube.dev/node-cache"] == "team-a"
+        assert _bare(find_only(kind, chart)) == _bare(find_only(kind, plain))
+        label = find_only(kind, chart)["metadata"]["labels"]["topkube.dev/node-cache"]
+        assert label == find_only(kind, plain)["metadata"]["labels"]["topkube.dev/node-cache"] == "team-a"
     # The jobs' NetworkPolicies let operator pods in, and the operator's policies and budgets select them.
-    (daemons, operator) = (one(kind, chart)["spec"] for kind in ("DaemonSet", "Deployment"))
+    (daemons, operator) = (find_only(kind, chart)["spec"] for kind in ("DaemonSet", "Deployment"))
     labels = daemons["template"]["metadata"]["labels"]
     assert daemons["selector"]["matchLabels"].items() <= labels.items()
     assert not operator["selector"]["matchLabels"].items() <= labels.items()
@@ -115,7 +119,7 @@ def test_the_chart_knows_every_option_that_it_sets() -> None:
         "operator": {"stallSeconds": 5, "gangScheduler": "g", "checkAddress": False},
         "webhook": {"certManager": {"enabled": True}},
     }
-    (container,) = one("Deployment", render(given))["spec"]["template"]["spec"]["containers"]
+    (container,) = find_only("Deployment", render(given))["spec"]["template"]["spec"]["containers"]
     options = vars(_parser().parse_args(container["args"]))
     assert options["namespace"] == ["a"]
     assert options["stall_seconds"] == 5

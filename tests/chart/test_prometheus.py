@@ -1,5 +1,5 @@
-"""Dashboards and alerts against a real Prometheus that scrapes a real run: every query has an answer, and every metric
-and label that a panel or an alert names is there."""
+"""Dashboards and alerts against a real Prometheus that scrapes a real run: every query returns values, and every metric
+and label in a panel or an alert exists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from monitoring.alerts import ALERTS
 from monitoring.dashboards import DASHBOARDS
 from monitoring.grafana import Dashboard, Panel
 from monitoring.pictures import draw
-from monitoring.prometheus import Prometheus, QueryError, chosen
+from monitoring.prometheus import Prometheus, QueryError, fill_variables
 from monitoring.server import BINARY, INTERVAL, prometheus, target, wait_until
 from topkube_operator.control.metrics import OperatorMetrics
 from topkube_operator.http.probes import Probes
@@ -143,8 +143,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 
 
 def ask(server: Prometheus, expression: str) -> list[float]:
-    """The values now; without NaN, which is a ratio of nothing in the window (a tier that nobody asked)."""
-    answer = server.query(chosen(expression, INTERVAL, namespace="ml", training_job=f"{JOB}|{WEIGHTS_JOB}|next"))
+    """Return the current values without NaN, which is the ratio of a tier without requests in the window."""
+    answer = server.query(
+        fill_variables(expression, INTERVAL, namespace="ml", training_job=f"{JOB}|{WEIGHTS_JOB}|next")
+    )
     values = [point[1] for series in answer for point in series.points]
     return [value for value in values if not math.isnan(value)]
 
@@ -164,7 +166,7 @@ def test_every_query_of_every_panel_has_an_answer(server: Prometheus, dashboard:
 def test_every_choice_has_values(server: Prometheus) -> None:
     for dashboard in DASHBOARDS:
         for variable in dashboard.variables:
-            series = chosen(variable.series, INTERVAL)
+            series = fill_variables(variable.series, INTERVAL)
             values = server.ask(f"label/{variable.label}/values", **{"match[]": series})
             assert {"namespace": "ml", "training_job": JOB}[variable.label] in values
 

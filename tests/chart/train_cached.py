@@ -1,5 +1,5 @@
-"""What the ranks of these tests run: a small network on a folder of files, which they make where it is not there,
-through the data cache. FOLDER CACHE"""
+"""The program of the ranks in these tests: it trains a small network on a folder of files through the data cache. It
+creates the files if they do not exist. Usage: FOLDER CACHE"""
 
 from __future__ import annotations
 

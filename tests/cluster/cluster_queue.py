@@ -143,7 +143,7 @@ class ClusterQueue:
             self._write(entry, kueue_protocol.admit(entry, {"pods": self.flavor}, now))
 
     def _make_room(self, entry: Mapping[str, Any], workloads: list[dict[str, Any]], now: datetime) -> None:
-        """Evict a Workload of lower priority, or say why `entry` waits."""
+        """Evict a Workload of lower priority, or return why `entry` waits."""
         holders = [other for other in workloads if kueue_protocol.holds_quota(other)]
         is_clearing = any(kueue_protocol.holds(other, "Evicted") for other in holders)
         lower = [other for other in holders if _priority(other) < _priority(entry)]

@@ -175,7 +175,7 @@ def _has_account(target: Target, name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def resting(installed: Target) -> Iterator[Target]:
-    """The installed operator stands by while these tests run."""
+    """Let the installed operator stand by while these tests run."""
     installed.scale_operator(0)
     yield installed
     installed.scale_operator(2)

@@ -43,7 +43,7 @@ def image(target: Target, name: str) -> None:
 
 
 def folder_on_each_node(target: Target) -> None:
-    """Skip on a cluster of which nobody says that its nodes have the folder of the node cache."""
+    """Skip on a cluster whose nodes are not known to have the folder of the node cache."""
     if target.local is None and not os.environ.get(NODE_CACHE_VARIABLE):
         pytest.skip(
             "needs the folder of the node cache (manifests/node-cache) on each node. "

@@ -1,5 +1,5 @@
-"""The operator's part played by a test: pods of a job with lines to print, and a status, so that what shows them can be
-tested to the second."""
+"""A test in the operator's role: it creates pods that print given lines, and writes the job's status, so that the
+commands that show them can be tested with exact times."""
 
 from __future__ import annotations
 

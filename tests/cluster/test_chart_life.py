@@ -1,7 +1,7 @@
-"""The Helm chart on a real cluster, in one life, told by the commands of the docs: the move from manifests/ to Helm,
+"""The life of the Helm chart on a real cluster, with the commands of the docs: the move from manifests/ to Helm,
 `helm test`, a sample job, a real Prometheus, upgrade, rollback, uninstall, and then two releases side by side.
 
-The tests below follow each other. They come first in a session, before its own operator is installed (conftest.py).
+The tests depend on each other, in their order. They run first in a session, before conftest.py installs an operator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from target import GROUP, OPERATOR, OPERATOR_NAMESPACE, PLURAL, VERSION, Namespa
 from conftest import MANIFESTS, apply_manifests
 from monitoring.alerts import ALERTS
 from monitoring.dashboards import DASHBOARDS
-from monitoring.prometheus import Prometheus, chosen
+from monitoring.prometheus import Prometheus, fill_variables
 from monitoring.server import BINARY, INTERVAL, prometheus
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
@@ -65,7 +65,7 @@ class Life:
         return Namespace(self.target, name)
 
     def move(self, chart: Path) -> None:
-        """From manifests/ to Helm, as docs/install.md tells it, with another chart."""
+        """Move from manifests/ to Helm with the commands of docs/install.md, with another chart."""
         *before, last = documented("install.md", "To move to Helm later")
         for line in before:
             self.commands.run(line)
@@ -144,7 +144,7 @@ def _deployed(target: Target) -> bool:
 
 
 def avoid_a_node(jobs: Namespace) -> None:
-    """Create a job of another controller, which the test plays: its status says that new pods avoid a node."""
+    """Create a job of another controller, which the test plays: its status contains a node that new pods avoid."""
     name = jobs.create(job("avoids", ["true"], runPolicy={"managedBy": "example.com/test"}))
     avoided = {"name": "node1", "reason": "HardwareFault", "message": "an attempt of this job ended there"}
     status = {"phase": "Running", "avoidedNodes": [avoided]}
@@ -254,7 +254,11 @@ def test_every_panel_is_answered_from_the_running_job(life: Life, server: Promet
     where, silent = {"namespace": life.jobs.name}, [query for panel in PANELS for query in panel.queries]
 
     def answered(expression: str) -> bool:
-        values = [point[1] for series in server.query(chosen(expression, INTERVAL, **where)) for point in series.points]
+        values = [
+            point[1]
+            for series in server.query(fill_variables(expression, INTERVAL, **where))
+            for point in series.points
+        ]
         return any(not math.isnan(value) for value in values)
 
     def none_left() -> bool:

@@ -60,7 +60,7 @@ def jobs(api: Api) -> list[str]:
     return [job["metadata"]["name"] for job in api.get(job_path(api)).get("items", [])]
 
 
-def test_submit_says_what_it_did_and_what_it_may_not(api: Api, topkube: Topkube, tmp_path: Path) -> None:
+def test_submit_prints_what_it_did_and_what_is_refused(api: Api, topkube: Topkube, tmp_path: Path) -> None:
     job = minimal("first")
     file = written(tmp_path / "job.yaml", job)
     dry = topkube("submit", file, "--dry-run")
@@ -289,7 +289,9 @@ def account(api: Api, kubeconfig: Path, target: Path, role: str | None) -> Path:
     return target
 
 
-def test_who_may_not_is_told_what_to_ask_for(api: Api, topkube: Topkube, kubeconfig: Path, tmp_path: Path) -> None:
+def test_a_user_without_the_right_sees_which_right_to_ask_for(
+    api: Api, topkube: Topkube, kubeconfig: Path, tmp_path: Path
+) -> None:
     create(api, minimal("mine"))
     nobody = account(api, kubeconfig, tmp_path / "nobody.yaml", None)
     ended = topkube("status", "mine", config=nobody)

@@ -44,7 +44,7 @@ def test_a_rank_that_is_killed_for_memory(namespace: Namespace) -> None:
 
 
 def test_a_pod_that_its_kubelet_evicts(namespace: Namespace) -> None:
-    """The pod is evicted because of its own use: a failure, not a disruption."""
+    """The pod is evicted because of its own use of resources, so this is a failure and not a disruption."""
     fill = "head -c 40000000 /dev/zero >/scratch/full; exec sleep 100000"
     filled = job("full", ["sh", "-c", fill], workers=1, runPolicy={"backoffLimit": 0})
     spec = filled["spec"]["template"]["spec"]

@@ -37,7 +37,7 @@ def test_success(namespace: Namespace) -> None:
         )
 
 
-def test_the_first_failure_is_told_with_its_words(namespace: Namespace) -> None:
+def test_the_status_has_the_first_failure_with_its_log(namespace: Namespace) -> None:
     name = namespace.create(job("failure", fails(), workers=2, runPolicy={"backoffLimit": 0}))
     status = namespace.wait_phase(name, "Failed")
     failure = status["firstFailure"]

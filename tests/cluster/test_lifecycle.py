@@ -26,7 +26,7 @@ def test_suspended_from_the_start_then_resumed(namespace: Namespace) -> None:
         assert any(toleration.key == "gpu" for toleration in pod.spec.tolerations)
 
 
-def test_suspending_frees_everything_and_resuming_goes_on(namespace: Namespace) -> None:
+def test_suspending_frees_everything_and_resuming_continues(namespace: Namespace) -> None:
     name = namespace.create(job("nap", endless(), workers=2))
     namespace.wait_phase(name, "Running")
     before = namespace.status(name)
@@ -81,11 +81,11 @@ def test_deleted_while_no_operator_ran(namespace: Namespace) -> None:
     namespace.target.scale_operator(0)
     try:
         namespace.delete(name)
-        taken = "the garbage collector to take the children"
+        taken = "the garbage collector to delete the children"
         wait_for(lambda: namespace.children() == launcher, taken, KUBELET_SECONDS)
     finally:
         namespace.target.scale_operator(2)
-    wait_for(lambda: namespace.children() == set(), "the operator to let the launcher's pod go", KUBELET_SECONDS)
+    wait_for(lambda: namespace.children() == set(), "the operator to remove the launcher's pod", KUBELET_SECONDS)
 
 
 @pytest.mark.alone
@@ -102,7 +102,7 @@ def test_completed_while_no_operator_ran_and_the_pods_are_gone(namespace: Namesp
     finally:
         namespace.target.scale_operator(2)
     assert namespace.wait_phase(name, "Succeeded")["attempt"] == 1
-    wait_for(lambda: namespace.pods("launcher") == [], "the operator to let the launcher's pod go", KUBELET_SECONDS)
+    wait_for(lambda: namespace.pods("launcher") == [], "the operator to remove the launcher's pod", KUBELET_SECONDS)
 
 
 def test_changes_of_the_spec(namespace: Namespace) -> None:

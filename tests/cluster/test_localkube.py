@@ -123,7 +123,7 @@ def test_links_can_be_cut_and_mended(namespace: Namespace, breakable: Cluster) -
 
 
 @pytest.mark.alone
-def test_shaped_links_are_as_slow_as_told(namespace: Namespace, breakable: Cluster) -> None:
+def test_shaped_links_have_the_chosen_rate(namespace: Namespace, breakable: Cluster) -> None:
     """2.5 MB over 20 Mbit/s take a second."""
     first, second = two_pods(namespace)
     del first

@@ -1,4 +1,4 @@
-"""Tests skip, with a reason, where a cluster lacks what they need. Needs no cluster."""
+"""Tests skip, with a reason, if a cluster lacks what they need. These tests need no cluster."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from jobs import fails, fails_once, job, steps
 from localkube.cluster import Cluster
 from target import Namespace, wait_for
 
-# Looks at what the template promises, then meets the other ranks.
-PROMISED = """
+# Checks in each rank what the template requests, and takes part in an all-reduce.
+CHECK_TEMPLATE = """
 import os, numpy as np, topkube
-assert open("/shared/word").read().strip() == "from init", "the init container's word"
+assert open("/shared/word").read().strip() == "from init", "the file of the init container"
 assert open("/config/colour").read() == "blue", "the volume"
 assert os.environ["COLOUR"] == "blue", "the environment"
 shared = os.statvfs("/dev/shm")
@@ -24,13 +24,13 @@ for folder in ("/tmp", os.environ["HOME"]):
     open(folder + "/writable", "w").close()
 topkube.init()
 topkube.allreduce_(np.ones(1 << 20, np.float32), algorithm="hierarchical")
-print(f"rank {topkube.rank()} found all it was promised", flush=True)
+print(f"rank {topkube.rank()} has all that the template requests", flush=True)
 """
 
 
 @pytest.fixture
 def labelled(namespace: Namespace) -> Iterator[str]:
-    """A label of the test's own, taken off all nodes afterwards."""
+    """A label that only this test uses. It is removed from all nodes afterwards."""
     label = f"topkube.test/{namespace.name}"
     yield label
     for node in namespace.target.nodes():
@@ -59,7 +59,7 @@ def test_the_launcher_waits_for_every_worker(namespace: Namespace, labelled: str
 
 
 def test_spread_none_puts_workers_on_one_node(namespace: Namespace) -> None:
-    """Two pods of one node are two nodes to the ranks: they share no memory."""
+    """For the ranks, two pods on one node are two nodes, because pods share no memory."""
     packed = job("packed", steps(2), slots=2, spread="None")
     node = namespace.target.nodes()[0]
     packed["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
@@ -69,7 +69,8 @@ def test_spread_none_puts_workers_on_one_node(namespace: Namespace) -> None:
 
 
 def test_a_launcher_inside_worker_0(namespace: Namespace) -> None:
-    """launcher.colocate: as many pods as workers; the next attempt replaces worker 0 with its launcher, no other."""
+    """With launcher.colocate there are as many pods as workers. The next attempt replaces the pod of worker 0, which
+    contains the launcher, and no other pod."""
     name = namespace.create(job("inside", fails_once(), launcher={"colocate": True}))
     wait_for(lambda: namespace.uids("worker").get("inside-worker-1-1"), "worker 1", 60)
     other = namespace.uids("worker")["inside-worker-1-1"]
@@ -140,15 +141,15 @@ def _has_label(label: str) -> dict[str, Any]:
 
 
 def test_templates_are_passed_through_whole(namespace: Namespace, breakable: Cluster) -> None:
-    """Init container, sidecar, volumes, environment, affinity, tolerations, runtime class; a template of the
-    launcher's own. The sidecar, which never ends by itself, does not keep the job from ending."""
+    """The template has an init container, a sidecar, volumes, environment, affinity, tolerations and a runtime class;
+    the launcher has a template of its own. The sidecar never ends by itself, and does not keep the job from ending."""
     core, target = namespace.target.core, namespace.target
     core.create_namespaced_config_map(namespace.name, {"metadata": {"name": "paint"}, "data": {"colour": "blue"}})
     runtime_class = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "handler": "runc"}
     target.dynamic.resources.get(api_version="node.k8s.io/v1", kind="RuntimeClass").create(
         body={**runtime_class, "metadata": {"name": namespace.name}}
     )
-    whole = job("whole", ["python", "-c", PROMISED], slots=2)
+    whole = job("whole", ["python", "-c", CHECK_TEMPLATE], slots=2)
     whole["spec"]["launcher"] = {
         "template": {
             "metadata": {"labels": {"team": "vision"}},
@@ -194,8 +195,8 @@ def test_templates_are_passed_through_whole(namespace: Namespace, breakable: Clu
 
 
 def test_clean_pod_policies(namespace: Namespace) -> None:
-    """A failed job's pods: none is kept with All, those that still ran go with Running, all are kept with None. The
-    words of the failure are kept in any case."""
+    """When a job fails, All deletes all of its pods, Running deletes the pods that still run, and None deletes no pod.
+    The status keeps the log of the failure in all cases."""
     policies = ("All", "Running", "None")
     for policy in policies:
         rules = {"backoffLimit": 0, "cleanPodPolicy": policy}

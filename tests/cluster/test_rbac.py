@@ -1,5 +1,5 @@
-"""The operator under the account that manifests/rbac.yaml gives it: every call it makes is allowed, and the roles hold
-nothing that it does not use. A proxy between the operator and the API server writes down what is called."""
+"""The operator with the account of manifests/rbac.yaml: every call is allowed, and every right in the roles is used. A
+proxy between the operator and the API server records the calls."""
 
 from __future__ import annotations
 

@@ -201,8 +201,8 @@ def test_the_api_server_restarts(namespace: Namespace, breakable: Cluster) -> No
 
 @pytest.mark.alone
 def test_a_node_vanishes(namespace: Namespace, breakable: Cluster) -> None:
-    """Its worker is replaced on another node; its pod, stuck on the lost node, is in nobody's way. The node comes back
-    and takes no part."""
+    """The worker is replaced on another node. Its old pod, which is stuck on the lost node, blocks nothing. When the
+    node returns, it takes no part."""
     needs.nodes(namespace.target, 3, "the third to replace the lost one")
     running(namespace, "lost", runPolicy={"backoffLimit": 0})
     before = {pod.metadata.name: pod for pod in namespace.pods()}
@@ -250,8 +250,8 @@ def test_a_link_is_cut_for_ten_seconds(namespace: Namespace, breakable: Cluster)
 
 @pytest.mark.alone
 def test_a_link_is_cut_for_good(namespace: Namespace, breakable: Cluster) -> None:
-    """The attempt ends, as a disruption; what follows is an attempt that waits and says for whom, until the link is
-    mended."""
+    """The attempt ends as a disruption. The next attempt waits and names the missing worker until the link works
+    again."""
     # The launcher comes to be on the first: where the operator can hear it.
     hearing = leader(namespace.target)[1].spec.node_name
     rest = [node for node in breakable.nodes if node != hearing]

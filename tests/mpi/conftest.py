@@ -29,7 +29,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 
 @pytest.fixture(scope="session")
 def outcome(tmp_path_factory: pytest.TempPathFactory, forks: Callable[[str], Path]):
-    """What went wrong in a case, "" where nothing did. The world runs when its first case is asked for."""
+    """Return the error of a case, "" if it passed. The world runs when its first case is requested."""
 
     def of(modules: str, mpi: str, layout: tuple[int, ...], case: str) -> str:
         key = (mpi, layout, modules)

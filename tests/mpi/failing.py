@@ -1,4 +1,5 @@
-"""A world in which something goes wrong: `failing.py CASE DIRECTORY`. Ranks leave what they met in DIRECTORY."""
+"""A world in which a rank fails: `failing.py CASE DIRECTORY`. Each rank writes the error that it raised to
+DIRECTORY."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ def raises_in_a_thread(world: World) -> None:
 
 
 def child_raises(world: World) -> None:
-    """A forked child that nobody catches, beside ranks that go on."""
+    """A forked child raises an error that nothing catches, while the ranks continue."""
     if world.rank == 1:
         child = os.fork()
         if not child:

@@ -1,5 +1,5 @@
-"""What a training is to its launcher, without the training: steps in common, progress, a state saved every five steps
-and on SIGTERM. `marching.py STEPS SECONDS [RANK:STEP:DEED …]`: at that step that rank does the deed."""
+"""A program that behaves like a training for its launcher: all ranks make steps together, report progress, and save a
+state every five steps and on SIGTERM. `marching.py STEPS SECONDS [RANK:STEP:DEED …]`: RANK does DEED at STEP."""
 
 from __future__ import annotations
 

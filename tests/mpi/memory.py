@@ -1,4 +1,4 @@
-"""Memory that a rank uses for itself."""
+"""The memory of a rank."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _networks = itertools.count(1)
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 90.0, what: str = "") -> Any:
-    """The first true value of `condition`; fails after `seconds`."""
+    """Return the first true value of `condition`. Raises AssertionError after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if value := condition():
@@ -54,7 +54,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 90.0, what: str = 
 
 
 def certificate(directory: Path) -> None:
-    """A self-signed pair, tls.crt and tls.key."""
+    """Write a self-signed certificate and its key into `directory`: tls.crt and tls.key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CERTIFICATE_NAME)])
     now = datetime.datetime.now(datetime.UTC)
@@ -77,7 +77,7 @@ def certificate(directory: Path) -> None:
 
 
 class Pod:
-    """A process that stands for a pod's container, with its output and its last words."""
+    """A process that plays a pod's container, with its output and its termination message."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Pod:
         mpi: str,
         descriptor: int | None = None,
     ) -> None:
-        """`descriptor`: where it prints, in place of a file."""
+        """`descriptor` is an open file to which the process prints; None: a file in `directory`."""
         self.name = name
         self.output_file, self.last_words = directory / f"{name}.log", directory / f"{name}.termination"
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)}
@@ -126,7 +126,7 @@ class Pod:
         return Ending.read(self.last_words.read_text())
 
     def tree(self) -> list[int]:
-        """Its process and all below it."""
+        """Return the pid of its process, and of all processes below it."""
         processes = [self.process.pid]
         for pid in processes:
             with contextlib.suppress(OSError):
@@ -138,7 +138,7 @@ class Pod:
         """Kill everything in the pod at once, as if the pod vanished."""
         for pid in self.tree():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)  # nobody reacts to another's death
+                os.kill(pid, signal.SIGSTOP)  # so that no process reacts to the end of another
         for pid in reversed(self.tree()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -146,7 +146,8 @@ class Pod:
 
 
 class PlayedJob:
-    """The operator's part in small: credentials, plans, pods by attempt. Use `with`: it leaves no process behind."""
+    """A job that this class runs in place of the operator: it makes credentials, plans, and the pods of each attempt.
+    At the end of its `with` block, no process is left."""
 
     def __init__(
         self, directory: Path, command: list[str], workers: int = 2, slots: int = 2, mpi: str = "MPICH", **plan: Any
@@ -196,7 +197,7 @@ class PlayedJob:
         )  # fmt: skip
 
     def start_launcher(self, replaced: tuple[int, ...] = (), **more: Any) -> Pod:
-        """The next attempt's launcher; `replaced` are the workers that get new pods."""
+        """Start the launcher of the next attempt. The workers in `replaced` get new pods when they are started."""
         self.attempt += 1
         for index in replaced:
             self.attempts_made[index] = self.attempt
@@ -208,7 +209,7 @@ class PlayedJob:
     def start_worker(
         self, index: int, command: list[str] | None = None, descriptor: int | None = None, **changes: str
     ) -> Pod:
-        """A worker's pod."""
+        """Start the pod of worker `index`. `changes` are environment variables."""
         name = f"worker-{index}-{self.attempts_made[index]}"
         secret = self.directory / f"{name}-secret"
         secret.mkdir(exist_ok=True)
@@ -240,7 +241,7 @@ class PlayedJob:
         return launcher
 
     def status(self, token: str = "the operator's token", **headers: str) -> LauncherStatus | None:
-        """What the launcher tells the operator; None while it does not answer."""
+        """Return the launcher's answer to the operator; None while it does not answer."""
         headers = {"Authorization": f"Bearer {token}", **headers}
         request = urllib.request.Request(f"https://127.0.0.1:{self.port}{STATUS_PATH}", headers=headers)
         with contextlib.suppress(OSError), urllib.request.urlopen(request, context=self.tls, timeout=5) as answer:
@@ -252,7 +253,7 @@ class PlayedJob:
         return pinned(self.secret / "tls.crt")
 
     def ranks_of(self, index: int) -> list[int]:
-        """Process ids of the ranks of worker `index`: what runs below the shims."""
+        """Return the pids of the ranks of worker `index`: the processes below the shims."""
         ranks = []
         for pid in self.workers[index].tree():
             with contextlib.suppress(OSError):
@@ -264,12 +265,12 @@ class PlayedJob:
         return ranks
 
     def everything(self) -> str:
-        """All output, for messages of failed tests."""
+        """Return the last output of all pods, for messages of failed tests."""
         return "\n".join(f"---- {pod.name}\n{pod.output[-3000:]}" for pod in self._pods)
 
 
 def records(text: str) -> Iterator[dict[str, Any]]:
-    """JSON lines that ranks printed, by their prefix."""
+    """Yield the JSON objects in lines with a rank's prefix."""
     for line in text.splitlines():
         _, rest_of_line, rest = line.partition("] {")
         if rest_of_line:

@@ -1,4 +1,4 @@
-"""What every rank of a test world runs: all cases of some modules, in order, or one function of a module.
+"""The program of every rank of a test world: it runs all cases of some modules, in order, or one function of a module.
 
 `rank.py MODULES RESULTS [FUNCTION ARGUMENT...]`, modules separated by commas.
 """
@@ -20,10 +20,11 @@ import topkube
 from topkube import world as worlds
 
 HANGS_SECONDS = 180
-"""A world that takes so long says where it is, before it is killed."""
+"""A rank that runs longer than this prints its stacks, before the world is killed."""
 
 
 def functions(modules: str, chosen: list[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the name and the function of each case, or of the one function in `chosen`, with its arguments."""
     for module in (importlib.import_module(f"ranks.{name}") for name in modules.split(",")):
         if chosen:
             name, *arguments = chosen

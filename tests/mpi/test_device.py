@@ -1,4 +1,5 @@
-"""All-reduce where tensors lie, through torch.distributed inside the node. The cases are in ranks/device.py."""
+"""All-reduce of torch tensors on their device, through torch.distributed inside the node. The cases are in
+ranks/device.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks meet when one of them is missing, different or raises: all of them learn which, in time."""
+"""Ranks that are missing, differ or raise an error: all ranks learn which rank it is, in time."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_program_may_end_during_a_collective_of_its_communication_thread(
     assert "SIGABRT" not in ended.output
 
 
-def test_a_program_that_ends_during_a_collective_that_others_skip_says_so(tmp_path: Path) -> None:
+def test_a_program_that_ends_during_a_collective_that_others_skip_reports_it(tmp_path: Path) -> None:
     settings = {"TOPKUBE_DEADLINE_SECONDS": str(DEADLINE)}
     ended = worlds.run("mpich", 2, [FAILING, "ends-during-an-all-reduce-alone", str(tmp_path)], settings)
     assert ended.code == 0, ended.output
@@ -172,8 +172,8 @@ def test_an_exit_with_a_status_leaves_the_collective_of_the_communication_thread
 INIT = ["-c", "import topkube; topkube.init()"]
 
 
-def test_two_different_mpis_are_told_apart(tmp_path: Path) -> None:
-    """MPICH's mpiexec with Open MPI's library: every process is a world of its own."""
+def test_two_different_mpis_are_distinguished(tmp_path: Path) -> None:
+    """With MPICH's mpiexec and Open MPI's library, every process is a world of its own."""
     script = [str(worlds.ENVIRONMENTS["openmpi"] / "bin" / "python"), *INIT]
     program = (
         "import os, sys; os.environ.setdefault('OMPI_ALLOW_RUN_AS_ROOT', '1'); os.execv(sys.argv[1], sys.argv[1:])"

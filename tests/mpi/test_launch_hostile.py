@@ -1,4 +1,5 @@
-"""Who knocks at the launcher's door and may not come in; and the thief who wants to be a rank."""
+"""Unauthenticated and hostile callers of the launcher's port: they are refused, and a stolen token makes nobody a
+rank."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def join(token: str = TOKEN, query: str = "index=0&attempt=1", more: str = UPGRA
 
 
 def hello(busy: bool = False) -> bytes:
-    """A worker's first words at 127.77.0.9, as a frame of the WebSocket."""
+    """Return the first message of a worker at 127.77.0.9, as a frame of the WebSocket."""
     message = Hello(
         session="s", busy=busy, ip="127.77.0.9", slots=2, python="/bin/python", mpi="MPICH 5.0.2", time=time.time()
     )
@@ -275,8 +276,8 @@ def test_a_second_session_replaces_the_first_while_waiting(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
 def test_a_thief_with_the_stock_proxy_does_not_become_a_rank(tmp_path: Path, mpi: str) -> None:
-    """mpiexec's control port knows no authentication: whoever reaches it with the stock proxy gets ranks to run, or
-    ends the job. From another host it cannot be reached."""
+    """mpiexec's control port has no authentication: a caller with the stock proxy can run ranks or end the job. The
+    port cannot be reached from another host."""
     script = (
         "import os, time; from mpi4py import MPI; MPI.COMM_WORLD.Barrier()\n"
         "while not os.path.exists('looked'): time.sleep(0.05)\n"

@@ -30,7 +30,7 @@ while not Path(sys.argv[1]).exists():
 
 
 def series(address: str) -> dict[tuple[str, str], float]:
-    """(name, rank) of what a worker serves; nothing where it serves nothing."""
+    """Return (name, rank) of the series that a worker serves; nothing if it serves none."""
     try:
         with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/metrics", timeout=5) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))

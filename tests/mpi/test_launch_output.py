@@ -1,4 +1,4 @@
-"""What ranks print on its way through real workers: complete, however much it is and however it ends."""
+"""The output of ranks through real workers: it is complete, whatever its size and however the ranks end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_all_that_ranks_print_is_in_the_pods_log(tmp_path: Path) -> None:
 
 
 def test_a_worker_whose_output_nobody_reads_is_not_lost(tmp_path: Path) -> None:
-    """Its heartbeats go on, and so does the training; the output waits for the reader."""
+    """Heartbeats and training continue; the output waits for the reader."""
     flood = "import runpy, sys; print(('z' * 99 + '\\n') * 20_000, end='', flush=True)\n"
     flood += f"sys.argv = ['marching.py', '400', '0.02']; runpy.run_path({MARCHING!r}, run_name='__main__')"
     near, far = os.pipe()
@@ -74,7 +74,7 @@ def drain(near: int, into: bytearray) -> None:
 
 
 def test_a_rank_that_is_ended_with_the_attempt_keeps_its_last_words(tmp_path: Path) -> None:
-    """Its shim outlives it for a moment: what is still in the pipe is printed."""
+    """The shim outlives the rank for a moment, so the rest of the output in the pipe is printed."""
     script = (
         "import itertools, os, signal, time; from mpi4py import MPI; world = MPI.COMM_WORLD\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

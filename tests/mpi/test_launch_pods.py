@@ -1,4 +1,5 @@
-"""A job as pods start it: launcher and workers by rendezvous, real mpiexec, real ranks, and what can befall them."""
+"""A job as pods start it: launcher and workers by rendezvous, real mpiexec, real ranks, and the faults that they
+survive."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_ranks_follow_the_racks_of_the_workers(tmp_path: Path, mpi: str) -> None
     command = [str(PYTHONS[mpi]), "-c", SHOW]
     with PlayedJob(tmp_path, command, workers=3, slots=1, mpi=mpi, domains_seconds=3600) as job:
         launcher = job.start()
-        wait_until(lambda: (found := job.status()) is not None and found.joined == 3)
+        wait_until(lambda: (status := job.status()) is not None and status.joined == 3)
         status = job.status(**{DOMAINS_HEADER: "1,0,1"})
         assert status is not None
         assert launcher.wait() == 0, job.everything()
@@ -73,7 +74,7 @@ def train(mpi: str) -> list[str]:
 
 
 def checkpoints(directory: Path) -> dict[str, str]:
-    """What the operator tells ranks about checkpoints."""
+    """Return the settings by which the operator configures checkpoints of ranks."""
     return {
         "TOPKUBE_CHECKPOINT_DIRECTORY": str(directory / "checkpoints"),
         "TOPKUBE_CHECKPOINT_EVERY": "10",
@@ -82,14 +83,14 @@ def checkpoints(directory: Path) -> dict[str, str]:
 
 
 def past(job: PlayedJob, step: int) -> int:
-    """The step that the launcher tells the operator, once it is `step` or later; 0 before."""
+    """Return the step that the launcher reports to the operator, once it is `step` or later; 0 before."""
     status = job.status()
     now = status.progress.step if status and status.progress and status.progress.step else 0
     return now if now >= step else 0
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
-def test_each_death_costs_one_attempt_and_the_living_go_on_in_place(tmp_path: Path, mpi: str) -> None:
+def test_each_death_costs_one_attempt_and_living_workers_continue_in_place(tmp_path: Path, mpi: str) -> None:
     with PlayedJob(tmp_path, train(mpi), workers=2, slots=1, mpi=mpi, lost_seconds=10) as job:
         job.more["environment"] = checkpoints(tmp_path)
         (tmp_path / "checkpoints").mkdir()

@@ -1,4 +1,4 @@
-"""mpiexec asked for many workers. Whole starts of that size: benchmarks/launch_scale.py."""
+"""mpiexec with many workers. benchmarks/launch_scale.py measures whole starts of this size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from topkube.launch.mpi.mpiexec import Mpiexec
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
-@pytest.mark.parametrize("workers", [65, 129, 256])  # Open MPI's own ways change beyond 64 and beyond 128
+@pytest.mark.parametrize(
+    "workers", [65, 129, 256]
+)  # Open MPI starts its daemons differently above 64 and above 128 nodes
 def test_mpiexec_asks_for_every_proxy_at_once(mpi: str, workers: int, tmp_path: Path) -> None:
     async def collect_proxies() -> dict[int, ProxyParameters]:
         hosts = [f"127.60.{index // 250}.{index % 250 + 2}" for index in range(workers)]

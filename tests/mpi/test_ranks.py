@@ -1,5 +1,5 @@
-"""The whole path of a training on 32 and 16 real ranks, as 2, 8 and 16 nodes: ranks/scale.py. Larger worlds are
-measured by benchmarks/ranks.py."""
+"""All parts of a training on 32 and 16 real ranks, as 2, 8 and 16 nodes: ranks/scale.py. benchmarks/ranks.py measures
+larger worlds."""
 
 from __future__ import annotations
 

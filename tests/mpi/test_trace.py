@@ -160,7 +160,7 @@ def test_without_the_option_nothing_is_recorded(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "traces").exists()
 
 
-def test_a_run_that_is_too_short_says_so(tmp_path: Path) -> None:
+def test_a_run_that_is_too_short_prints_a_message(tmp_path: Path) -> None:
     done = run_traced(tmp_path, 2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no trace was written" in done.stdout

@@ -84,12 +84,12 @@ def run(forks: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[str,
 Run = Callable[..., dict[str, str]]
 
 
-def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(run: Run, tmp_path: Path) -> None:
+def test_a_run_that_was_asked_to_stop_continues_bit_for_bit(run: Run, tmp_path: Path) -> None:
     name = "runs_that_were_told_to_stop_go_on_bit_for_bit"
     assert run((2, 1), name, tmp_path) == {name: ""}
 
 
-def test_a_run_that_was_killed_while_saving_goes_on_bit_for_bit(run: Run, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_while_saving_continues_bit_for_bit(run: Run, tmp_path: Path) -> None:
     for moment in ("a rank's file", "the manifest", "the rename"):
         outcomes = run((1, 1), "be_killed", tmp_path, moment)
         assert "mpiexec ended with" in outcomes.get("the world ends well", ""), outcomes

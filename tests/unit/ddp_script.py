@@ -1,4 +1,4 @@
-"""A script for torchrun that knows nothing of TopKube: DistributedDataParallel over gloo. Rank 0 writes the weights."""
+"""A script for torchrun without TopKube: DistributedDataParallel over gloo. Rank 0 writes the weights."""
 
 import argparse
 import gc

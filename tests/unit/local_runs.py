@@ -63,7 +63,7 @@ def run(
 
 
 def processes_of(directory: Path) -> list[str]:
-    """Command lines of living processes that belong to runs in `directory`: it is where they all were started."""
+    """Return the command lines of living processes of runs in `directory`, in which all of them were started."""
     processes = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():

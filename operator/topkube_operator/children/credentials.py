@@ -37,7 +37,7 @@ class Credentials:
     token_key: str
     operator_token: str
 
-    def secret_data(self, workers: Iterable[tuple[int, int]]) -> dict[str, str]:
+    def build_secret_data(self, workers: Iterable[tuple[int, int]]) -> dict[str, str]:
         """Return the Secret's data (base64): what the launcher needs, and a token for each (index, attempt) of
         `workers`."""
         plain = {
@@ -57,7 +57,7 @@ def derive(seed: bytes, uid: str) -> Credentials:
     key = Ed25519PrivateKey.from_private_bytes(_derive_key(seed, uid, "tls"))
     return Credentials(
         uid=uid,
-        certificate=_certificate(key, uid),
+        certificate=_make_certificate(key, uid),
         key=key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         ).decode(),
@@ -70,7 +70,7 @@ def _derive_key(seed: bytes, uid: str, purpose: str) -> bytes:
     return HKDF(hashes.SHA256(), 32, salt=b"topkube.dev", info=f"{purpose}/{uid}".encode()).derive(seed)
 
 
-def _certificate(key: Ed25519PrivateKey, uid: str) -> str:
+def _make_certificate(key: Ed25519PrivateKey, uid: str) -> str:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, contract.CERTIFICATE_NAME)])
     digest = hashes.Hash(hashes.SHA256())
     digest.update(uid.encode())

@@ -15,7 +15,7 @@ from topkube.job import TrainingJob
 from topkube.job.base.quantity import in_bytes
 from topkube.job.cached_dataset import dataset_id
 from topkube.job.spec import Dataset
-from topkube_operator.children.templates import list_in
+from topkube_operator.children.templates import ensure_list
 from topkube_operator.model.observed import Policy
 
 VOLUME = "topkube-dataset"
@@ -34,7 +34,7 @@ def uses_node_cache(job: TrainingJob) -> bool:
     return job.spec.dataset is not None and job.spec.dataset.cache.medium == "Node"
 
 
-def node_cache_refusal(job: TrainingJob) -> str:
+def explain_node_cache_refusal(job: TrainingJob) -> str:
     """Return the message for a job whose namespace has no node cache."""
     namespace = job.metadata.namespace or "default"
     return (
@@ -44,7 +44,7 @@ def node_cache_refusal(job: TrainingJob) -> str:
     )
 
 
-def cache_settings(job: TrainingJob, policy: Policy) -> dict[str, Any]:
+def build_cache_settings(job: TrainingJob, policy: Policy) -> dict[str, Any]:
     """Return the fields of Settings that workers and ranks get in addition to the job's own."""
     dataset = job.spec.dataset
     if dataset is None:
@@ -68,7 +68,7 @@ def _view_path(dataset: Dataset) -> str:
     return f"datasets/{dataset_id(dataset.uri)}/view" if dataset.cache.medium == "Node" else "view"
 
 
-def shared_memory_bytes(job: TrainingJob) -> int:
+def count_shared_memory_bytes(job: TrainingJob) -> int:
     """Return the bytes of /dev/shm that the memory tier needs."""
     dataset = job.spec.dataset
     return in_bytes(dataset.cache.memory_limit) if dataset is not None and dataset.cache.memory_limit else 0
@@ -79,33 +79,33 @@ def add_dataset(pod: dict[str, Any], container: dict[str, Any], job: TrainingJob
     dataset = job.spec.dataset
     if dataset is None:
         return
-    mounts = list_in(container, "volumeMounts", _CONTAINER)
+    mounts = ensure_list(container, "volumeMounts", _CONTAINER)
     taken = {str(mount.get("mountPath")).rstrip("/") for mount in mounts if isinstance(mount, dict)}
     if ROOT not in taken:
-        list_in(pod, "volumes", _POD).append({"name": VOLUME, **_volume(dataset)})
+        ensure_list(pod, "volumes", _POD).append({"name": VOLUME, **_build_volume(dataset)})
         mounts.append({"name": VOLUME, "mountPath": ROOT})
         if dataset.mount_path not in taken:
             view = {"name": VOLUME, "mountPath": dataset.mount_path, "subPath": _view_path(dataset), "readOnly": True}
             mounts.append(view)
-    entries = list_in(container, "env", _CONTAINER)
+    entries = ensure_list(container, "env", _CONTAINER)
     named = {entry.get("name") for entry in entries if isinstance(entry, dict)}
     entries += [
         {"name": name, "value": value.replace("$", "$$")}
-        for name, value in sorted(job.environment(**cache_settings(job, policy)).items())
+        for name, value in sorted(job.environment(**build_cache_settings(job, policy)).items())
         if name.startswith(_SETTINGS) and name not in named
     ]
     if dataset.secret_name:
-        sources = list_in(container, "envFrom", _CONTAINER)
-        if not any(isinstance(source, dict) and _secret(source) == dataset.secret_name for source in sources):
+        sources = ensure_list(container, "envFrom", _CONTAINER)
+        if not any(isinstance(source, dict) and _read_secret_name(source) == dataset.secret_name for source in sources):
             sources.append({"secretRef": {"name": dataset.secret_name}})
 
 
-def _secret(source: dict[str, Any]) -> Any:
+def _read_secret_name(source: dict[str, Any]) -> Any:
     reference = source.get("secretRef")
     return reference.get("name") if isinstance(reference, dict) else None
 
 
-def _volume(dataset: Dataset) -> dict[str, Any]:
+def _build_volume(dataset: Dataset) -> dict[str, Any]:
     cache = dataset.cache
     if cache.medium == "Node":
         return {"persistentVolumeClaim": {"claimName": CLAIM}}

@@ -13,7 +13,7 @@ from typing import Any
 from topkube.job import TrainingJob
 from topkube.job.base.quantity import parse_quantity
 from topkube.job.template import without_nulls, worker_container
-from topkube_operator.children.templates import mapping_in
+from topkube_operator.children.templates import ensure_mapping
 
 _FIELDS = (
     "imagePullSecrets",
@@ -35,7 +35,7 @@ _LIMIT_MIB, _LIMIT_MIB_PER_WORKER = 512, 1
 
 def inherit(launcher: dict[str, Any], workers: Mapping[str, Any]) -> None:
     """Add to the template of a launcher what it lacks and the workers' template has. Neither contains nulls."""
-    spec = mapping_in(launcher, "spec", "spec.launcher.template")
+    spec = ensure_mapping(launcher, "spec", "spec.launcher.template")
     source: Any = workers.get("spec") or {}
     for field in _FIELDS:
         if field in source:
@@ -43,16 +43,16 @@ def inherit(launcher: dict[str, Any], workers: Mapping[str, Any]) -> None:
     affinity = source.get("affinity")
     if isinstance(affinity, dict) and any(part in affinity for part in _AFFINITY):
         spec.setdefault("affinity", {part: copy.deepcopy(affinity[part]) for part in _AFFINITY if part in affinity})
-    metadata = mapping_in(launcher, "metadata", "spec.launcher.template")
-    own = mapping_in(metadata, "labels", "spec.launcher.template.metadata")
+    metadata = ensure_mapping(launcher, "metadata", "spec.launcher.template")
+    own = ensure_mapping(metadata, "labels", "spec.launcher.template.metadata")
     labels: Any = (workers.get("metadata") or {}).get("labels") or {}
-    selected = set(_spreading_keys(source))
+    selected = set(_find_spreading_keys(source))
     for key, value in labels.items():
         if key not in selected:
             own.setdefault(key, value)
 
 
-def _spreading_keys(spec: Mapping[str, Any]) -> Iterator[str]:
+def _find_spreading_keys(spec: Mapping[str, Any]) -> Iterator[str]:
     """Yield the labels by which the template keeps its own pods apart. With these labels, a launcher would count as
     a worker and would take a node or a domain from the workers."""
     affinity = spec.get("affinity")
@@ -71,7 +71,7 @@ def _entries(value: Any) -> list[dict[str, Any]]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
-def launcher_resources(job: TrainingJob) -> dict[str, Any]:
+def choose_launcher_resources(job: TrainingJob) -> dict[str, Any]:
     """Return the resources of the launcher's container, if its template has none.
 
     spec.launcher.resources wins. Otherwise the launcher has a limit if the worker has a limit: a quota on limits admits
@@ -87,14 +87,14 @@ def launcher_resources(job: TrainingJob) -> dict[str, Any]:
         exact = {"cpu": _GUARANTEED_CPU, "memory": memory}
         return {"requests": dict(exact), "limits": exact}
     worker: Any = worker_container(job.spec.template)
-    limited = _resources(worker, "limits")
+    limited = _read_resources(worker, "limits")
     limits = {name: value for name, value in (("cpu", _LIMIT_CPU), ("memory", memory)) if name in limited}
     return {"requests": dict(_REQUESTS), **({"limits": limits} if limits else {})}
 
 
 def requests_gpus(container: Mapping[str, Any]) -> bool:
     """Return True if the container requests GPUs: `nvidia.com/gpu`, or parts of GPUs (`nvidia.com/mig-...`)."""
-    amounts = {**_resources(container, "requests"), **_resources(container, "limits")}
+    amounts = {**_read_resources(container, "requests"), **_read_resources(container, "limits")}
     return any(name.startswith("nvidia.com/") and parse_quantity(amount) for name, amount in amounts.items())
 
 
@@ -106,14 +106,14 @@ def is_guaranteed(template: Mapping[str, Any]) -> bool:
 
 
 def _is_guaranteed(container: Mapping[str, Any]) -> bool:
-    requests, limits = _resources(container, "requests"), _resources(container, "limits")
+    requests, limits = _read_resources(container, "requests"), _read_resources(container, "limits")
     return all(
         (limit := parse_quantity(limits.get(name))) and limit == parse_quantity(requests.get(name, limits[name]))
         for name in ("cpu", "memory")
     )
 
 
-def _resources(container: Any, kind: str) -> dict[str, Any]:
+def _read_resources(container: Any, kind: str) -> dict[str, Any]:
     resources = container.get("resources") if isinstance(container, Mapping) else None
     amounts = resources.get(kind) if isinstance(resources, Mapping) else None
     return dict(amounts) if isinstance(amounts, Mapping) else {}

@@ -24,8 +24,8 @@ NAMESPACE_NAME = "kubernetes.io/metadata.name"
 
 def build_secret(job: TrainingJob, uid: str, workers: Iterable[tuple[int, int]], policy: Policy) -> dict[str, Any]:
     """Return the Secret with the credentials. `workers` holds (index, attempt for which the pod was made)."""
-    data = credentials.derive(policy.seed, uid).secret_data(workers)
-    return _child(job, uid, "v1", "Secret", names.secret_name(job.name)) | {"type": "Opaque", "data": data}
+    data = credentials.derive(policy.seed, uid).build_secret_data(workers)
+    return _build_child(job, uid, "v1", "Secret", names.secret_name(job.name)) | {"type": "Opaque", "data": data}
 
 
 def build_service(job: TrainingJob, uid: str, attempt: int, address: str = "") -> dict[str, Any]:
@@ -45,7 +45,7 @@ def build_service(job: TrainingJob, uid: str, attempt: int, address: str = "") -
     }
     if address:
         spec["clusterIP"] = address
-    return _child(job, uid, "v1", "Service", job.name) | {"spec": spec}
+    return _build_child(job, uid, "v1", "Service", job.name) | {"spec": spec}
 
 
 def build_network_policies(job: TrainingJob, uid: str, policy: Policy) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def build_network_policies(job: TrainingJob, uid: str, policy: Policy) -> list[d
         ),
     ]
     return [
-        _child(job, uid, "networking.k8s.io/v1", "NetworkPolicy", name)
+        _build_child(job, uid, "networking.k8s.io/v1", "NetworkPolicy", name)
         | {"spec": {"podSelector": selected, "policyTypes": ["Ingress"], "ingress": ingress}}
         for name, selected, ingress in rules
     ]
@@ -86,12 +86,12 @@ def _tcp(port: int) -> list[dict[str, Any]]:
 def build_pod_group(job: TrainingJob, uid: str, gang: Gang, resources: Mapping[str, str]) -> dict[str, Any]:
     """Return the PodGroup of the job. `resources` is what the members request together."""
     group = placement.build_pod_group(job, gang, resources)
-    return _child(job, uid, group["apiVersion"], group["kind"], job.name) | {"spec": group["spec"]}
+    return _build_child(job, uid, group["apiVersion"], group["kind"], job.name) | {"spec": group["spec"]}
 
 
 def add_owner(manifest: dict[str, Any], job: TrainingJob, uid: str) -> dict[str, Any]:
     """Return the manifest of a pod with the job as its owner."""
-    metadata = {**manifest["metadata"], "ownerReferences": [names.owner(job.name, uid)]}
+    metadata = {**manifest["metadata"], "ownerReferences": [names.build_owner_reference(job.name, uid)]}
     return {**manifest, "metadata": metadata}
 
 
@@ -102,7 +102,7 @@ def _launcher_labels(job: TrainingJob, attempt: int) -> dict[str, str]:
     return {names.JOB_NAME: names.job_label(job.name), **role, names.ATTEMPT: str(attempt)}
 
 
-def _child(job: TrainingJob, uid: str, version: str, kind: str, name: str) -> dict[str, Any]:
+def _build_child(job: TrainingJob, uid: str, version: str, kind: str, name: str) -> dict[str, Any]:
     labels: Mapping[str, str] = {names.JOB_NAME: names.job_label(job.name), "app.kubernetes.io/managed-by": "topkube"}
     return {
         "apiVersion": version,
@@ -111,6 +111,6 @@ def _child(job: TrainingJob, uid: str, version: str, kind: str, name: str) -> di
             "name": name,
             "namespace": job.metadata.namespace,
             "labels": dict(labels),
-            "ownerReferences": [names.owner(job.name, uid)],
+            "ownerReferences": [names.build_owner_reference(job.name, uid)],
         },
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from topkube.job import TrainingJob
-from topkube_operator.children.templates import list_in, mapping_in
+from topkube_operator.children.templates import ensure_list, ensure_mapping
 from topkube_operator.model import names
 from topkube_operator.model.observed import Gang, Policy
 
@@ -22,7 +22,7 @@ _KUEUE_TOTAL = "kueue.x-k8s.io/pod-group-total-count"
 _KUEUE_ROLE = "kueue.x-k8s.io/role-hash"
 
 
-def priority_class(job: TrainingJob) -> str:
+def find_priority_class(job: TrainingJob) -> str:
     """Return the priority class of the workers' pods; empty if they have none."""
     spec: Any = job.spec.template.get("spec") or {}
     own = spec.get("priorityClassName")
@@ -46,7 +46,7 @@ def is_admitted_as_a_whole(job: TrainingJob, policy: Policy) -> bool:
     return bool(policy.workloads) and bool(labels.get(names.KUEUE_QUEUE)) and names.KUEUE_GROUP not in labels
 
 
-def queue_metadata(job: TrainingJob, policy: Policy) -> tuple[dict[str, str], dict[str, str]]:
+def select_queue_metadata(job: TrainingJob, policy: Policy) -> tuple[dict[str, str], dict[str, str]]:
     """Return the labels and annotations of the job that its pods have too, because queues read them. Pods of a job that
     Kueue admits as a whole have no label of Kueue: it would queue each pod again."""
     labels = _select_for_queues(job.metadata.labels)
@@ -79,8 +79,8 @@ def _select_for_queues(entries: dict[str, str]) -> dict[str, str]:
 def spread_over_nodes(pod: dict[str, Any], job: TrainingJob) -> None:
     """Require different nodes for the workers of the job, in addition to the template's own affinity."""
     where = "spec.template.spec"
-    apart = mapping_in(mapping_in(pod, "affinity", where), "podAntiAffinity", f"{where}.affinity")
-    rules = list_in(apart, "requiredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAntiAffinity")
+    apart = ensure_mapping(ensure_mapping(pod, "affinity", where), "podAntiAffinity", f"{where}.affinity")
+    rules = ensure_list(apart, "requiredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAntiAffinity")
     rules.append({"labelSelector": {"matchLabels": _worker_labels(job)}, "topologyKey": HOSTNAME})
 
 
@@ -90,12 +90,14 @@ def place_together(pod: dict[str, Any], job: TrainingJob) -> None:
     if topology is None:
         return
     where = "spec.template.spec"
-    near = mapping_in(mapping_in(pod, "affinity", where), "podAffinity", f"{where}.affinity")
+    near = ensure_mapping(ensure_mapping(pod, "affinity", where), "podAffinity", f"{where}.affinity")
     term: dict[str, Any] = {"labelSelector": {"matchLabels": _worker_labels(job)}, "topologyKey": topology.key}
     if topology.mode == "Required":
-        list_in(near, "requiredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAffinity").append(term)
+        ensure_list(near, "requiredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAffinity").append(
+            term
+        )
         return
-    rules = list_in(near, "preferredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAffinity")
+    rules = ensure_list(near, "preferredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAffinity")
     rules.append({"weight": 100, "podAffinityTerm": term})
 
 
@@ -114,8 +116,8 @@ def prefer_warm_nodes(pod: dict[str, Any], warm: Mapping[str, int]) -> None:
     if not by_weight:
         return
     where = "spec.template.spec"
-    near = mapping_in(mapping_in(pod, "affinity", where), "nodeAffinity", f"{where}.affinity")
-    rules = list_in(near, "preferredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.nodeAffinity")
+    near = ensure_mapping(ensure_mapping(pod, "affinity", where), "nodeAffinity", f"{where}.affinity")
+    rules = ensure_list(near, "preferredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.nodeAffinity")
     rules += [
         {
             "weight": weight,
@@ -156,6 +158,6 @@ def build_pod_group(job: TrainingJob, gang: Gang, resources: Mapping[str, str]) 
     if gang == "volcano":
         if policy.queue:
             spec["queue"] = policy.queue
-        if priority := priority_class(job):
+        if priority := find_priority_class(job):
             spec["priorityClassName"] = priority
     return {"apiVersion": _GROUP_KINDS[gang][0], "kind": "PodGroup", "spec": spec}

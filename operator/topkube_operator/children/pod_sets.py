@@ -15,7 +15,7 @@ from topkube_operator.model import names
 from topkube_operator.model.observed import Policy
 
 _ADDRESS = "0.0.0.0"
-"""Stands for the address of the launcher's Service, which no count depends on."""
+"""A placeholder for the address of the launcher's Service, on which no count depends."""
 
 
 @dataclass(frozen=True)
@@ -40,39 +40,39 @@ def build_pod_sets(job: TrainingJob, uid: str, policy: Policy) -> list[PodSet]:
     return [pod_set for pod_set in sets if pod_set.count]
 
 
-def requested_by_members(job: TrainingJob, uid: str, policy: Policy) -> dict[str, str]:
+def sum_member_requests(job: TrainingJob, uid: str, policy: Policy) -> dict[str, str]:
     """Return what the pods that must fit at the same time request together. The launcher is one of them."""
     total, left = dict[str, Decimal](), placement.count_members(job)
     for pod_set in build_pod_sets(job, uid, policy):
         count = min(pod_set.count, left)
         left -= count
-        for name, amount in pod_requests(pod_set.pod["spec"]).items():
+        for name, amount in sum_pod_requests(pod_set.pod["spec"]).items():
             total[name] = total.get(name, Decimal(0)) + count * amount
     return {name: format_quantity(name, amount) for name, amount in sorted(total.items()) if amount}
 
 
-def pod_requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
+def sum_pod_requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
     """Return what a pod requests, as the scheduler counts it: all containers and native sidecars together, or the
     largest init container if that is more."""
-    running = _sum(_requests(container) for container in spec.get("containers") or ())
+    running = _sum(_read_requests(container) for container in spec.get("containers") or ())
     largest = dict[str, Decimal]()
     for container in spec.get("initContainers") or ():
         if isinstance(container, Mapping) and container.get("restartPolicy") == "Always":
-            running = _sum([running, _requests(container)])
+            running = _sum([running, _read_requests(container)])
         else:
-            largest = _larger(largest, _requests(container))
+            largest = _take_larger(largest, _read_requests(container))
     overhead = spec.get("overhead")
-    return _sum([_larger(running, largest), _amounts(overhead)])
+    return _sum([_take_larger(running, largest), _read_amounts(overhead)])
 
 
-def _requests(container: Any) -> dict[str, Decimal]:
+def _read_requests(container: Any) -> dict[str, Decimal]:
     resources = container.get("resources") if isinstance(container, Mapping) else None
     if not isinstance(resources, Mapping):
         return {}
-    return _amounts(resources.get("limits")) | _amounts(resources.get("requests"))
+    return _read_amounts(resources.get("limits")) | _read_amounts(resources.get("requests"))
 
 
-def _amounts(value: Any) -> dict[str, Decimal]:
+def _read_amounts(value: Any) -> dict[str, Decimal]:
     entries = value.items() if isinstance(value, Mapping) else ()
     known = ((str(name), parse_quantity(text)) for name, text in entries)
     return {name: amount for name, amount in known if amount is not None}
@@ -86,7 +86,7 @@ def _sum(parts: Iterable[Mapping[str, Decimal]]) -> dict[str, Decimal]:
     return total
 
 
-def _larger(amounts: Mapping[str, Decimal], others: Mapping[str, Decimal]) -> dict[str, Decimal]:
+def _take_larger(amounts: Mapping[str, Decimal], others: Mapping[str, Decimal]) -> dict[str, Decimal]:
     return {
         name: max(amounts.get(name, Decimal(0)), others.get(name, Decimal(0)))
         for name in dict.fromkeys([*amounts, *others])

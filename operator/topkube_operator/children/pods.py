@@ -16,9 +16,9 @@ from topkube.job import TrainingJob
 from topkube.job.template import without_nulls, worker_container
 from topkube.launch import contract
 from topkube_operator.children import datasets, inheritance, placement
-from topkube_operator.children.templates import list_in, mapping_in
+from topkube_operator.children.templates import ensure_list, ensure_mapping
 from topkube_operator.model import names
-from topkube_operator.model.observed import Policy, digest
+from topkube_operator.model.observed import Policy, hash_data
 
 CHECKPOINTS = "/checkpoint"
 HOME = "/home/topkube"
@@ -36,13 +36,13 @@ _USER_FIELDS = ("runAsNonRoot", "runAsUser", "seccompProfile")
 """The fields of a security context that the operator sets, unless the template sets them to a value or to null."""
 
 
-def shape(job: TrainingJob) -> str:
+def hash_worker(job: TrainingJob) -> str:
     """Return a hash of everything that a worker's pod is made from. The next attempt replaces pods of another shape."""
     spec = job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
     parts = ("template", "slotsPerWorker", "mpiImplementation", "dataset", "spread")
     claim = [job.spec.checkpoint.claim_name] if job.spec.checkpoint else []
     topology = [spec["topology"]] if "topology" in spec else []
-    return digest([*(spec.get(part) for part in parts), *claim, *topology])
+    return hash_data([*(spec.get(part) for part in parts), *claim, *topology])
 
 
 def build_worker(
@@ -65,7 +65,7 @@ def build_worker(
     metadata, spec = pod["metadata"], pod["spec"]
     metadata["labels"] |= {names.ROLE: names.WORKER, names.WORKER_INDEX: str(index)}
     metadata["annotations"] |= {
-        names.SHAPE: shape(job),
+        names.SHAPE: hash_worker(job),
         names.LAUNCHER_ADDRESS: address,
         names.DEFAULT_CONTAINER: container["name"],
     }
@@ -80,32 +80,32 @@ def build_worker(
         pod=name,
         slots=job.spec.slots_per_worker,
         workers=job.spec.workers,
-        launcher=endpoint(host),
-        grace_seconds=_ranks_grace(job),
+        launcher=format_endpoint(host),
+        grace_seconds=_compute_ranks_grace(job),
     )
     container["command"] = ["topkube", "worker", "--", *container["command"]]
     _add_environment(container, {contract.WORKER_VARIABLE: plan.text()})
-    _restrict(container, spec, _unset_fields(job))
-    _add_scratch_volumes(spec, container, job.spec.slots_per_worker, datasets.shared_memory_bytes(job))
+    _restrict(container, spec, _find_unset_fields(job))
+    _add_scratch_volumes(spec, container, job.spec.slots_per_worker, datasets.count_shared_memory_bytes(job))
     datasets.add_dataset(spec, container, job, policy)
     _mount_volume(
         spec,
         container,
         {
             "name": _PREFIX + "token",
-            "secret": _secret_source(job, {contract.token_item(index, attempt): contract.TOKEN_FILE}),
+            "secret": _build_secret_source(job, {contract.token_item(index, attempt): contract.TOKEN_FILE}),
         },
         contract.CREDENTIALS_DIRECTORY,
         read_only=True,
     )
-    ports = list_in(container, "ports", _CONTAINER)
+    ports = ensure_list(container, "ports", _CONTAINER)
     if not any(isinstance(port, dict) and port.get("containerPort") == contract.METRICS_PORT for port in ports):
         ports.append({"name": "topkube-metrics", "containerPort": contract.METRICS_PORT, "protocol": "TCP"})
     if job.spec.checkpoint:
         claim = {"claimName": job.spec.checkpoint.claim_name}
         _mount_volume(spec, container, {"name": _PREFIX + "checkpoint", "persistentVolumeClaim": claim}, CHECKPOINTS)
-        security = mapping_in(spec, "securityContext", f"{_OF_WORKERS}.spec")
-        if "fsGroup" not in security and not {"fsGroup", "runAsUser"} & _unset_fields(job):
+        security = ensure_mapping(spec, "securityContext", f"{_OF_WORKERS}.spec")
+        if "fsGroup" not in security and not {"fsGroup", "runAsUser"} & _find_unset_fields(job):
             security |= {"fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"}
     if job.spec.spread == "Node":
         placement.spread_over_nodes(spec, job)
@@ -122,12 +122,14 @@ def build_launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[t
     worker. Raises JobError if the template makes no valid pod."""
     name = names.launcher_name(job.name, attempt)
     template = without_nulls(job.spec.launcher.template or {})
-    spec = mapping_in(template, "spec", _OF_LAUNCHER)
+    spec = ensure_mapping(template, "spec", _OF_LAUNCHER)
     if "serviceAccountName" not in spec:
         spec.setdefault("automountServiceAccountToken", False)
     inheritance.inherit(template, without_nulls(job.spec.template))
-    spec.setdefault("terminationGracePeriodSeconds", _grace(job))  # the launcher waits while ranks save their state
-    containers = list_in(spec, "containers", f"{_OF_LAUNCHER}.spec")
+    spec.setdefault(
+        "terminationGracePeriodSeconds", _choose_grace(job)
+    )  # the launcher waits while ranks save their state
+    containers = ensure_list(spec, "containers", f"{_OF_LAUNCHER}.spec")
     if not any(isinstance(entry, dict) and entry.get("name") == names.LAUNCHER for entry in containers):
         if len(containers) == 1 and isinstance(containers[0], dict) and "name" not in containers[0]:
             containers[0]["name"] = names.LAUNCHER
@@ -153,21 +155,21 @@ def build_colocated(
     makes no valid pod."""
     pod = build_worker(job, uid, 0, attempt, "", policy, warm)
     container: dict[str, Any] = {"name": names.LAUNCHER}
-    list_in(pod["spec"], "containers", _POD).append(container)
+    ensure_list(pod["spec"], "containers", _POD).append(container)
     _add_launcher(job, uid, attempt, workers, policy, pod, container)
     return pod
 
 
-def _grace(job: TrainingJob) -> int:
+def _choose_grace(job: TrainingJob) -> int:
     """Return the seconds that workers' pods may take to end."""
     spec: Any = without_nulls(job.spec.template.get("spec"))
     grace = (spec or {}).get("terminationGracePeriodSeconds")
     return grace if isinstance(grace, int) else _GRACE_SECONDS
 
 
-def _ranks_grace(job: TrainingJob) -> float:
+def _compute_ranks_grace(job: TrainingJob) -> float:
     """Return the part of the grace period in which ranks can save their state."""
-    return max(0.0, float(_grace(job)) - _LAST_WORDS_SECONDS)
+    return max(0.0, float(_choose_grace(job)) - _LAST_WORDS_SECONDS)
 
 
 def _checks_address(job: TrainingJob, policy: Policy) -> bool:
@@ -176,7 +178,7 @@ def _checks_address(job: TrainingJob, policy: Policy) -> bool:
     return wanted == "true" if wanted in ("true", "false") else policy.check_address
 
 
-def endpoint(host: str) -> str:
+def format_endpoint(host: str) -> str:
     """Return HOST:PORT of the launcher."""
     return f"[{host}]:{contract.LAUNCHER_PORT}" if ":" in host else f"{host}:{contract.LAUNCHER_PORT}"
 
@@ -192,7 +194,7 @@ def _add_launcher(
 ) -> None:
     """Make `container` the launcher."""
     image = worker_container(job.spec.template)
-    settings = datasets.cache_settings(job, policy)
+    settings = datasets.build_cache_settings(job, policy)
     if job.spec.checkpoint:
         settings["checkpoint_directory"] = f"{CHECKPOINTS}/{job.spec.checkpoint.path}"
     plan = contract.LaunchPlan(
@@ -206,12 +208,12 @@ def _add_launcher(
         ),
         slots=job.spec.slots_per_worker,
         mpi=job.spec.mpi_implementation,
-        # Pods may wait in a queue for days, which only the operator knows. The operator ends a rendezvous itself.
+        # Pods may wait in a queue for days, which only the operator can see. The operator ends a rendezvous itself.
         rendezvous_seconds=30 * 86400,
         stall_seconds=policy.stall_seconds,
         startup_seconds=policy.startup_seconds,
         lost_seconds=policy.lost_seconds,
-        grace_seconds=_ranks_grace(job),
+        grace_seconds=_compute_ranks_grace(job),
         domains_seconds=_DOMAINS_SECONDS if job.spec.topology is not None else 0.0,
         check_address=_checks_address(job, policy),
         environment=job.environment(**settings),
@@ -220,20 +222,20 @@ def _add_launcher(
     if "imagePullPolicy" in image:
         container.setdefault("imagePullPolicy", image["imagePullPolicy"])
     container.setdefault("command", ["topkube", "launch"])
-    container.setdefault("resources", inheritance.launcher_resources(job))
+    container.setdefault("resources", inheritance.choose_launcher_resources(job))
     _add_environment(container, {contract.PLAN_VARIABLE: plan.text().replace("$", "$$")})
     _hide_gpus(container)
-    _restrict(container, pod["spec"], _unset_fields(job, of_launcher=True))
+    _restrict(container, pod["spec"], _find_unset_fields(job, of_launcher=True))
     container["securityContext"].setdefault("readOnlyRootFilesystem", True)
     _add_scratch_volumes(pod["spec"], container, 0)
-    list_in(container, "ports", _CONTAINER).append(
+    ensure_list(container, "ports", _CONTAINER).append(
         {"name": "launcher", "containerPort": contract.LAUNCHER_PORT, "protocol": "TCP"}
     )
     keys = (contract.KEY_FILE, contract.TOKEN_KEY_FILE, contract.OPERATOR_TOKEN_FILE)
     _mount_volume(
         pod["spec"],
         container,
-        {"name": _PREFIX + "keys", "secret": _secret_source(job, {key: key for key in keys})},
+        {"name": _PREFIX + "keys", "secret": _build_secret_source(job, {key: key for key in keys})},
         contract.CREDENTIALS_DIRECTORY,
         read_only=True,
     )
@@ -248,13 +250,13 @@ def _build_pod(
     """Return the pod of a template, and the container to wrap in it."""
     template = without_nulls(template)
     path = _OF_WORKERS if role == names.WORKER else _OF_LAUNCHER
-    template_metadata = mapping_in(template, "metadata", path)
-    labels, annotations = placement.queue_metadata(job, policy)
+    template_metadata = ensure_mapping(template, "metadata", path)
+    labels, annotations = placement.select_queue_metadata(job, policy)
     metadata: dict[str, Any] = {
         "name": name,
         "namespace": job.metadata.namespace,
-        "labels": {**mapping_in(template_metadata, "labels", f"{path}.metadata"), **labels},
-        "annotations": {**mapping_in(template_metadata, "annotations", f"{path}.metadata"), **annotations},
+        "labels": {**ensure_mapping(template_metadata, "labels", f"{path}.metadata"), **labels},
+        "annotations": {**ensure_mapping(template_metadata, "annotations", f"{path}.metadata"), **annotations},
     }
     metadata["labels"] |= {names.JOB_NAME: names.job_label(job.name), names.ATTEMPT: str(attempt)}
     spec = template["spec"]
@@ -273,7 +275,7 @@ def _build_pod(
 
 def _add_environment(container: dict[str, Any], plans: dict[str, str]) -> None:
     """Add our variables. They replace variables of the same name in the template."""
-    entries = list_in(container, "env", _CONTAINER)
+    entries = ensure_list(container, "env", _CONTAINER)
     ours: list[dict[str, Any]] = [
         {"name": contract.POD_IP_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": contract.NODE_NAME_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
@@ -296,12 +298,12 @@ def _hide_gpus(container: dict[str, Any]) -> None:
     """
     if inheritance.requests_gpus(container):
         return
-    entries = list_in(container, "env", _CONTAINER)
+    entries = ensure_list(container, "env", _CONTAINER)
     if not any(isinstance(entry, dict) and entry.get("name") == _VISIBLE_GPUS for entry in entries):
         entries.append({"name": _VISIBLE_GPUS, "value": "void"})
 
 
-def _unset_fields(job: TrainingJob, *, of_launcher: bool = False) -> frozenset[str]:
+def _find_unset_fields(job: TrainingJob, *, of_launcher: bool = False) -> frozenset[str]:
     """Return the fields of security contexts that a template sets to null: the cluster chooses their values. A null in
     the workers' template also counts for the launcher."""
     templates = [job.spec.template, job.spec.launcher.template or {}] if of_launcher else [job.spec.template]
@@ -317,8 +319,8 @@ def _unset_fields(job: TrainingJob, *, of_launcher: bool = False) -> frozenset[s
 def _restrict(container: dict[str, Any], pod: dict[str, Any], unset: frozenset[str]) -> None:
     """Set what Pod Security's restricted level requires, if neither the container nor its pod sets it, or sets it to
     null (`unset`)."""
-    security = mapping_in(container, "securityContext", _CONTAINER)
-    pod_security = mapping_in(pod, "securityContext", _POD)
+    security = ensure_mapping(container, "securityContext", _CONTAINER)
+    pod_security = ensure_mapping(pod, "securityContext", _POD)
     security.setdefault("allowPrivilegeEscalation", bool(security.get("privileged")))
     if not security.get("privileged"):
         security.setdefault("capabilities", {"drop": ["ALL"]})
@@ -344,15 +346,15 @@ def _mount_volume(
     pod: dict[str, Any], container: dict[str, Any], volume: dict[str, Any], path: str, *, read_only: bool = False
 ) -> None:
     """Mount `volume` at `path`, unless the template mounts something there."""
-    mounts = list_in(container, "volumeMounts", _CONTAINER)
+    mounts = ensure_list(container, "volumeMounts", _CONTAINER)
     if any(isinstance(mount, dict) and str(mount.get("mountPath")).rstrip("/") == path for mount in mounts):
         return
     volume["name"] = names.child_name(volume["name"])
-    list_in(pod, "volumes", _POD).append(volume)
+    ensure_list(pod, "volumes", _POD).append(volume)
     mounts.append({"name": volume["name"], "mountPath": path, **({"readOnly": True} if read_only else {})})
 
 
-def _secret_source(job: TrainingJob, files: dict[str, str]) -> dict[str, Any]:
+def _build_secret_source(job: TrainingJob, files: dict[str, str]) -> dict[str, Any]:
     """Return the job's Secret with the items that one pod may read: the certificate and `files` (item: file name)."""
     items = {contract.CERTIFICATE_FILE: contract.CERTIFICATE_FILE, **files}
     return {

@@ -7,7 +7,7 @@ from typing import Any
 from topkube.errors import JobError
 
 
-def list_in(parent: dict[str, Any], field: str, path: str) -> list[Any]:
+def ensure_list(parent: dict[str, Any], field: str, path: str) -> list[Any]:
     """Return the list `field` of `parent`; add an empty list if there is none. Raises JobError for another type."""
     value = parent.setdefault(field, [])
     if not isinstance(value, list):
@@ -15,7 +15,7 @@ def list_in(parent: dict[str, Any], field: str, path: str) -> list[Any]:
     return value
 
 
-def mapping_in(parent: dict[str, Any], field: str, path: str) -> dict[str, Any]:
+def ensure_mapping(parent: dict[str, Any], field: str, path: str) -> dict[str, Any]:
     """Return the mapping `field` of `parent`; add an empty mapping if there is none. Raises JobError for another
     type."""
     value = parent.setdefault(field, {})

@@ -13,7 +13,7 @@ from typing import Any
 
 from topkube.job import TrainingJob
 from topkube_operator.children import placement, pod_sets
-from topkube_operator.children.templates import list_in, mapping_in
+from topkube_operator.children.templates import ensure_list, ensure_mapping
 from topkube_operator.model import names
 from topkube_operator.model.observed import Child, Observed, Policy
 
@@ -48,37 +48,37 @@ def find_workload(job: TrainingJob, observed: Observed) -> Child | None:
     return observed.children.get((WORKLOAD, workload_name(job.name)))
 
 
-def priority_reference(job: TrainingJob) -> tuple[str, str] | None:
+def find_priority_reference(job: TrainingJob) -> tuple[str, str] | None:
     """Return the kind and name of the class that gives the Workload its priority; None if there is none."""
     if name := job.metadata.labels.get(_PRIORITY_LABEL):
         return WORKLOAD_PRIORITY, name
-    return (POD_PRIORITY, name) if (name := placement.priority_class(job)) else None
+    return (POD_PRIORITY, name) if (name := placement.find_priority_class(job)) else None
 
 
 def build_workload(
     job: TrainingJob, uid: str, policy: Policy, objects: Mapping[tuple[str, str], Any]
 ) -> dict[str, Any]:
-    """Return the Workload, without an owner. `objects` holds the class of `priority_reference`, by kind and name.
+    """Return the Workload, without an owner. `objects` holds the class of `find_priority_reference`, by kind and name.
     Raises JobError if the templates make no valid pod."""
     spec: dict[str, Any] = {
         "queueName": job.metadata.labels[names.KUEUE_QUEUE],
-        "podSets": [_pod_set(pod_set) for pod_set in pod_sets.build_pod_sets(job, uid, policy)],
+        "podSets": [_build_pod_set(pod_set) for pod_set in pod_sets.build_pod_sets(job, uid, policy)],
     }
-    if reference := priority_reference(job):
+    if reference := find_priority_reference(job):
         value = (objects.get(reference) or {}).get("value")
         if isinstance(value, int):
-            spec |= {"priority": value, **_priority_fields(reference, policy.workloads)}
+            spec |= {"priority": value, **_build_priority_fields(reference, policy.workloads)}
     labels = {names.JOB_NAME: names.job_label(job.name), _UID_LABEL: uid, "app.kubernetes.io/managed-by": "topkube"}
     metadata = {
         "name": workload_name(job.name),
         "namespace": job.metadata.namespace,
         "labels": labels,
-        "ownerReferences": [names.owner(job.name, uid)],
+        "ownerReferences": [names.build_owner_reference(job.name, uid)],
     }
     return {"apiVersion": policy.workloads, "kind": WORKLOAD, "metadata": metadata, "spec": spec}
 
 
-def _priority_fields(reference: tuple[str, str], version: str) -> dict[str, Any]:
+def _build_priority_fields(reference: tuple[str, str], version: str) -> dict[str, Any]:
     kind, name = reference
     group = _GROUPS[kind]
     if version.endswith("/v1beta1"):
@@ -86,7 +86,7 @@ def _priority_fields(reference: tuple[str, str], version: str) -> dict[str, Any]
     return {"priorityClassRef": {"group": group, "kind": kind, "name": name}}
 
 
-def _pod_set(pod_set: pod_sets.PodSet) -> dict[str, Any]:
+def _build_pod_set(pod_set: pod_sets.PodSet) -> dict[str, Any]:
     spec = pod_set.pod["spec"]
     reduced = {field: copy.deepcopy(spec[field]) for field in _POD_FIELDS if field in spec}
     for field in ("initContainers", "containers"):
@@ -97,30 +97,30 @@ def _pod_set(pod_set: pod_sets.PodSet) -> dict[str, Any]:
     return {"name": pod_set.name, "count": pod_set.count, "template": {"spec": reduced}}
 
 
-def condition(workload: Child, kind: str) -> Mapping[str, Any]:
+def find_condition(workload: Child, kind: str) -> Mapping[str, Any]:
     """Return a condition of a Workload; empty if it does not have the condition."""
-    for entry in _entries(_status(workload).get("conditions")):
+    for entry in _entries(_read_status(workload).get("conditions")):
         if entry.get("type") == kind:
             return entry
     return {}
 
 
-def holds(workload: Child, kind: str) -> bool:
+def has_condition(workload: Child, kind: str) -> bool:
     """Return True if a condition of a Workload is true."""
-    return condition(workload, kind).get("status") == "True"
+    return find_condition(workload, kind).get("status") == "True"
 
 
 def is_admitted(workload: Child | None) -> bool:
     """Return True if the pods of a Workload may exist."""
     if workload is None or workload.is_being_deleted:
         return False
-    is_over = holds(workload, "Evicted") or holds(workload, "Finished")
-    return holds(workload, "Admitted") and not is_over and bool(_status(workload).get("admission"))
+    is_over = has_condition(workload, "Evicted") or has_condition(workload, "Finished")
+    return has_condition(workload, "Admitted") and not is_over and bool(_read_status(workload).get("admission"))
 
 
-def assigned_flavors(workload: Child) -> list[str]:
+def list_assigned_flavors(workload: Child) -> list[str]:
     """Return the names of all ResourceFlavors from which the Workload has quota."""
-    assignments = _assignments(workload)
+    assignments = _read_assignments(workload)
     return sorted({str(flavor) for entry in assignments for flavor in (entry.get("flavors") or {}).values()})
 
 
@@ -129,30 +129,30 @@ def apply_admission(pod: dict[str, Any], name: str, workload: Child, objects: Ma
     flavors, and what admission checks ask for. `objects` holds the flavors."""
     metadata, spec = pod["metadata"], pod["spec"]
     metadata["labels"][_POD_SET_LABEL] = name
-    for update in _updates(workload, name, objects):
+    for update in _find_updates(workload, name, objects):
         for field, target in (("labels", metadata), ("annotations", metadata), ("nodeSelector", spec)):
             values = update.get(field)
             if isinstance(values, Mapping) and values:
-                mapping_in(target, field, "the pod").update(values)
-        tolerations = list_in(spec, "tolerations", "the pod's spec")
+                ensure_mapping(target, field, "the pod").update(values)
+        tolerations = ensure_list(spec, "tolerations", "the pod's spec")
         tolerations += [entry for entry in _entries(update.get("tolerations")) if entry not in tolerations]
 
 
-def _updates(workload: Child, name: str, objects: Mapping[tuple[str, str], Any]) -> Iterator[Mapping[str, Any]]:
-    assignment = next((entry for entry in _assignments(workload) if entry.get("name") == name), {})
+def _find_updates(workload: Child, name: str, objects: Mapping[tuple[str, str], Any]) -> Iterator[Mapping[str, Any]]:
+    assignment = next((entry for entry in _read_assignments(workload) if entry.get("name") == name), {})
     for flavor in dict.fromkeys((assignment.get("flavors") or {}).values()):
         spec = (objects.get((FLAVOR, str(flavor))) or {}).get("spec") or {}
         yield {"nodeSelector": spec.get("nodeLabels"), "tolerations": spec.get("tolerations")}
-    for check in _entries(_status(workload).get("admissionChecks")):
+    for check in _entries(_read_status(workload).get("admissionChecks")):
         yield from (entry for entry in _entries(check.get("podSetUpdates")) if entry.get("name") == name)
 
 
-def _assignments(workload: Child) -> list[Mapping[str, Any]]:
-    admission = _status(workload).get("admission")
+def _read_assignments(workload: Child) -> list[Mapping[str, Any]]:
+    admission = _read_status(workload).get("admission")
     return _entries(admission.get("podSetAssignments")) if isinstance(admission, Mapping) else []
 
 
-def _status(workload: Child) -> Mapping[str, Any]:
+def _read_status(workload: Child) -> Mapping[str, Any]:
     status = workload.content.get("status")
     return status if isinstance(status, Mapping) else {}
 

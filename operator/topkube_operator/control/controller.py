@@ -175,11 +175,11 @@ class Controller:
 
     def _observe(self, key: Key, job: dict[str, Any], memory: JobMemory) -> Observed:
         now = time.monotonic()
-        paused = memory.contests.paused(now)
-        seconds = memory.contests.seconds_to_next_change(now)
+        paused = memory.contests.find_paused(now)
+        seconds = memory.contests.compute_seconds_to_next_change(now)
         if seconds is not None:
             self._queue.add_after(key, seconds)
-        troubles = {**memory.troubles, **memory.contests.troubles()}
+        troubles = {**memory.troubles, **memory.contests.list_troubles()}
         owner = Owner.of(job)
         observed = self._cache.observe(owner, self._policy(job), memory.report, troubles, memory.logs, job, paused)
         return replace(observed, objects=memory.known_objects(now))

@@ -60,6 +60,7 @@ class GangDetector:
         self._lock = threading.Lock()
 
     def policy(self, job: Mapping[str, Any]) -> Policy:
+        """Return the policy for `job`. Checks the cluster first if the job asks for a kind that is not known yet."""
         if self._policy.gang is None and stored_job.asks_for_pod_group(job):
             with self._lock:
                 self._detect()

@@ -113,7 +113,7 @@ class LauncherPoller:
         try:
             token = credentials.derive(self._policy.seed, uid).operator_token
             async with self._limit:
-                endpoint = pods.endpoint(checked_address(launcher.address))
+                endpoint = pods.format_endpoint(checked_address(launcher.address))
                 status = await read_status(session, endpoint, token, target.context, target.domains)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TopKubeError) as error:
             target.misses += 1

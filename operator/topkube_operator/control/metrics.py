@@ -232,8 +232,8 @@ def _escape(value: str) -> str:
 
 
 def _phase_entered_at(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> float | None:
-    """Return when the job entered its phase, as Unix time: the last change of a condition of
-    the phase, or else its creation."""
+    """Return when the job entered its phase, as Unix time: the last change of a condition of the phase, or
+    else its creation."""
     conditions = status.get("conditions") or []
     times = [
         condition.get("lastTransitionTime")

@@ -181,7 +181,7 @@ class PlanExecutor:
     def _warn_of_claim(self, job: dict[str, Any]) -> None:
         with contextlib.suppress(JobError):
             stored = TrainingJob.from_cluster({name: value for name, value in job.items() if name != "status"})
-            if message := admission.claim_warning(stored, self._cluster.read_claim):
+            if message := admission.warn_of_claim(stored, self._cluster.read_claim):
                 self._recorder.record(job["metadata"], [Event("Warning", "CheckpointClaim", message)])
 
     def _write_status(self, key: Key, job: dict[str, Any], patch: Any) -> bool | None:

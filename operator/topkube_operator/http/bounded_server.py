@@ -34,18 +34,20 @@ Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class Bounds:
-    """What callers may use of a server."""
+    """The limits of a server: connections, and seconds."""
 
     connections: int = 512
+    """The most connections at a time."""
     connections_of_one: int = 256
-    """From one address. An API server opens one connection for each concurrent review."""
+    """The most connections from one address. An API server opens one connection for each concurrent review."""
     head_seconds: float = 10.0
-    """From the beginning of a connection to the end of its first request's head."""
+    """The longest time from the beginning of a connection to the end of its first request's head."""
     idle_seconds: float = 60.0
-    """From the end of an answer to the end of the next request's head."""
+    """The longest time from the end of an answer to the end of the next request's head."""
     body_seconds: float = 5.0
+    """The longest time for a request's body."""
     work_seconds: float = 30.0
-    """For a whole request, including its body."""
+    """The longest time for a whole request, including its body."""
 
 
 @dataclass(eq=False)

@@ -75,7 +75,7 @@ class Probes:
         return refuse(404, "try /metrics, /healthz or /readyz")
 
     async def _scrape(self) -> bytes:
-        """Return the metrics. One scrape runs at a time, because a thousand jobs take a while."""
+        """Return the metrics. One scrape runs at a time, because it takes some time for a thousand jobs."""
         async with self._scraping:
             at, text = self._scraped
             if time.monotonic() - at > _SCRAPE_SECONDS:

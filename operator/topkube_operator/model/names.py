@@ -51,7 +51,7 @@ def job_label(job: str) -> str:
     return child_name(job)
 
 
-def owner(name: str, uid: str) -> dict[str, object]:
+def build_owner_reference(name: str, uid: str) -> dict[str, object]:
     """Return the owner reference that all children carry."""
     return {
         "apiVersion": API_VERSION,
@@ -63,4 +63,4 @@ def owner(name: str, uid: str) -> dict[str, object]:
     }
 
 
-__all__ = ["child_name", "job_label", "launcher_name", "owner", "secret_name", "worker_name"]
+__all__ = ["build_owner_reference", "child_name", "job_label", "launcher_name", "secret_name", "worker_name"]

@@ -1,4 +1,4 @@
-"""What the operator knows of nodes: conditions that report a fault, and failures of jobs that began on a node. Pure."""
+"""Faults of nodes: conditions that report a fault, and failures of jobs that began on a node. Pure."""
 
 from __future__ import annotations
 

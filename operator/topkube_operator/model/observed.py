@@ -236,11 +236,11 @@ class Child:
     def from_object(cls, kind: str, child: Mapping[str, Any]) -> Child:
         metadata = child["metadata"]
         is_being_deleted = bool(metadata.get("deletionTimestamp"))
-        content, version = comparable(kind, child), metadata.get("resourceVersion") or ""
+        content, version = select_comparable(kind, child), metadata.get("resourceVersion") or ""
         return cls(kind, metadata["name"], metadata.get("uid") or "", content, is_being_deleted, version)
 
 
-def comparable(kind: str, child: Mapping[str, Any]) -> dict[str, Any]:
+def select_comparable(kind: str, child: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a child that must match. Secrets become digests, so that the cache holds no key. Of a
     Workload it is the queue, and the status, which Kueue writes."""
     if kind == "Workload":
@@ -254,17 +254,17 @@ def comparable(kind: str, child: Mapping[str, Any]) -> dict[str, Any]:
 
 def satisfies(actual: Any, wanted: Any) -> bool:
     """Return True if `actual` contains all of `wanted`. Additional fields and list entries in `actual` are ignored."""
-    return difference(actual, wanted) is None
+    return find_difference(actual, wanted) is None
 
 
-def difference(actual: Any, wanted: Any) -> str | None:
+def find_difference(actual: Any, wanted: Any) -> str | None:
     """Return the path, such as `.ingress[0].ports`, of the first part of `wanted` that is missing in `actual`; None if
     `actual` contains all of it. Each entry of a wanted list needs its own entry in the actual list, in any order."""
     if isinstance(wanted, Mapping):
         if not isinstance(actual, Mapping):
             return ""
         for key, value in wanted.items():
-            path = difference(actual.get(key), value)
+            path = find_difference(actual.get(key), value)
             if path is not None:
                 return f".{key}{path}"
         return None
@@ -378,7 +378,7 @@ class Observed:
     """Failures of other jobs that began on a node."""
 
 
-def digest(value: Any) -> str:
+def hash_data(value: Any) -> str:
     """Return a short hash of plain data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 

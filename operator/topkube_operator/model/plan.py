@@ -29,7 +29,7 @@ class Release:
 
 @dataclass(frozen=True)
 class GroupEnd:
-    """A pod that tells Kueue that its pod group makes no more replacements."""
+    """A pod to annotate, so that Kueue expects no more replacements in its pod group."""
 
     name: str
     uid: str
@@ -46,7 +46,7 @@ class StatusPatch:
     status: Mapping[str, Any]
 
 
-def releases(pods: Iterable[Pod]) -> tuple[Release, ...]:
+def find_releases(pods: Iterable[Pod]) -> tuple[Release, ...]:
     """Return the releases of those `pods` that have our finalizer."""
     return tuple(Release(pod.name, pod.uid) for pod in pods if pod.has_finalizer)
 

@@ -15,7 +15,7 @@ from topkube_operator.model.observed import LauncherReport, Pod
 Urgency = Literal["now", "soon", "progress"]
 """When to write a change: transitions at once, counts of pods within a second, progress every 15 seconds at most."""
 CHECKPOINT_FAILED = "CheckpointFailed"
-"""The condition that says nothing about the phase of the job."""
+"""The condition that does not determine the phase of the job."""
 CONDITIONS = ("Created", "Scheduled", "Running", "Restarting", "CheckpointFailed", "Suspended", "Succeeded", "Failed")
 PHASES = ("Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed")
 OURS = (
@@ -206,7 +206,7 @@ class StatusDraft:
         }
 
 
-def urgency(patch: Mapping[str, Any], stored: Mapping[str, Any]) -> Urgency:
+def choose_urgency(patch: Mapping[str, Any], stored: Mapping[str, Any]) -> Urgency:
     """Return how soon a patch must be written."""
     changed = set(patch)
     if "conditions" in changed and _states(patch["conditions"]) == _states(stored.get("conditions")):

@@ -75,7 +75,7 @@ class CacheState:
     free: int = 0
     """Free bytes of the volume."""
     wishes: Mapping[Name, bool] = field(default_factory=dict)
-    """For each dataset, if its CachedDataset asks for it to be pinned."""
+    """True for each dataset whose CachedDataset asks to pin it, False for the others."""
     deleted: frozenset[Name] = frozenset()
     """Datasets whose CachedDataset somebody has deleted."""
 

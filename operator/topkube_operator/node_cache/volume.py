@@ -59,10 +59,12 @@ class Volume:
         _preload()
 
     def free_bytes(self) -> int:
+        """Return the free bytes of the volume."""
         volume = os.statvfs(self.root)
         return volume.f_bavail * volume.f_frsize
 
     def total_bytes(self) -> int:
+        """Return the size of the volume in bytes."""
         volume = os.statvfs(self.root)
         return volume.f_blocks * volume.f_frsize
 
@@ -186,7 +188,7 @@ def _run_confined(folder: Path, work: Callable[[DiskTier], Any], seconds: float)
     except TimeoutError:
         raise UnusableFolder(
             f"{folder.name}: its folder did not answer within {seconds:.0f} s",
-            cause="a slow disk, or a pod put something endless into the folder",
+            cause="the disk is slow, or a pod put a pipe or an endless file into the folder",
             next_step=f"inspect {folder}",
         ) from None
     finally:

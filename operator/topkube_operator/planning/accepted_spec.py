@@ -74,19 +74,19 @@ def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
         return AcceptedJob(after)
     problems = change_problems(before.spec, after.spec) if before is not None else []
     if not problems or accepted is None:
-        draft.accepted = _stored_copy(wanted)
+        draft.accepted = _copy_for_status(wanted)
         return AcceptedJob(after)
     assert before is not None
-    if _changes_since(draft) >= _EDITS_OF_A_RESUMPTION and not change_problems(_suspended(before.spec), after.spec):
-        draft.accepted = _stored_copy(wanted)
+    if _count_changes(draft) >= _EDITS_OF_A_RESUMPTION and not change_problems(_suspended(before.spec), after.spec):
+        draft.accepted = _copy_for_status(wanted)
         return AcceptedJob(after, replaced=True)
     accepted = in_force(accepted, wanted)
-    draft.accepted = _stored_copy(accepted)
+    draft.accepted = _copy_for_status(accepted)
     followed = {**data, "spec": with_nulls_of(accepted, job.get("spec"))}
-    return AcceptedJob(TrainingJob.from_cluster(followed), admission.change_refusal(problems))
+    return AcceptedJob(TrainingJob.from_cluster(followed), admission.explain_change_refusal(problems))
 
 
-def _stored_copy(spec: dict[str, Any]) -> dict[str, Any]:
+def _copy_for_status(spec: dict[str, Any]) -> dict[str, Any]:
     """Return what status.acceptedSpec holds: all of the spec, or the outline of a large spec, because spec and status
     share the 1.5 MiB that etcd accepts per object."""
     return spec if len(json.dumps(spec)) <= LARGEST_COPY else outline(spec)
@@ -96,7 +96,7 @@ def _suspended(spec: Spec) -> Spec:
     return spec.model_copy(update={"run_policy": spec.run_policy.model_copy(update={"suspend": True})})
 
 
-def _changes_since(draft: StatusDraft) -> int:
+def _count_changes(draft: StatusDraft) -> int:
     """Return the number of changes of the spec since the status was written."""
     before = draft.stored.get("observedGeneration")
     return draft.generation - before if isinstance(before, int) and draft.generation is not None else 0
@@ -107,7 +107,7 @@ def has_ended(draft: StatusDraft) -> bool:
     return draft.phase == "Succeeded" or (draft.phase == "Failed" and not draft.holds("Failed", INVALID))
 
 
-def seconds_to_live(job: Mapping[str, Any], completion: datetime, now: datetime) -> float | None:
+def compute_seconds_to_live(job: Mapping[str, Any], completion: datetime, now: datetime) -> float | None:
     """Return the seconds until ttlSecondsAfterFinished has passed for a finished job, whose other fields may be
     invalid; None if the job stays."""
     seconds = stored_job.run_policy(job).get("ttlSecondsAfterFinished")

@@ -2,7 +2,7 @@
 out.
 
 The webhook answers the API server with `review`. If no webhook is installed, or the webhook did not answer, the planner
-calls `refusal` on the stored object and writes the same message into the job's Failed condition.
+calls `explain_refusal` on the stored object and writes the same message into the job's Failed condition.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def review(request: Mapping[str, Any]) -> dict[str, Any]:
     response: dict[str, Any] = {"uid": question["uid"], "allowed": True}
     is_write = question.get("operation") in ("CREATE", "UPDATE")
     if is_write and isinstance(job, Mapping) and not _has_same_spec(job, old):
-        text = refusal(job, old)
+        text = explain_refusal(job, old)
         if text:  # kubectl shows the message of a bad request, but not of an invalid object
             response |= {"allowed": False, "status": {"code": 400, "reason": "BadRequest", "message": text}}
         else:
-            texts = warnings(TrainingJob.parse(_user_fields(job)))
+            texts = list_warnings(TrainingJob.parse(_user_fields(job)))
             response["warnings"] = [text[:_LONGEST_WARNING] for text in texts]
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
 
 
-def refusal(job: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> str:
+def explain_refusal(job: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> str:
     """Return all mistakes in a stored job, one line per mistake; empty if there are none.
 
     `old` is the job before a change. A forbidden change is then a mistake too. An `old` that is itself invalid (created
@@ -69,10 +69,10 @@ def refusal(job: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> str
         before = TrainingJob.from_cluster(_user_fields(old))
     except JobError:
         return ""
-    return change_refusal(change_problems(before.spec, new.spec))
+    return explain_change_refusal(change_problems(before.spec, new.spec))
 
 
-def change_refusal(problems: Sequence[str]) -> str:
+def explain_change_refusal(problems: Sequence[str]) -> str:
     """Return the message about a forbidden change; empty if there are no problems."""
     return str(JobError("this cannot be changed in a job that exists", problems)) if problems else ""
 
@@ -90,17 +90,17 @@ def _user_fields(job: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "metadata": metadata}
 
 
-def warnings(job: TrainingJob) -> list[str]:
+def list_warnings(job: TrainingJob) -> list[str]:
     """Return a sentence for each choice that is allowed but probably a mistake."""
     return [
-        *_template_warnings(job),
-        *_aggregation_warnings(job),
-        *_failure_policy_warnings(job),
-        *_other_warnings(job),
+        *_warn_of_template(job),
+        *_warn_of_aggregation(job),
+        *_warn_of_failure_policy(job),
+        *_warn_of_other_fields(job),
     ]
 
 
-def _template_warnings(job: TrainingJob) -> Iterator[str]:
+def _warn_of_template(job: TrainingJob) -> Iterator[str]:
     template = job.spec.template
     pod: Any = template["spec"]
     for index, container in enumerate(pod["containers"]):
@@ -119,7 +119,7 @@ def _template_warnings(job: TrainingJob) -> Iterator[str]:
         yield "spec.template: if a livenessProbe kills a worker, the attempt of all workers ends"
 
 
-def _aggregation_warnings(job: TrainingJob) -> Iterator[str]:
+def _warn_of_aggregation(job: TrainingJob) -> Iterator[str]:
     aggregation = job.spec.aggregation
     if is_foreign(aggregation.algorithm):
         yield (
@@ -139,7 +139,7 @@ def _aggregation_warnings(job: TrainingJob) -> Iterator[str]:
         yield f"spec.aggregation.density: has no effect: {aggregation.algorithm} sends everything"
 
 
-def _failure_policy_warnings(job: TrainingJob) -> Iterator[str]:
+def _warn_of_failure_policy(job: TrainingJob) -> Iterator[str]:
     for index, rule in enumerate(job.spec.run_policy.failure_policy.rules):
         for reason in rule.on_reasons or ():
             near = difflib.get_close_matches(reason.lower(), _REASONS, 1, 0.8)
@@ -150,7 +150,7 @@ def _failure_policy_warnings(job: TrainingJob) -> Iterator[str]:
                 )
 
 
-def _other_warnings(job: TrainingJob) -> Iterator[str]:
+def _warn_of_other_fields(job: TrainingJob) -> Iterator[str]:
     spec, pods = job.spec, job.spec.workers + (0 if job.spec.launcher.colocate else 1)
     least = spec.run_policy.scheduling_policy.min_available
     if least is not None and least < pods:
@@ -176,7 +176,7 @@ def _other_warnings(job: TrainingJob) -> Iterator[str]:
         yield "spec.checkpoint: without a checkpoint every restart begins at step 0"
 
 
-def claim_warning(job: TrainingJob, claim: Claim) -> str:
+def warn_of_claim(job: TrainingJob, claim: Claim) -> str:
     """Return a warning if only one node can mount the checkpoint's claim; empty if there is no problem.
 
     The operator writes the warning as an Event on the stored job, in the job's own namespace. The webhook must not

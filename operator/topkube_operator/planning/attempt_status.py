@@ -17,7 +17,7 @@ from topkube_operator.planning.causes.pod_failures import find_blocked_container
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe_attempt` leaves to the planner."""
+    """The results of `describe_attempt` that the planner uses."""
 
     wake: datetime | None = None
     """When to plan again, if no event will cause it."""
@@ -38,7 +38,7 @@ def describe_attempt(
     draft: StatusDraft, attempt: AttemptPods, observed: Observed, slots_per_worker: int
 ) -> Description:
     """Write the state of an attempt that has neither succeeded nor failed into `draft`."""
-    report, wake, start_seconds = current_report(observed, attempt), None, None
+    report, wake, start_seconds = find_current_report(observed, attempt), None, None
     pods = [pod for pod in (attempt.launcher, *attempt.workers) if pod is not None]
     draft.count(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), report)
     waiting = [pod for pod in pods if pod.scheduling_message and not pod.node]
@@ -61,7 +61,7 @@ def describe_attempt(
     elif draft.holds("Created") and all(pod.container.started for pod in pods):
         message = "all pods run; ranks are starting"
         if report is not None and report.state == "Waiting" and report.missing:
-            suspicious_from = rendezvous.suspicious_from(pods)
+            suspicious_from = rendezvous.find_suspicious_time(pods)
             wake = suspicious_from if suspicious_from > draft.now else None
             message = rendezvous.describe_missing_workers(
                 attempt.names, report.missing, with_causes=draft.now >= suspicious_from
@@ -105,7 +105,7 @@ def _note_checkpoints(draft: StatusDraft, progress: Mapping[str, Any], attempt: 
         draft.clear("CheckpointFailed", "CheckpointWritten", f"a checkpoint of step {step} was written")
 
 
-def current_report(observed: Observed, attempt: AttemptPods) -> LauncherReport | None:
+def find_current_report(observed: Observed, attempt: AttemptPods) -> LauncherReport | None:
     """Return the launcher's last report if it is about this attempt."""
     report = observed.report
     return report if report is not None and report.attempt == attempt.number else None

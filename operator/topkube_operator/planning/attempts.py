@@ -10,7 +10,7 @@ from topkube.job import TrainingJob
 from topkube.job.failure_policy import BLOCKED, PENDING_TIMEOUT
 from topkube_operator.children import avoidance, objects, placement, pod_sets, pods, workloads
 from topkube_operator.model import names
-from topkube_operator.model.observed import Child, Observed, Pod, comparable, satisfies
+from topkube_operator.model.observed import Child, Observed, Pod, satisfies, select_comparable
 from topkube_operator.model.status import StatusDraft
 from topkube_operator.planning.causes import failures
 from topkube_operator.planning.causes.failures import AttemptPods
@@ -66,7 +66,7 @@ def plan_creation(job: TrainingJob, uid: str, draft: StatusDraft, observed: Obse
     number, colocate = draft.attempt, job.spec.launcher.colocate
     service = observed.children.get(("Service", job.name))
     address = str(service.content.get("clusterIP") or "") if service else ""
-    kept = _find_kept_workers(job, draft, observed, address or _known_address(observed))
+    kept = _find_kept_workers(job, draft, observed, address or _find_known_address(observed))
     workers = [(index, kept[index].attempt if index in kept else number) for index in range(job.spec.workers)]
     stages = _plan_objects(job, uid, number, workers, observed)
     if address:
@@ -81,7 +81,7 @@ def plan_creation(job: TrainingJob, uid: str, draft: StatusDraft, observed: Obse
             head = pods.build_colocated(job, uid, number, workers, observed.policy, observed.warm)
         else:
             head = pods.build_launcher(job, uid, number, workers, observed.policy)
-        hostnames = [observed.hostnames.get(node, node) for node in _avoided_nodes(draft)]
+        hostnames = [observed.hostnames.get(node, node) for node in _read_avoided_nodes(draft)]
         for pod in (*stage, head):
             avoidance.avoid_nodes(pod, hostnames)
         _admit(job, stage, head, observed)
@@ -127,7 +127,7 @@ def _plan_objects(
     job: TrainingJob, uid: str, number: int, workers: Sequence[tuple[int, int]], observed: Observed
 ) -> list[Stage]:
     key = ("Service", job.name)
-    service, address = observed.children.get(key), _known_address(observed)
+    service, address = observed.children.get(key), _find_known_address(observed)
     trouble = observed.troubles.get(key)
     if service is not None or (trouble is not None and trouble.reason == "Refused"):
         address = ""  # a Service keeps its address; a refused address may belong to another Service by now
@@ -137,7 +137,7 @@ def _plan_objects(
         *objects.build_network_policies(job, uid, observed.policy),
     ]
     if observed.policy.gang and placement.asks_for_gang(job):
-        resources = pod_sets.requested_by_members(job, uid, observed.policy)
+        resources = pod_sets.sum_member_requests(job, uid, observed.policy)
         wanted.append(objects.build_pod_group(job, uid, observed.policy.gang, resources))
     return [[manifest for manifest in wanted if not _is_unchanged(manifest, observed)]]
 
@@ -148,10 +148,10 @@ def _is_unchanged(manifest: dict[str, Any], observed: Observed) -> bool:
     if (kind, name) in observed.paused:
         return True
     child: Child | None = observed.children.get((kind, name))
-    return child is not None and satisfies(child.content, comparable(kind, manifest))
+    return child is not None and satisfies(child.content, select_comparable(kind, manifest))
 
 
-def _known_address(observed: Observed) -> str:
+def _find_known_address(observed: Observed) -> str:
     """Return the Service's address that the environment of living workers contains; empty if there is none. A new
     Service must have this address again."""
     known = [pod for pod in observed.pods if pod.launcher_address and is_reusable(pod, observed)]
@@ -160,7 +160,7 @@ def _known_address(observed: Observed) -> str:
 
 def _find_kept_workers(job: TrainingJob, draft: StatusDraft, observed: Observed, address: str) -> dict[int, Pod]:
     """Return the existing workers that stay part of the attempt, by index."""
-    shape, lost, bad = pods.shape(job), _lost_pods(draft), _nodes_to_leave(draft, observed)
+    shape, lost, bad = pods.hash_worker(job), _read_lost_pods(draft), _find_nodes_to_leave(draft, observed)
     gives_back = (draft.first_failure or {}).get("reason") == PENDING_TIMEOUT
     kept: dict[int, Pod] = {}
     for pod in observed.pods:
@@ -178,19 +178,19 @@ def _find_kept_workers(job: TrainingJob, draft: StatusDraft, observed: Observed,
     return kept
 
 
-def _avoided_nodes(draft: StatusDraft) -> frozenset[str]:
+def _read_avoided_nodes(draft: StatusDraft) -> frozenset[str]:
     """Return the nodes on which no pod of the attempt may be."""
     return frozenset(str(entry["name"]) for entry in draft.avoided_nodes)
 
 
-def _nodes_to_leave(draft: StatusDraft, observed: Observed) -> frozenset[str]:
+def _find_nodes_to_leave(draft: StatusDraft, observed: Observed) -> frozenset[str]:
     """Return the avoided nodes on which living workers are replaced: nodes with a fault, and nodes on which this job
     failed. Failures of other jobs are no reason to move a worker that runs."""
     own = {str(entry["name"]) for entry in draft.node_failures}
-    return _avoided_nodes(draft) & (own | observed.node_faults.keys())
+    return _read_avoided_nodes(draft) & (own | observed.node_faults.keys())
 
 
-def _lost_pods(draft: StatusDraft) -> tuple[str, ...]:
+def _read_lost_pods(draft: StatusDraft) -> tuple[str, ...]:
     """Return the pods that the last failure declared useless although they look alive."""
     failure = draft.first_failure or {}
     if failure.get("reason") in (*failures.LOST_REASONS, *BLOCKED):

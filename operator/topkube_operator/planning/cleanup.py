@@ -18,7 +18,7 @@ time."""
 _AFTER_DELETION = timedelta(seconds=5)
 
 
-def natural_end_deadline(pod: Pod, attempt: AttemptPods, draft: StatusDraft) -> datetime:
+def compute_natural_end(pod: Pod, attempt: AttemptPods, draft: StatusDraft) -> datetime:
     """Return until when an active pod may end by itself, which keeps its log. For a pod that would not end by itself,
     this is the time at which the job ended."""
     ended = draft.since(draft.phase) or draft.now
@@ -28,10 +28,12 @@ def natural_end_deadline(pod: Pod, attempt: AttemptPods, draft: StatusDraft) -> 
     return ended + _NATURAL_END if launcher_has_ended and pod.container.started is not None else ended
 
 
-def release_time(pod: Pod, draft: StatusDraft, observed: Observed, is_current_launcher: bool) -> datetime | None:
-    """Return from when on a launcher's pod needs no finalizer, because the stored status says how its attempt ended, or
-    because the pod cannot report anything more. None if its attempt continues. `is_current_launcher`: the pod contains
-    the launcher of the attempt in the status."""
+def compute_release_time(
+    pod: Pod, draft: StatusDraft, observed: Observed, is_current_launcher: bool
+) -> datetime | None:
+    """Return the time from which a launcher's pod needs no finalizer: the stored status contains the end of its
+    attempt, or the pod cannot report anything more. None if its attempt continues. `is_current_launcher`: the pod
+    contains the launcher of the attempt in the status."""
     if draft.phase in ("Succeeded", "Failed") or not is_current_launcher:
         return draft.now
     if draft.phase != "Suspended":

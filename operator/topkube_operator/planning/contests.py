@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topkube_operator.model import names
-from topkube_operator.model.observed import Trouble, comparable, difference, digest
+from topkube_operator.model.observed import Trouble, find_difference, hash_data, select_comparable
 
 ChildKey = tuple[str, str]
 """Kind and name."""
@@ -52,7 +52,7 @@ class Contests:
 
     def must_be_reported(self, manifest: Mapping[str, Any], now: float) -> bool:
         """Return True if the next write of a child makes it a contest that has no message yet."""
-        if _child_key(manifest) not in self._contests:
+        if _make_key(manifest) not in self._contests:
             return False
         contest = self._find(manifest, now)
         return contest is not None and contest.count + 1 >= _REPORTED_FROM and not contest.message
@@ -63,23 +63,23 @@ class Contests:
             return
         contest = self._find(manifest, now)
         if contest is None:
-            self._contests[_child_key(manifest)] = _Contest(_content(manifest), 1, now)
+            self._contests[_make_key(manifest)] = _Contest(_hash_content(manifest), 1, now)
         else:
             contest.count, contest.written_at = contest.count + 1, now
             contest.message = message or contest.message
 
-    def paused(self, now: float) -> frozenset[ChildKey]:
+    def find_paused(self, now: float) -> frozenset[ChildKey]:
         """Return the children that must not be written now."""
         self._contests = {key: contest for key, contest in self._contests.items() if now < contest.ends_at}
         return frozenset(key for key, contest in self._contests.items() if now < contest.written_at + contest.pause)
 
-    def troubles(self) -> dict[ChildKey, Trouble]:
+    def list_troubles(self) -> dict[ChildKey, Trouble]:
         """Return the contests that have a message."""
         return {
             key: Trouble("Contested", contest.message) for key, contest in self._contests.items() if contest.message
         }
 
-    def seconds_to_next_change(self, now: float) -> float | None:
+    def compute_seconds_to_next_change(self, now: float) -> float | None:
         """Return the seconds until a child may be written again, or a contest ends; None if there is no contest."""
         contests = self._contests.values()
         times = [contest.written_at + contest.pause for contest in contests if contest.pause]
@@ -88,17 +88,17 @@ class Contests:
 
     def _find(self, manifest: Mapping[str, Any], now: float) -> _Contest | None:
         """Return the contest about the same content of a child; None if there is none."""
-        contest = self._contests.get(_child_key(manifest))
-        is_same = contest is not None and contest.digest == _content(manifest) and now < contest.ends_at
+        contest = self._contests.get(_make_key(manifest))
+        is_same = contest is not None and contest.digest == _hash_content(manifest) and now < contest.ends_at
         return contest if is_same else None
 
 
-def _child_key(manifest: Mapping[str, Any]) -> ChildKey:
+def _make_key(manifest: Mapping[str, Any]) -> ChildKey:
     return manifest["kind"], manifest["metadata"]["name"]
 
 
-def _content(manifest: Mapping[str, Any]) -> str:
-    return digest({name: part for name, part in manifest.items() if name not in ("kind", "apiVersion", "metadata")})
+def _hash_content(manifest: Mapping[str, Any]) -> str:
+    return hash_data({name: part for name, part in manifest.items() if name not in ("kind", "apiVersion", "metadata")})
 
 
 def describe_contest(actual: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> str:
@@ -108,7 +108,7 @@ def describe_contest(actual: Mapping[str, Any] | None, wanted: Mapping[str, Any]
     if actual is None:
         action, cause = "deletes it", "a policy engine or a script"
     else:
-        path = difference(comparable(kind, actual), comparable(kind, wanted)) or ""
+        path = find_difference(select_comparable(kind, actual), select_comparable(kind, wanted)) or ""
         action = f"changes {path.lstrip('.') or 'it'}"
         managers = {str(entry.get("manager")) for entry in actual["metadata"].get("managedFields") or ()}
         others = ", ".join(sorted(managers - {names.FIELD_MANAGER}))

@@ -24,11 +24,11 @@ _MOST_DOUBLINGS = 16
 def count_restart(draft: StatusDraft, attempt: AttemptPods) -> None:
     """Count the restart that follows `attempt`, whose end the operator has just seen."""
     has_waited = draft.holds("Restarting", PENDING_TIMEOUT)  # then the launcher ran, but no rank did
-    is_long = not has_waited and _run_time(draft, attempt) >= _LONG_RUN
+    is_long = not has_waited and _measure_run_time(draft, attempt) >= _LONG_RUN
     draft.restarts_in_a_row = 1 if is_long else draft.restarts_in_a_row + 1
 
 
-def pause(draft: StatusDraft, policy: Policy) -> float:
+def compute_pause(draft: StatusDraft, policy: Policy) -> float:
     """Return the seconds between the end of the last attempt and the pods of the current one."""
     count = draft.restarts_in_a_row
     if draft.holds("Restarting", PENDING_TIMEOUT):
@@ -40,16 +40,16 @@ def pause(draft: StatusDraft, policy: Policy) -> float:
     return float(min(shortest * 2.0 ** min(doublings, _MOST_DOUBLINGS), _LONGEST_PAUSE))
 
 
-def earliest_start(draft: StatusDraft, policy: Policy) -> datetime:
+def compute_earliest_start(draft: StatusDraft, policy: Policy) -> datetime:
     """Return when the pods of the current attempt may be made. The result is the same at every reconcile, whatever
     objects are missing."""
     ended = draft.since("Created")
     if ended is None or draft.holds("Created"):
         return draft.now
-    return min(ended, draft.now) + timedelta(seconds=pause(draft, policy))
+    return min(ended, draft.now) + timedelta(seconds=compute_pause(draft, policy))
 
 
-def _run_time(draft: StatusDraft, attempt: AttemptPods) -> timedelta:
+def _measure_run_time(draft: StatusDraft, attempt: AttemptPods) -> timedelta:
     """Return how long the ranks of `attempt` ran. If the launcher has never answered the operator, use the run time of
     the launcher's container: both its ends are by the same clock."""
     since = draft.since("Running")

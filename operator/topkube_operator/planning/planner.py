@@ -17,7 +17,7 @@ from topkube.errors import JobError
 from topkube_operator.children import workloads
 from topkube_operator.model import stored_job
 from topkube_operator.model.observed import Observed
-from topkube_operator.model.plan import Deletion, Plan, releases
+from topkube_operator.model.plan import Deletion, Plan, find_releases
 from topkube_operator.model.status import Event, StatusDraft
 from topkube_operator.planning import accepted_spec, admission
 from topkube_operator.planning.phases import ended, running, stopped
@@ -30,9 +30,9 @@ def plan(job: Mapping[str, Any], observed: Observed, now: datetime) -> Plan:
     """Return what to do about `job`, the stored object as plain data, valid or not. `now` has a time zone."""
     metadata = job["metadata"]
     if metadata.get("deletionTimestamp"):
-        return Plan(release=releases(observed.pods))
+        return Plan(release=find_releases(observed.pods))
     if not stored_job.is_managed(job):
-        return Plan(release=releases(pod for pod in observed.pods if pod.deletion is not None))
+        return Plan(release=find_releases(pod for pod in observed.pods if pod.deletion is not None))
     generation = metadata.get("generation")
     draft = StatusDraft.read(job.get("status"), generation, observed.pods, now)
     try:
@@ -40,7 +40,7 @@ def plan(job: Mapping[str, Any], observed: Observed, now: datetime) -> Plan:
         return _plan_accepted_job(PlanSteps(accepted.job, metadata["uid"], draft, observed, now), accepted)
     except JobError as error:
         # The message of admission, which did not check this object, or accepted a template that makes no valid pod.
-        message = admission.refusal(job) or str(error)
+        message = admission.explain_refusal(job) or str(error)
         return _plan_invalid_job(
             job, StatusDraft.read(job.get("status"), generation, observed.pods, now), observed, message
         )
@@ -56,7 +56,7 @@ def _plan_invalid_job(job: Mapping[str, Any], draft: StatusDraft, observed: Obse
             patch = draft.patch()
             return Plan(status=patch, events=tuple(draft.events), phase=draft.phase)
     draft.completion = draft.completion or draft.now
-    left = accepted_spec.seconds_to_live(job, draft.completion, draft.now)
+    left = accepted_spec.compute_seconds_to_live(job, draft.completion, draft.now)
     if left is not None and left <= 0:
         return Plan(delete=(Deletion("TrainingJob", job["metadata"]["name"], job["metadata"]["uid"]),))
     return Plan(status=draft.patch(), events=tuple(draft.events), phase=draft.phase, requeue=left)

@@ -26,68 +26,75 @@ def describe_waiting(workload: Child | None) -> tuple[str, str]:
     """Return why a job may not have pods, as reason and message."""
     if workload is None or workload.is_being_deleted:
         return "Queued", "a Workload asks Kueue for the job's admission"
-    if workloads.holds(workload, "Evicted"):
-        cause, now = _message(workload, "Evicted"), _message(workload, "QuotaReserved")
-        is_waiting = now != cause and not workloads.holds(workload, "QuotaReserved")
+    if workloads.has_condition(workload, "Evicted"):
+        cause, now = _read_message(workload, "Evicted"), _read_message(workload, "QuotaReserved")
+        is_waiting = now != cause and not workloads.has_condition(workload, "QuotaReserved")
         wait = f"; Kueue has not admitted the job again: {now}" if now and is_waiting else ""
         return "Evicted", f"Kueue has taken the quota back: {cause}{wait}"
-    if workloads.holds(workload, "Finished"):
-        end = _message(workload, "Finished")
+    if workloads.has_condition(workload, "Finished"):
+        end = _read_message(workload, "Finished")
         return "Queued", f"the Workload {workload.name} is finished: {end}. Next: suspend and resume the job"
     for kind in ("QuotaReserved", "Admitted"):
-        if message := _message(workload, kind):
+        if message := _read_message(workload, kind):
             return "Queued", f"Kueue has not admitted the job: {message}"
-    return "Queued", f"Kueue has not looked at the Workload {workload.name} yet: is its LocalQueue active?"
+    return "Queued", f"Kueue has not processed the Workload {workload.name} yet: check that its LocalQueue is active"
 
 
 def may_move(workload: Child, queue: str) -> bool:
     """Return True if the Workload waits in another queue than `queue`, and can change it."""
     is_fixed = workload.is_being_deleted or any(
-        workloads.holds(workload, kind) for kind in ("QuotaReserved", "Finished")
+        workloads.has_condition(workload, kind) for kind in ("QuotaReserved", "Finished")
     )
     return not is_fixed and workload.content.get("queueName") != queue
 
 
 def give_quota_back(workload: Child | None, now: datetime) -> StatusPatch | None:
     """Return the change of an evicted Workload whose pods are gone. None if it holds no quota."""
-    if workload is None or not workloads.holds(workload, "Evicted") or workloads.holds(workload, "Finished"):
+    if (
+        workload is None
+        or not workloads.has_condition(workload, "Evicted")
+        or workloads.has_condition(workload, "Finished")
+    ):
         return None
-    if not workloads.holds(workload, "QuotaReserved"):
+    if not workloads.has_condition(workload, "QuotaReserved"):
         return None
-    reason, message = str(workloads.condition(workload, "Evicted").get("reason")), _message(workload, "Evicted")
+    reason, message = (
+        str(workloads.find_condition(workload, "Evicted").get("reason")),
+        _read_message(workload, "Evicted"),
+    )
     changes = [
         ("QuotaReserved", False, "Pending", message),
         ("Admitted", False, "NoReservation", "The workload has no reservation"),
         ("PodsReady", False, "WaitForStart", "the pods are gone"),
         ("Requeued", reason in _REQUEUED_AFTER, reason, message),
     ]
-    return _patch(workload, changes, now, {"admission": None})
+    return _build_patch(workload, changes, now, {"admission": None})
 
 
 def report_pods(workload: Child, draft: StatusDraft) -> StatusPatch | None:
-    """Return the change of an admitted Workload that says if all pods of the job run; None if it says so already."""
-    known = str(workloads.condition(workload, "PodsReady").get("reason"))
+    """Return the change of an admitted Workload that reports if all pods of the job run; None if nothing changes."""
+    known = str(workloads.find_condition(workload, "PodsReady").get("reason"))
     was_ready = known in ("Started", "Recovered", "WaitForRecovery")
     if draft.phase == "Running":
         reason = "Recovered" if known in ("WaitForRecovery", "Recovered") else "Started"
-        return _patch(workload, [("PodsReady", True, reason, "all ranks run")], draft.now)
+        return _build_patch(workload, [("PodsReady", True, reason, "all ranks run")], draft.now)
     reason = "WaitForRecovery" if was_ready else "WaitForStart"
-    return _patch(workload, [("PodsReady", False, reason, f"the job is {draft.phase or 'Pending'}")], draft.now)
+    return _build_patch(workload, [("PodsReady", False, reason, f"the job is {draft.phase or 'Pending'}")], draft.now)
 
 
 def report_end(workload: Child | None, draft: StatusDraft) -> StatusPatch | None:
-    """Return the change that gives the quota of a finished job back for good; None if that is done."""
-    if workload is None or workloads.holds(workload, "Finished"):
+    """Return the change that gives back the quota of a finished job; None if that is done."""
+    if workload is None or workloads.has_condition(workload, "Finished"):
         return None
     message = str(draft.conditions.get(draft.phase, {}).get("message") or draft.phase)
-    return _patch(workload, [("Finished", True, draft.phase, message)], draft.now)
+    return _build_patch(workload, [("Finished", True, draft.phase, message)], draft.now)
 
 
-def _message(workload: Child, kind: str) -> str:
-    return str(workloads.condition(workload, kind).get("message") or "")
+def _read_message(workload: Child, kind: str) -> str:
+    return str(workloads.find_condition(workload, kind).get("message") or "")
 
 
-def _patch(
+def _build_patch(
     workload: Child,
     changes: list[tuple[str, bool, str, str]],
     now: datetime,

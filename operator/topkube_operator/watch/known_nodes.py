@@ -1,4 +1,4 @@
-"""The nodes of the cluster, as the watch cache knows them: contact, faults, labels, and nodes that were removed."""
+"""The nodes of the cluster in the watch cache: contact, faults, labels, and nodes that were removed."""
 
 from __future__ import annotations
 

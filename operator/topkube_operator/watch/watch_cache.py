@@ -357,7 +357,7 @@ class WatchCache:
             if failure.at > oldest
         )
 
-    # Inside.
+    # The indexes of children.
 
     def _drop(self, kind: str, name: Name, entry: _Entry) -> None:
         del self._entries[kind][name]

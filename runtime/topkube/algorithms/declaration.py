@@ -27,7 +27,7 @@ class Family(enum.StrEnum):
     QUANTISED = "quantised"
     LOW_RANK = "low-rank"
     LOCAL_UPDATE = "local-update"
-    """Nothing in most steps: nodes train on their own and exchange their weights now and then."""
+    """Nothing in most steps: nodes train on their own, and exchange their weights every `period` steps."""
 
 
 class Route(enum.StrEnum):
@@ -61,8 +61,8 @@ class State:
 class Algorithm:
     """An all-reduce algorithm.
 
-    `name` is what a TrainingJob says. `summary` is one sentence for people, without a full stop. `sends` names what is
-    sent: the compressor. `route` is how that travels between nodes. `state` is what is kept for the next step.
+    `name` is the name in a TrainingJob. `summary` is one sentence for people, without a full stop. `sends` names what
+    is sent: the compressor. `route` is how that travels between nodes. `state` is what is kept for the next step.
     `parameters` are those that the algorithm reads. `traffic` returns what one exchange costs. `overlaps` is True if
     the algorithm sends one piece while it adds up another. `on_device` is True if the algorithm also reduces torch
     tensors on a GPU; every algorithm reduces CPU arrays. `in_weights` is True if training keeps what was not sent in

@@ -81,7 +81,7 @@ def _localsgd(load: Workload) -> Traffic:
 
 
 def _of_changes(load: Workload, message_bytes: float, two_stage_from: int) -> Traffic:
-    """The exchange of the changes of weights, of which every node sends `message_bytes` for each receiver of all."""
+    """Return the traffic of an exchange of weight changes. `message_bytes`: the encoded change of all weights."""
     if load.nodes < two_stage_from:
         sent, messages = (load.nodes - 1) * message_bytes, all_gather_messages(load.nodes)
     else:

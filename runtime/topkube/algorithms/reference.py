@@ -12,7 +12,8 @@ from topkube.algorithms.parameters import PARAMETERS
 
 _HEAD = """# All-reduce algorithms
 
-What `spec.aggregation.algorithm` of a [TrainingJob](trainingjob.md), and `algorithm` of `topkube.allreduce_`, can be.
+This page lists the names for `spec.aggregation.algorithm` of a [TrainingJob](trainingjob.md) and for `algorithm` of
+`topkube.allreduce_`.
 [Collectives](collectives.md) describes how they work. [Add an algorithm](new-algorithm.md) shows how to write another.
 This page is generated from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`.
 """
@@ -24,7 +25,7 @@ def markdown() -> str:
     lines = [_HEAD, "| name | what it does |", "|---|---|"]
     lines += [f"| `{name}` | {sentence} |" for name, sentence in CHOICES.items()]
     lines += [f"| `{algorithm.name}` | {algorithm.summary} |" for algorithm in OWN]
-    lines += ["", "## What each sends, keeps and supports", ""]
+    lines += ["", "## What each algorithm sends, keeps and supports", ""]
     lines += [
         "| name | family | sends | between nodes by | keeps on each rank | on a GPU |",
         "|---|---|---|---|---|---|",

@@ -104,11 +104,13 @@ def measure(
         run()
         phases.current.take()
         timing = timed(run, repeats=repeats, warmups=0, prepare=prepare)
-        _row(here, report, name, work, timing, checked, error)
+        _add_row(here, report, name, work, timing, checked, error)
     return report
 
 
-def _row(here: World, report: BenchReport, name: str, work: Array, timing: Timing, right: bool, error: float) -> None:
+def _add_row(
+    here: World, report: BenchReport, name: str, work: Array, timing: Timing, right: bool, error: float
+) -> None:
     spent = phases.current.take()
     runs = timing.repeats
     sent, inside = here.sum_small(np.array([spent.inter_bytes, spent.intra_bytes], np.float64)) / runs
@@ -161,7 +163,7 @@ def _check(here: World, name: str, density: float, wire: str, dtype: str) -> tup
             np.ones(_CHECKED, np.bool_),
         )
         actual = _sent_and_kept(here, algorithm, result, density, wire)
-    else:  # what must come out is known to the algorithm alone
+    else:  # the expected result is not known, so only NaN and infinity are errors
         collectives.allreduce_(result, algorithm=name, density=density, wire=wire)
         return here.agree(bool(np.isfinite(result).all())), float("nan")
     error = float((np.abs(actual - wanted) * sure).max() / np.abs(wanted).max())
@@ -185,8 +187,8 @@ def _sent_and_kept(
 def _reference(
     here: World, algorithm: Algorithm, inputs: list[Array], density: float
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Return the mean that must come out, in float64, and True for each element that is certain: rounding decides
-    which of two entries with magnitudes near the k-th is sent."""
+    """Return the expected mean in float64, and True for each element that is certain. Rounding decides which of two
+    entries with magnitudes near the k-th is sent, so these elements are not certain."""
     means = [array.astype(np.float64) / here.size for array in inputs]
     wanted, sure = np.zeros(_CHECKED), np.ones(_CHECKED, np.bool_)
     if not algorithm.compresses:

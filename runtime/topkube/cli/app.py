@@ -255,7 +255,7 @@ def plan(
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, metavar="SAMPLES", help="Samples per rank and step that --compute is about.")
+        int | None, typer.Option(min=1, metavar="SAMPLES", help="Samples per rank and step to which --compute applies.")
     ] = None,
     device_memory: Annotated[
         str | None, typer.Option(metavar="BYTES", help="Memory of a rank, such as 16GB: bounds the batch of a --model.")

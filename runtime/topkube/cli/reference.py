@@ -14,8 +14,8 @@ from topkube.cli.app import app
 _HEAD = """\
 # Every command and option
 
-What `--help` says, on one page. [Command line](cli.md) explains the commands, with examples. This page is
-generated: `python -m topkube.cli.reference > docs/cli-reference.md`.
+This page has the text of `--help` for every command. [Command line](cli.md) explains the commands, with examples.
+This page is generated: `python -m topkube.cli.reference > docs/cli-reference.md`.
 """
 
 

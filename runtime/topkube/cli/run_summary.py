@@ -92,7 +92,7 @@ class RunSummary(_Values):
 def markdown() -> str:
     """Return the page."""
     parts: list[tuple[str, type[_Values]]] = [
-        ("The whole", RunSummary),
+        ("The object", RunSummary),
         ("secondsPerStep", PartsOfStep),
         ("firstFailure", RankEnd),
     ]

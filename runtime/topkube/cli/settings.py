@@ -42,4 +42,4 @@ def settings_markdown() -> str:
 
 def _help(entry: dataclasses.Field[object]) -> str:
     choices = entry.metadata["choices"]
-    return str(entry.metadata["help"]) + (f": {', '.join(choices)}" if choices else "")
+    return str(entry.metadata["help"]) + (f" ({', '.join(choices)})" if choices else "")

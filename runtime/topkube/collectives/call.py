@@ -96,7 +96,7 @@ class Call:
                 world.shards,
                 cells,
                 world.crowded,
-                lambda: _look(world),
+                lambda: _check_current_call(world),
             )
             world.cache["node"] = node
         return node
@@ -163,9 +163,9 @@ class Call:
         wait sleeps for that long between two calls of `ready`."""
         self.world.wait_until(ready, self.name, self._listen, pause_seconds=pause_seconds)
 
-    def look(self) -> None:
+    def check_others(self) -> None:
         """Join a roll call, and check if other ranks entered another call. Long waits inside the node call this."""
-        self.world.look(self.name)
+        self.world.check_roll_call(self.name)
         self._listen()
 
     def _listen(self) -> None:
@@ -184,6 +184,6 @@ class Call:
         )
 
 
-def _look(world: World) -> None:
+def _check_current_call(world: World) -> None:
     call: Call = world.cache["call"]
-    call.look()
+    call.check_others()

@@ -1,4 +1,4 @@
-"""Codecs turn float32 values into rows of bytes for other nodes, and leave in the values what the bytes do not say.
+"""Codecs turn float32 values into rows of bytes for other nodes, and leave in the values what the bytes do not contain.
 
 `Signs` keeps one bit per element with a scale per block, `Rounded` rounds every value. A `CodecAllReduce` is an
 algorithm whose nodes send all other nodes a row. Training with error feedback in the weights
@@ -34,11 +34,11 @@ class Codec(ABC):
 
     @abstractmethod
     def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
-        """Add to `out`, float32, the sum of what the rows say times `weights`, in the order of the rows."""
+        """Add to `out`, float32, the sum of the decoded rows times `weights`, in the order of the rows."""
 
 
 class Signs(Codec):
-    """One bit per element and the mean magnitude of each block of 256 elements in bf16. Blocks begin anew in each of
+    """One bit per element and the mean magnitude of each block of 256 elements in bf16. Blocks start again in each of
     `places`, the slices of the values that are sent, so the last block of a place may be shorter."""
 
     def __init__(self, places: Sequence[slice]) -> None:

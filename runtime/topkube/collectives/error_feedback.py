@@ -73,7 +73,7 @@ class Residual:
         library.add(self.current, self.pending_velocity, out=self.pending)
 
     def clear(self, indices: Any) -> None:
-        """Clear entries that are sent. Their velocity goes too (momentum factor masking): it would go on in the
+        """Clear entries that are sent. Their velocity goes too (momentum factor masking): it would continue in the
         direction of gradients that are old by then."""
         self.pending[indices] = 0
         if len(self.velocity):

@@ -45,7 +45,7 @@ the link does not idle."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 4e-3
 """The bounds of that sleep, in seconds, while gradients are computed on the same processor."""
 _HURRY = 8
-"""A wait that nothing hides looks this many times more often."""
+"""A wait that nothing hides checks this many times more often."""
 _RATE = "bytes per second between nodes"
 _NARROW = {"bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 

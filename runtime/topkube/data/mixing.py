@@ -83,7 +83,7 @@ class MixedSampler(DistributedSampler):
         drop_last: bool = False,
         window: int = 16,
     ) -> None:
-        if len(weights) != len(dataset.datasets) or not all(0 < dataset < math.inf for dataset in weights):
+        if len(weights) != len(dataset.datasets) or not all(0 < weight < math.inf for weight in weights):
             raise ArgumentError(
                 f"weights = {list(weights)} for {len(dataset.datasets)} datasets",
                 next_step="pass one positive number per dataset",
@@ -91,7 +91,7 @@ class MixedSampler(DistributedSampler):
         if samples is not None and samples < 1:
             raise ArgumentError(f"samples = {samples} per epoch", next_step="pass 1 or more")
         super().__init__(dataset, True, seed, drop_last, window)
-        self.weights = tuple(float(dataset) for dataset in weights)
+        self.weights = tuple(float(weight) for weight in weights)
         self._samples = len(dataset) if samples is None else samples
         self._shares = _compute_shares(self.weights, self._samples)
 

@@ -1,1 +1,1 @@
-"""Runnable examples: `python -m topkube.examples.char_gpt`, `python -m topkube.examples.digits_cnn`."""
+"""Runnable examples. Each module is one: `python -m topkube.examples.char_gpt`."""

@@ -1,2 +1,2 @@
-"""TopKube inside other libraries. A module imports its library only when it is used, and needs no MPI unless its page
-says so."""
+"""TopKube inside other libraries. A module imports its library only when it is used. No module needs MPI, unless its
+documentation page states it."""

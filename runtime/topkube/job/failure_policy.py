@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
-from topkube.job.base.part import INT32, Allowed, Part, rules
+from topkube.job.base.part import INT32, LABEL, Allowed, Part, rules
 
 Action = Literal["Fail", "Restart", "Ignore"]
 
@@ -73,7 +73,7 @@ Reason = Annotated[
 ]
 ContainerName = Annotated[
     str,
-    StringConstraints(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"),
+    StringConstraints(max_length=63, pattern=LABEL),
     Allowed("the name of a container: lower-case letters, digits and '-', at most 63 characters"),
 ]
 ExitCode = Annotated[int, Field(ge=0, le=255)]

@@ -17,8 +17,8 @@ from topkube.job.training_job import TrainingJob
 _BY_KUBERNETES = "set by Kubernetes"
 _HEAD = """# TrainingJob
 
-Every field of a TrainingJob, `topkube.dev/v1alpha1`. The same file runs on your machine (`topkube run job.yaml`) and on
-a cluster (`kubectl apply -f job.yaml`). The smallest one:
+This page lists every field of a TrainingJob, `topkube.dev/v1alpha1`. The same file runs on your machine
+(`topkube run job.yaml`) and on a cluster (`kubectl apply -f job.yaml`). The smallest job:
 
 ```yaml
 apiVersion: topkube.dev/v1alpha1
@@ -52,7 +52,7 @@ def markdown() -> str:
     """Return the whole page."""
     lines = [_HEAD]
     for path, part in _parts(TrainingJob, ""):
-        heading = path or "The whole"
+        heading = path or "The object"
         lines += [f"## {heading}", "", _summary(part), ""]
         lines += ["| field | allowed | default | meaning |", "|---|---|---|---|"]
         lines += [_row(field) for field in part.model_fields.values() if field.description != _BY_KUBERNETES]
@@ -76,7 +76,9 @@ def _parts(part: type[Part], path: str) -> Iterator[tuple[str, type[Part]]]:
 
 
 def _row(field: FieldInfo) -> str:
-    cells = [f"`{field.alias}`", describe_allowed(field), _default(field), field.description or ""]
+    is_mapping = typing.get_origin(bare(field.annotation)) is dict  # `describe_allowed` describes a value of a mapping
+    allowed = "a mapping" if is_mapping else describe_allowed(field)
+    cells = [f"`{field.alias}`", allowed, _default(field), field.description or ""]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

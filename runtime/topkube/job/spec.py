@@ -62,7 +62,9 @@ class Metadata(Part):
     labels: Annotated[dict[str, str], BeforeValidator(few_entries)] = Field(
         default={}, description="labels, which queues such as Kueue read"
     )
-    annotations: Annotated[dict[str, str], BeforeValidator(few_entries)] = Field(default={}, description="annotations")
+    annotations: Annotated[dict[str, str], BeforeValidator(few_entries)] = Field(
+        default={}, description="annotations, for people and other tools"
+    )
     finalizers: list[str] = Field(default=[], description="set by Kubernetes")
     owner_references: list[JsonValue] = Field(default=[], description="set by Kubernetes")
     managed_fields: list[JsonValue] = Field(default=[], description="set by Kubernetes")
@@ -78,10 +80,11 @@ class Resources(Part):
     """The resources of one container."""
 
     requests: Annotated[dict[str, Quantity], BeforeValidator(few_entries)] = Field(
-        default={}, description="what the scheduler reserves, such as {cpu: 50m, memory: 96Mi}"
+        default={}, description="amounts that the scheduler reserves, by resource, such as {cpu: 50m, memory: 96Mi}"
     )
     limits: Annotated[dict[str, Quantity], BeforeValidator(few_entries)] = Field(
-        default={}, description="what the container may use at most; equal to requests in a Guaranteed pod"
+        default={},
+        description="the most that the container may use, by resource; equal to requests in a Guaranteed pod",
     )
 
     @field_validator("limits")

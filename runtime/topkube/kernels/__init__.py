@@ -1,6 +1,6 @@
 """Selection, error feedback, wire and dense kernels, on NumPy arrays and torch tensors, CPU or CUDA.
 
-Every function checks its arguments before it writes anything and gives the same bits on every instruction set, any
+Every function checks its arguments before it writes anything, and returns the same bits on every instruction set, any
 number of threads and on the GPU. On the CPU it releases the GIL while it works; on the GPU it works on torch's
 current stream and returns before the work is done. `docs/kernels.md` and `docs/gpu.md` explain how.
 """

@@ -1,7 +1,7 @@
 """The kernels on torch tensors of a GPU: arguments checked, outputs and workspace taken from torch's allocator, work
 put on torch's current stream.
 
-Nothing here waits for the device, except where a function's words say so. Everything is allocated before the first
+No function waits for the device, unless its docstring states it. Everything is allocated before the first
 launch, so that running out of memory writes nothing.
 """
 

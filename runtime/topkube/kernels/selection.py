@@ -92,9 +92,9 @@ def topk(x: Any, k: int, *, threads: int | None = None) -> tuple[Any, Any]:
 def compress_(gradient: Any, residual: Any, k: int, *, out: Any = None, threads: int | None = None) -> tuple[Any, Any]:
     """Compute acc = residual + gradient and return its k largest entries as (indices, values), in one pass.
 
-    acc, with the selected entries cleared, is left in `gradient`'s memory (float32), or in `out` where given: it is
-    the next residual. `residual` is unchanged, so the caller commits the step by swapping the two buffers, or drops
-    it by not doing so. gradient: (d,) float32, bfloat16 or float16; residual: (d,) float32; out: (d,) float32,
+    acc, with the selected entries cleared, is left in `gradient`'s memory (float32), or in `out` if it is passed: it is
+    the next residual. `residual` is unchanged: the caller commits the step by swapping the two buffers, or discards the
+    step by keeping `residual`. gradient: (d,) float32, bfloat16 or float16; residual: (d,) float32; out: (d,) float32,
     required with a 16-bit gradient. None of them overlap (`out` may be `gradient` itself). indices: (k,) uint32
     ascending; values: (k,) float32, selected as by `topk`: if acc holds a NaN or an infinity, so does `values`.
     Raises ArgumentError if an argument cannot be used; nothing is written then.
@@ -129,10 +129,11 @@ def mstopk(x: Any, k: int, iterations: int = 30, seed: int = 0, *, threads: int 
     """Return approximately the k largest magnitudes, by "Towards Scalable Distributed Training of Deep Learning on
     Public Cloud Clusters", Algorithm 1 (MSTopK): (indices, values), exactly k of them, indices ascending.
 
-    `iterations` bisections between the mean magnitude (a float64 sum of fixed shape) and the largest one find two
-    thresholds, float32 each. All entries above the upper one are taken, and as many as are missing from one run of
-    neighbours among those between the two, at an offset drawn from `seed`. Arguments, result and errors otherwise as
-    `topk`. If x holds NaN or infinity, the mean is useless: the exact top k is returned, which contains them.
+    `iterations` bisections between the mean magnitude (a float64 sum in a fixed order) and the largest magnitude find
+    two thresholds (float32). All entries that reach the upper threshold are returned. The rest of the k entries lie
+    between the two thresholds: neighbours in the order of their indices, from an offset that `seed` determines. Other
+    arguments, the result and the errors are those of `topk`. If x contains NaN or infinity, the mean has no meaning,
+    and the exact top k is returned, which contains these values.
     """
     if gpu := device_kernels(x=x):
         _last.effort = _last.thresholds = gpu

@@ -42,10 +42,10 @@ _CHECKSUM_FAULT = 9  # and 10: another length than was expected (csrc/cuda/wire.
 def scatter_add_(dense: Any, indices: Any, values: Any, *, wait: bool = True) -> Any:
     """Compute dense[indices] += values, entry by entry in order. Return `dense`.
 
-    dense: (d,) float32, bfloat16 or float16 (each sum is rounded once). indices: (k,) uint32 as `topk` gives them, or
-    another integer type; repeated ones add up. values: (k,) float32, bfloat16 or float16. Raises ArgumentError if
-    an index is outside 0..d-1 or lengths differ; nothing is written then. On a GPU the call waits for the check;
-    with wait=False it does not wait, and invalid indices write nothing without an error.
+    dense: (d,) float32, bfloat16 or float16 (each sum is rounded once). indices: (k,) uint32 as `topk` returns them,
+    or another integer type; values of repeated indices add up. values: (k,) float32, bfloat16 or float16. Raises
+    ArgumentError if an index is outside 0..d-1 or lengths differ; nothing is written then. On a GPU the call waits for
+    the check; with wait=False it does not wait, and invalid indices write nothing without an error.
     """
     if gpu := device_kernels(dense=dense, indices=indices, values=values):
         verdict, places = gpu.scatter_add_(dense, indices, values)
@@ -145,8 +145,8 @@ def decode_add_(dense: Any, buffer: Any, scale: float = 1.0, *, wait: bool = Tru
     values were finite.
 
     dense: (length,) float32, bfloat16 or float16. Raises WireError as `decode` does, also if the shard's length is
-    not dense's; nothing is written then. On a GPU the call waits for the check; with wait=False it returns at once,
-    a bool tensor on the device that is also False if the buffer cannot be decoded, which then adds nothing.
+    not dense's; nothing is written then. On a GPU the call waits for the check. With wait=False it does not wait, and
+    returns a bool tensor on the device: False also if the buffer cannot be decoded; then nothing is added.
     """
     if gpu := device_kernels(dense=dense, buffer=buffer):
         verdict = gpu.decode_add_(dense, buffer, scale)

@@ -114,8 +114,8 @@ class Attempt:
         if not self._running and all(log.path.exists() for log in self._logs.values()):
             self._running = True
             messages.append(Running())
-        endings = [] if self.has_ended else self._endings()
-        messages += self._steps()
+        endings = [] if self.has_ended else self._report_ends()
+        messages += self._report_steps()
         messages += endings
         now = time.monotonic()
         if not self.has_ended and now > self._end_at:
@@ -124,23 +124,23 @@ class Attempt:
             self._kill_commands()
         return messages
 
-    def _steps(self) -> list[Message]:
+    def _report_steps(self) -> list[Message]:
         now = time.monotonic()
         if now - self._steps_reported_at < _STEP_SECONDS and not self.has_ended:
             return []
         self._steps_reported_at = now
-        new = self._new_records()
+        new = self._read_new_records()
         record = new[-1][0] if new else None
         self._progress = new[-1][1] if new else self._progress
         cache = self._read_cache()
-        collectives, printed = self._life(now)
+        collectives, printed = self._read_signs_of_life(now)
         if record is None and not collectives and not printed and (cache is None or cache == self._cache):
             return []
         self._cache = cache
         values = dataclasses.asdict(record) if record else {}
         return [StepDone(record=values, cache=cache, collectives=collectives, printed=printed)]
 
-    def _new_records(self) -> list[tuple[StepRecord, int]]:
+    def _read_new_records(self) -> list[tuple[StepRecord, int]]:
         """Return the new step records. A script may write anything into their file: an invalid record is skipped, and
         reported once."""
         try:
@@ -162,7 +162,7 @@ class Attempt:
         except OSError:
             return 0
 
-    def _life(self, now: float) -> tuple[dict[int, int], bool]:
+    def _read_signs_of_life(self, now: float) -> tuple[dict[int, int], bool]:
         """Return the number of collectives of the ranks that have entered some since the last call, and True if a rank
         has printed something."""
         if now - self._life_reported_at < _LIFE_SECONDS and not self.has_ended:
@@ -188,28 +188,28 @@ class Attempt:
             cached_bytes=int(report.get("cachedBytes") or 0),
         )
 
-    def _endings(self) -> list[Message]:
+    def _report_ends(self) -> list[Message]:
         ended = self.proxy.poll() is not None and not descendants(but=self._dataset.pids())
         open_ranks = [rank for rank in self.ranks if rank not in self.reports]
         reported = [rank for rank in open_ranks if report_path(self.directory, rank).exists()]
-        messages: list[Message] = [self._keep(self._read(rank)) for rank in reported]
+        messages: list[Message] = [self._keep_report(self._read_report(rank)) for rank in reported]
         if ended and (self.exit_code or self._dataset.has_final_report()):
             started = [rank for rank in self.ranks if rank not in self.reports and self._logs[rank].path.exists()]
-            messages += [self._keep(self._missing_report(rank)) for rank in started]
+            messages += [self._keep_report(self._build_missing_report(rank)) for rank in started]
             self.has_ended = True
             self._finish_logs()
             code = self.proxy.returncode
             messages.append(ProxyEnded(exit_code=code if code >= 0 else 128 - code))
         return messages
 
-    def _read(self, rank: int) -> RankReport:
+    def _read_report(self, rank: int) -> RankReport:
         try:
             report = RankReport.read(report_path(self.directory, rank))
         except (OSError, ValueError):  # a script wrote the file, not the shim
-            return self._missing_report(rank)
-        return report if report.rank == rank else self._missing_report(rank)
+            return self._build_missing_report(rank)
+        return report if report.rank == rank else self._build_missing_report(rank)
 
-    def _keep(self, report: RankReport) -> Report:
+    def _keep_report(self, report: RankReport) -> Report:
         if report.signal == "SIGKILL" and report.ended >= self._killed:
             report = dataclasses.replace(report, told_to_end=True)
         self.reports[report.rank] = report
@@ -222,7 +222,7 @@ class Attempt:
             )
         return Report(report=dataclasses.asdict(report.brief(_REPORT_CHARACTERS)), oom_kills=self.oom_kills)
 
-    def _missing_report(self, rank: int) -> RankReport:
+    def _build_missing_report(self, rank: int) -> RankReport:
         """Return a report for a rank whose shim was killed together with it."""
         now = time.time()
         lines, traceback = tail(log_path(self.directory, rank))

@@ -161,15 +161,15 @@ class LaunchPlan(Message):
     """The uid of the TrainingJob."""
     attempt: int = Field(ge=1)
     workers: tuple[ExpectedWorker, ...] = Field(min_length=1)
-    """By index, 0 to n-1. If the text is too long for a variable, it holds `made` instead: only the attempts, from
-    which the names of the pods follow."""
+    """The workers by index, 0 to n-1. If the text is too long for a variable, it holds `made` instead: only the
+    attempts, from which the names of the pods follow."""
     slots: int = Field(default=1, ge=1)
     """Ranks per worker."""
     mpi: Literal["MPICH", "OpenMPI"] = "MPICH"
     rendezvous_seconds: float = Field(default=600.0, gt=0)
     """How long the workers may take to join. Then the attempt fails and names the missing workers."""
     stall_seconds: float = Field(default=0.0, ge=0)
-    """After the first step, the attempt fails if no rank finishes a step for this time; 0: never."""
+    """The attempt fails if no rank finishes a step for this time after the first step; 0: never."""
     startup_seconds: float = Field(default=0.0, ge=0)
     """The same limit for the first step of the attempt, from the start of the ranks; 0: never."""
     lost_seconds: float = Field(default=20.0, gt=0)

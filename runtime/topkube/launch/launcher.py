@@ -84,7 +84,7 @@ def run_launcher() -> int:
 
 
 class Failed(Exception):
-    """The attempt cannot go on, for a known reason."""
+    """The attempt cannot continue, for a known reason."""
 
     def __init__(self, failure: FirstFailure) -> None:
         self.failure = failure
@@ -120,13 +120,13 @@ class JobLauncher:
             state=self._state,
             joined=len(present),
             missing=tuple(worker.index for worker in self.plan.workers if worker.index not in present),
-            refused=self._refused(present),
+            refused=self._list_refused(present),
             progress=self.members.steps.progress(),
             first_failure=self._failure,
             cache=combine_caches(self.members.caches.values()),
         )
 
-    def _refused(self, present: Collection[int]) -> tuple[Refusal, ...]:
+    def _list_refused(self, present: Collection[int]) -> tuple[Refusal, ...]:
         """Return the workers that are rejected and have not joined."""
         reasons = self._rendezvous.refused
         missing = [index for index in reasons if index not in present][:MOST_REFUSALS]
@@ -221,7 +221,7 @@ class JobLauncher:
 
     async def _start_ranks(self, directory: Path) -> None:
         """Start mpiexec, and send each worker the parameters of its proxy."""
-        members, slots = [self.members.by_index[index] for index in self._rank_order()], self.plan.slots
+        members, slots = [self.members.by_index[index] for index in self._choose_rank_order()], self.plan.slots
         hosts = [member.hello.ip for member in members]
         shim = [members[0].hello.python, "-m", "topkube.launch.rank", "--no-echo"]
         self._mpiexec = Mpiexec(self._mpi, hosts, slots, shim, directory, self._say)
@@ -244,7 +244,7 @@ class JobLauncher:
             self._say(warning)
         self.members.steps.start()
 
-    def _rank_order(self) -> tuple[int, ...]:
+    def _choose_rank_order(self) -> tuple[int, ...]:
         """Return the indexes of the workers in the order of their ranks."""
         return self.plan.order or tuple(sorted(self.members.by_index))
 

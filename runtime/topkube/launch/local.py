@@ -149,9 +149,8 @@ class LocalRun:
         reap_orphans(self._others | {self._process.pid})
         if not descendants(but=self._others):
             return True
-        self._kill_at = min(
-            self._kill_at, time.monotonic() + GRACE_SECONDS + 5
-        )  # longer than the grace period of the shims
+        after_shims = time.monotonic() + GRACE_SECONDS + 5  # longer than the grace period of the shims
+        self._kill_at = min(self._kill_at, after_shims)
         time.sleep(min(seconds, 0.05))
         return False
 

@@ -47,7 +47,7 @@ _CLOCK_SECONDS = 2.0
 
 @dataclass
 class Member:
-    """A worker that has joined the attempt. Times are monotonic, unless they say otherwise."""
+    """A worker that has joined the attempt. Times are those of time.monotonic(), except Unix times."""
 
     index: int
     hello: Hello
@@ -56,42 +56,42 @@ class Member:
     clock: float = 0.0
     """Seconds to add to the worker's clock to get the launcher's."""
     closed: float | None = None
-    """When its connection was closed; None while it is connected."""
+    """When the worker's connection was closed; None while the worker is connected."""
     running: bool = False
     ended: bool = False
     asked: bool = False
-    """True if the launcher has asked it to check its ranks, after a failure."""
+    """True if the launcher has asked the worker to check its ranks, after a failure."""
     has_checked: bool = False
-    """True if it has done so."""
+    """True if the worker has checked its ranks."""
     terminating: float | None = None
-    """When its pod was asked to end (Unix time)."""
+    """When the worker's pod was asked to end (Unix time)."""
     proxy: ProxyEnded | None = None
-    """How its MPI proxy ended; None while the proxy runs."""
+    """How the worker's MPI proxy ended; None while the proxy runs."""
     proxy_ended: float = 0.0
-    """When it reported that."""
+    """When the worker reported the end of its proxy."""
     oom_kills: int = 0
     lost_output_bytes: int = 0
     reports: dict[int, RankReport] = field(default_factory=dict)
-    """How its ranks ended, by rank."""
+    """How the worker's ranks ended, by rank."""
 
     def silent_seconds(self) -> float:
-        """Return the seconds since its last message."""
+        """Return the seconds since the worker's last message."""
         return time.monotonic() - self.link.heard
 
     def is_gone(self, now: float) -> bool:
-        """Return True if its connection was closed and did not come back."""
+        """Return True if the worker's connection was closed and did not come back."""
         return not self.link.connected and self.closed is not None and now - self.closed > CLOSED_SECONDS
 
     def is_lost(self, now: float, lost_seconds: float) -> bool:
-        """Return True if it is gone, or has been silent for longer than `lost_seconds`."""
+        """Return True if the worker is gone, or has been silent for longer than `lost_seconds`."""
         return self.is_gone(now) or self.silent_seconds() > lost_seconds
 
     def may_send(self, now: float, lost_seconds: float) -> bool:
-        """Return True if it may still send something: it has not reported its end, and it is not lost."""
+        """Return True if the worker may still send a message: it has not reported its end, and it is not lost."""
         return not (self.ended or self.is_lost(now, lost_seconds))
 
     def may_be_lost(self, now: float, lost_seconds: float) -> bool:
-        """Return True if it may be lost, but may also come back."""
+        """Return True if the worker may be lost, but may also come back."""
         if self.proxy is not None and self.proxy.problem:
             return False
         if not self.link.connected and self.closed is not None:
@@ -99,11 +99,11 @@ class Member:
         return _SILENT_SECONDS < self.silent_seconds() <= lost_seconds
 
     def owes_reports(self, slots: int) -> bool:
-        """Return True if one of its ranks may have ended without a report to the launcher."""
+        """Return True if a rank of the worker may have ended without a report to the launcher."""
         return self.link.connected and self.proxy is None and len(self.reports) < slots and not self.has_checked
 
     def request_check(self, slots: int) -> None:
-        """Ask the worker to check its ranks, if it owes reports and has not been asked yet."""
+        """Ask the worker to check its ranks, if it owes reports and was not asked before."""
         if not self.asked and self.owes_reports(slots):
             self.asked = True
             self.link.send(CheckRanks())
@@ -141,9 +141,10 @@ class Members:
         self._plan, self._state, self._say = plan, state, say
         self._run = uuid.uuid4().hex
 
-    # ---- questions about all of them
+    # ---- the state of all workers
 
     def in_order(self) -> list[Member]:
+        """Return the workers in the order of their indexes."""
         return [self.by_index[index] for index in sorted(self.by_index)]
 
     def all_connected(self) -> bool:
@@ -152,6 +153,7 @@ class Members:
         return len(members) == len(self._plan.workers) and all(member.link.connected for member in members)
 
     def all_running(self) -> bool:
+        """Return True if all ranks of all workers run."""
         return all(member.running for member in self.by_index.values())
 
     def all_reported(self) -> bool:
@@ -160,9 +162,11 @@ class Members:
         return sum(len(member.reports) for member in members) == len(members) * self._plan.slots
 
     def all_proxies_ended(self) -> bool:
+        """Return True if the MPI proxies of all workers have ended."""
         return all(member.proxy is not None for member in self.by_index.values())
 
     def any_may_send(self, now: float) -> bool:
+        """Return True if a worker may still send a message."""
         return any(member.may_send(now, self._plan.lost_seconds) for member in self.by_index.values())
 
     # ---- failures
@@ -174,7 +178,7 @@ class Members:
 
     def note_lost(self, now: float) -> None:
         """Note a failure if a worker is lost, or if its proxy has ended without reports of all ranks. mpiexec itself
-        may wait for ever for a proxy that ended before it was connected."""
+        may wait forever for a proxy that ended before it was connected."""
         for member in self.by_index.values():
             if member.is_lost(now, self._plan.lost_seconds):
                 self.note_failure()

@@ -197,16 +197,15 @@ class Keeper:
                     echo = Echo(target.fileno(), lambda: _is_asked_to_end(wake)) if self.echo else None
                     selector.register(stream, selectors.EVENT_READ, Copy(stream.fileno(), log, echo))
         while child.poll() is None:
-            self._turn(selector, wake, child)
+            self._handle_events(selector, wake, child)
         ended = time.time()
         if os.getppid() != self.front:
             self._front_ended = self._front_ended or ended
         selector.unregister(wake)
         copies = [key.data for key in selector.get_map().values()]
         _copy_rest(selector)
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # what the command left behind, such as data loaders
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            # Processes that the command left behind, such as data loaders.
             os.killpg(child.pid, signal.SIGKILL)
         for copy in copies:
             copy.copy_last()
@@ -215,10 +214,13 @@ class Keeper:
         self._report(log, started, ended, code, number, memory_kills() > kills)
         return code
 
-    def _turn(self, selector: selectors.BaseSelector, wake: socket.socket, child: subprocess.Popen[bytes]) -> None:
+    def _handle_events(
+        self, selector: selectors.BaseSelector, wake: socket.socket, child: subprocess.Popen[bytes]
+    ) -> None:
+        """Wait for output, a signal or the next deadline, and handle it."""
         now = time.monotonic()
-        next_look = min(self._stop_at, self._kill_at)
-        for key, _ in selector.select(max(0.0, next_look - now) if next_look < float("inf") else None):
+        deadline = min(self._stop_at, self._kill_at)
+        for key, _ in selector.select(max(0.0, deadline - now) if deadline < float("inf") else None):
             if key.fileobj is not wake:
                 if not key.data.copy_some():
                     selector.unregister(key.fileobj)

@@ -228,7 +228,7 @@ class Worker:
 
     async def _call(self, client: aiohttp.ClientSession, seconds: float) -> None:
         """Call the launcher and serve the connection until it ends. Raises what `Session.call` raises."""
-        socket, welcome = await self._session.call(client, self._hello, seconds)
+        socket, welcome = await self._session.call(client, self._build_hello, seconds)
         if self._calls.problem is not None:
             clear_ending(self._termination_log)
         self._calls.answered()
@@ -258,7 +258,7 @@ class Worker:
             self._is_unreachable = True
             self._done.set()
 
-    def _hello(self) -> Hello:
+    def _build_hello(self) -> Hello:
         link, welcome = self._session.link, self._session.welcome
         return Hello(
             session=self._session_id,

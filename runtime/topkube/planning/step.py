@@ -19,6 +19,7 @@ from typing import Any
 from topkube import algorithms
 from topkube.algorithms import DENSE, Algorithm, Machines, Workload, cost, reduce_scatter_memory
 from topkube.errors import ArgumentError
+from topkube.installation import install_command
 from topkube.planning.profile import Gradient, HostCost, StepProfile
 from topkube.planning.simulation import COMMUNICATION, COMPUTE, DELIVERY, INPUT, LATENCY, LINK, Task, simulate
 
@@ -266,7 +267,7 @@ def _largest(profile: StepProfile, compresses: bool, ranks: int) -> int | None:
         raise ArgumentError(
             f"a step cannot be predicted: {error}",
             cause="torch is not installed; the rule that makes buckets is part of the training loop",
-            next_step="pip install 'topkube[train]'",
+            next_step=install_command("train"),
         ) from error
     return profile.bucket_bytes or largest_bucket(compresses, profile.on_cpu, ranks)
 

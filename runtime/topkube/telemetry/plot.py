@@ -65,8 +65,8 @@ def draw(history: History, path: Path, title: str) -> None:
         layout: Any = figure.get_layout_engine()
         layout.set(h_pad=0.12, w_pad=0.12)
         figure.suptitle(title, x=0.015, ha="left", fontsize=12.5, fontweight="bold")
-        _losses(upper, steps, np.array(history.losses))
-        _times(lower, steps, history)
+        _draw_losses(upper, steps, np.array(history.losses))
+        _draw_times(lower, steps, history)
         for axes in (upper, lower):
             axes.grid(axis="y", color=GRID, linewidth=0.8)
             axes.set_axisbelow(True)
@@ -84,7 +84,7 @@ def draw(history: History, path: Path, title: str) -> None:
             pyplot.close(figure)
 
 
-def _losses(axes: Any, steps: Values, losses: Values) -> None:
+def _draw_losses(axes: Any, steps: Values, losses: Values) -> None:
     axes.set_ylabel("loss")
     has_loss = np.isfinite(losses)
     if not has_loss.any():
@@ -113,7 +113,7 @@ def _losses(axes: Any, steps: Values, losses: Values) -> None:
     axes.legend(**_ABOVE, ncols=2)
 
 
-def _times(axes: Any, steps: Values, history: History) -> None:
+def _draw_times(axes: Any, steps: Values, history: History) -> None:
     axes.set_ylabel("time per step, ms")
     columns = {part: 1000 * np.array(history.seconds[part]) for part in PARTS}
     total = sum(columns.values())

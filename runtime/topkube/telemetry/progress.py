@@ -57,7 +57,7 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
-        """Return the record in a line. Names that this version does not know are ignored."""
+        """Return the record in a line. Unknown names are ignored."""
         known = {entry.name for entry in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in json.loads(line).items() if name in known})
 

@@ -170,7 +170,7 @@ class Trace:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(self._path, json.dumps(content, separators=(",", ":")))
-            except OSError as error:  # training goes on without its trace
+            except OSError as error:  # training continues without its trace
                 print(f"topkube: warning: the trace of rank {self._rank} is lost: {error}", file=sys.stderr, flush=True)
         self._events = []
 

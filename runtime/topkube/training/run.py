@@ -38,7 +38,7 @@ from topkube.training.reporting.terminal import TerminalBar
 from topkube.training.run_checkpoints import RunCheckpoints
 from topkube.world import current
 
-_CACHE_LOOK_SECONDS = 1.0
+_CACHE_CHECK_SECONDS = 1.0
 """Time between two reads of the data cache's counters."""
 
 
@@ -97,7 +97,7 @@ class Run:
         self._report = (0.0,) * 5
         self._writer: StepWriter | TerminalBar | None = None
         self._metrics: RankMetrics | None = None
-        self._last_time = self._cache_looked = 0.0
+        self._last_time = self._cache_checked = 0.0
         self._hook: Any = None
         self._previous_handler: Any = None
 
@@ -251,8 +251,8 @@ class Run:
             time=time.time(),
         )
         if self._metrics is not None:
-            if now >= self._cache_looked + _CACHE_LOOK_SECONDS:
-                self._cache_looked = now
+            if now >= self._cache_checked + _CACHE_CHECK_SECONDS:
+                self._cache_checked = now
                 self._metrics.cache(statistics())
             self._metrics.step(now - self._last_time, own, self._optimizer.turns.samples, self._gauges(self._record))
         self._last_time = now

@@ -108,7 +108,7 @@ class Group:
             time.sleep(0.02)
 
     def remove(self, seconds: float = 10.0) -> None:
-        """Remove the group, with all below it, from every hierarchy. Kills what is in it."""
+        """Kill the processes of the group, and remove the group and its subgroups from every hierarchy."""
         self.kill(seconds)
         deadline = time.monotonic() + seconds
         for hierarchy in hierarchies():

@@ -19,7 +19,7 @@ started: list[subprocess.Popen[bytes]] = []  # by this process; kept so that the
 def run(
     *command: str | Path, stdin: str | bytes | None = None, check: bool = True, env: dict[str, str] | None = None
 ) -> str:
-    """Run a command to its end and return what it printed. Raises RuntimeError with its words when it fails."""
+    """Run a command to its end and return its output. Raises RuntimeError with the output if it fails."""
     data = stdin.encode() if isinstance(stdin, str) else stdin
     done = subprocess.run([str(part) for part in command], input=data, capture_output=True, env=env)
     if check and done.returncode:
@@ -73,7 +73,7 @@ class Daemon:
         self.start()
 
     def terminate(self, seconds: float = 10.0) -> None:
-        """SIGTERM; SIGKILL to what is left after `seconds`."""
+        """Send SIGTERM, and SIGKILL to the processes that still run after `seconds`."""
         for process in self.group.processes():
             try:
                 os.kill(process, signal.SIGTERM)

@@ -273,7 +273,8 @@ class Store:
 
 
 def _pip_configuration() -> Iterator[tuple[str, str, str | None]]:
-    """What pip needs on this machine: (build argument, its value in the build, file or folder mounted there)."""
+    """Return the configuration of pip on this machine: (build argument, its value in the build, file or folder mounted
+    there)."""
     listing = run(sys.executable, "-m", "pip", "config", "list")
     settings = dict(line.split("=", 1) for line in listing.splitlines() if "=" in line)
     values = {name.rsplit(".", 1)[-1]: value.strip("'\"") for name, value in settings.items()}
@@ -296,7 +297,7 @@ def _named(socket: Path, layout: Path, manifest: bytes) -> bool:
 
 
 def _import(socket: Path, layout: Path, manifest: bytes, present: set[str]) -> None:
-    """Import one image: an OCI archive, on the way without the layers in `present`."""
+    """Import one image, an OCI archive, without the layers in `present`."""
     parsed = json.loads(manifest)
     blobs = [parsed["config"]["digest"], *(layer["digest"] for layer in parsed["layers"])]
     reference = {

@@ -16,12 +16,12 @@ def make_bridge(layout: Layout) -> None:
 
 
 def reach_services(layout: Layout, node: Node) -> None:
-    """From the machine itself services are reached through `node`, whose kube-proxy knows them."""
+    """Make services reachable from the machine itself, through `node`, whose kube-proxy routes them."""
     run("ip", "route", "replace", layout.service_range, "via", node.address)
 
 
 def remove_bridge(layout: Layout) -> None:
-    """Remove the bridge and what is plugged into it, by name; routes over it go with it."""
+    """Remove the bridge and the links that are connected to it, by name; the routes over it are removed too."""
     for line in run("ip", "-o", "link", "show", "type", "veth").splitlines():
         link = line.split(":")[1].strip().split("@")[0]
         if link.startswith(f"{layout.name}-"):

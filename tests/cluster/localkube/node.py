@@ -73,7 +73,8 @@ class Node:
         return Daemon(f"{self.name}/{name}", self.group / "system" / name, log, command, self.enter)
 
     def enter(self) -> list[str]:
-        """The prefix of a command that runs in the node's namespaces. Raises RuntimeError where the node is down."""
+        """Return the prefix of a command that runs in the node's namespaces. Raises RuntimeError if the node is
+        down."""
         processes = self.holder.group.processes()
         if not processes:
             raise RuntimeError(f"{self.name} is not up")
@@ -140,7 +141,8 @@ class Node:
         run("ip", "route", "replace", layout.pod_range(self.index), "via", self.address)
 
     def _mounts(self) -> str:
-        """A shell script: folders that kubelet and containerd know by fixed names are this node's own; then wait."""
+        """Return a shell script that replaces the folders with fixed names of kubelet and containerd by folders of this
+        node, and then waits."""
         lines = []
         for place in ("/var/lib/kubelet", "/var/lib/cni", "/var/lib/topkube", "/var/log/pods", "/var/log/containers"):
             own = self.folder / place.strip("/").replace("/", "-")

@@ -1,4 +1,5 @@
-"""Cases of the all-reduce algorithms. Inputs come from (seed, rank): every rank knows what all others hold."""
+"""Cases of the all-reduce algorithms. Inputs are computed from (seed, rank), so every rank can compute the inputs of
+all ranks."""
 
 from __future__ import annotations
 
@@ -235,7 +236,7 @@ class Simulation:
 
 
 def case_nothing_is_lost(world: World) -> None:
-    """What was sent plus what every residual holds is the sum of all inputs."""
+    """The sent entries plus all residuals are the sum of all inputs."""
     for name in WITH_RESIDUAL:
         for wire in WIRES:
             length = 9_999

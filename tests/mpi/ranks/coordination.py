@@ -1,5 +1,5 @@
-"""Cases of what a script calls besides training, in the world of all ranks and in sub-worlds. Every rank knows what all
-others pass, so results are compared with those of one process."""
+"""Cases of the calls for scripts other than training, in the world of all ranks and in sub-worlds. Every rank can
+compute the arguments of all ranks, and compares results with those of one process."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def case_arrays_of_different_lengths_are_joined(world: World) -> None:
         topkube.allgather(["a", None])
 
 
-def case_objects_travel_in_pieces(world: World) -> None:
+def case_large_objects_are_sent_in_pieces(world: World) -> None:
     def payload(rank: int) -> dict[str, object]:
         return {"rank": rank, "text": "x" * 3000 * rank, "array": np.arange(rank)}
 
@@ -139,7 +139,7 @@ def case_objects_that_cannot_be_pickled_are_refused_on_all_ranks(world: World) -
         topkube.gather_object(threading.Lock() if world.rank == last else 1)
     with pytest.raises(ArgumentError, match=f"pass a rank from 0 to {last}"):
         topkube.broadcast_object(1, root=world.size)
-    topkube.barrier()  # and the world goes on
+    topkube.barrier()  # the world still works
 
 
 def case_calls_may_be_made_while_gradients_are_exchanged(world: World) -> None:
@@ -154,8 +154,8 @@ def case_calls_may_be_made_while_gradients_are_exchanged(world: World) -> None:
         assert (future.result() == world.size).all()
 
 
-def everything(world: World | None) -> None:
-    """What works in a world works in a sub-world."""
+def check_all_calls(world: World | None) -> None:
+    """Check every call in `world`; return at once if `world` is None."""
     if world is None:
         return
     for name in [
@@ -192,7 +192,7 @@ def case_sub_worlds_work_like_worlds(world: World) -> None:
         1,
         (tuple(range(world.local_size)),),
     )
-    everything(own)
+    check_all_calls(own)
     across = [topkube.new_world([ranks[i] for ranks in world.node_ranks]) for i in range(world.shards)]
     own_world = next((sub for sub in across if sub is not None), None)
     if world.local_rank < world.shards:
@@ -203,18 +203,18 @@ def case_sub_worlds_work_like_worlds(world: World) -> None:
             1,
             1,
         )
-    everything(own_world)
+    check_all_calls(own_world)
     backwards = topkube.new_world(range(world.size)[::-1])
     assert backwards is not None
     assert (backwards.rank, backwards.members[0]) == (world.size - 1 - world.rank, world.size - 1)
-    everything(backwards)
-    everything(topkube.new_world([0]))
-    everything(topkube.new_world(range(max(1, world.size - 1))))  # uneven where nodes are even
-    everything(world)
+    check_all_calls(backwards)
+    check_all_calls(topkube.new_world([0]))
+    check_all_calls(topkube.new_world(range(max(1, world.size - 1))))  # uneven where nodes are even
+    check_all_calls(world)
     topkube.barrier()
 
 
-def case_a_sub_world_of_ranks_that_are_not_there_is_refused(world: World) -> None:
+def case_a_sub_world_of_unknown_ranks_is_refused(world: World) -> None:
     for ranks in ([], [0, 0], [world.size], [-1]):
         with pytest.raises(ArgumentError, match="pass each rank once"):
             topkube.new_world(ranks)

@@ -1,5 +1,5 @@
-"""The whole path of a training on many ranks: as 2, 8 and 16 nodes, even and uneven, one after another in the same
-processes, because starting ranks is what costs time. `benchmarks/ranks.py` measures the same."""
+"""All parts of a training on many ranks: as 2, 8 and 16 nodes, even and uneven, one after another in the same
+processes, because the start of ranks takes most of the time. `benchmarks/ranks.py` measures the same."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Times:
 
 
 def layouts(ranks: int) -> dict[str, tuple[int, ...]]:
-    """Ranks of each node, by a name that says what is special."""
+    """Return the ranks of each node, by a name that describes the layout."""
 
     def spread(nodes: int, uneven: bool) -> tuple[int, ...]:
         counts = [ranks // nodes] * nodes
@@ -122,7 +122,7 @@ def skip(times: Times) -> None:
 
 
 def run_to(times: Times, directory: str, step: int, phase: str) -> None:
-    """A run with checkpoints in `directory`, which starts where the last one there ended."""
+    """Run with checkpoints in `directory`. The run continues where the last run in that directory ended."""
     model = network()
     optimizer = distributed(model, aggregation="hitopk", density=0.05)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=1000)
@@ -161,7 +161,7 @@ def whole_path(nodes: tuple[int, ...], directory: str, step: int = 1) -> dict[st
 
 
 def leave(world: World, directory: str) -> None:
-    """A checkpoint of one step in `directory`, for other numbers of ranks to go on from."""
+    """Write a checkpoint of one step to `directory`, from which other numbers of ranks continue."""
     joined((1,) * world.size)
     run_to(Times(), directory, 1, "checkpoint")
 

@@ -21,7 +21,7 @@ from topkube.collectives import all_reduce
 from topkube.errors import AlgorithmError, ArgumentError, JobError
 from topkube.job import TrainingJob
 from topkube.job.algorithm_name import is_foreign
-from topkube_operator.planning.admission import warnings
+from topkube_operator.planning.admission import list_warnings
 
 HITOPK = find("hitopk")
 JOB = {
@@ -125,7 +125,7 @@ def test_a_script_registers_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_installed_algorithm_is_in_the_catalogue_and_in_jobs(site: Path) -> None:
     assert is_foreign("acme.stride-k")
-    assert "is not known here" in warnings(job("acme.stride-k"))[0]
+    assert "is not known here" in list_warnings(job("acme.stride-k"))[0]
     install_page(site)
     catalogue._installed.cache_clear()
     assert "acme_topkube" not in sys.modules
@@ -133,7 +133,7 @@ def test_an_installed_algorithm_is_in_the_catalogue_and_in_jobs(site: Path) -> N
     assert "acme_topkube" not in sys.modules, "listing names must not load packages"
     assert find("acme.stride-k").on_device
     assert str(algorithms.package_of("acme.stride-k")) == "acme-topkube 1.0"
-    assert warnings(job("acme.stride-k")) == []
+    assert list_warnings(job("acme.stride-k")) == []
     with pytest.raises(JobError, match=r"'acme.stridek' is not one of auto, .*did you mean acme.stride-k\?"):
         job("acme.stridek")
     with pytest.raises(ArgumentError, match=r"did you mean 'acme.stride-k'\?"):

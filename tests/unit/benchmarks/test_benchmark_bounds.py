@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic and its check of results: a wrong bound flatters, a check that passes all hides."""
+"""The benchmark's arithmetic and its check of results: bounds are not too low, and the check refuses wrong results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark's nodes: separate machines joined by links of the stated speed, gone when their owner is gone."""
+"""The benchmark's nodes: separate machines with links of the stated speed, which end with their owner."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_killed_run_leaves_its_directory_to_the_next(tmp_path: Path) -> None:
     assert not directory.exists()
 
 
-def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_the_error_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(NetworkError, match="need root"):
         Network(2)

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md says what was measured: text and pictures are those that the stored results give."""
+"""docs/benchmarks.md agrees with the measurements: text and pictures are those of the stored results."""
 
 from __future__ import annotations
 

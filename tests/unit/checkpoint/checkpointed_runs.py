@@ -36,7 +36,7 @@ def train(
     more: dict[str, object] | None = None,
     **settings: object,
 ) -> topkube.training.Run:
-    """A run in `directory`; saves every 2 steps and keeps 2 checkpoints unless told otherwise."""
+    """Run in `directory`. By default, save every 2 steps and keep 2 checkpoints."""
     model, optimizer = pair or training(width, make)
     data = list(torch.randn(6, 4, 20, generator=torch.Generator().manual_seed(0)))
     values = {"checkpoint_directory": str(directory), "checkpoint_every": 2, "checkpoint_keep": 2, **settings}

@@ -1,4 +1,4 @@
-"""Checkpoints on one rank: what survives a kill, a full disk, damage, and a run that should be dead."""
+"""Checkpoints on one rank after a kill, on a full disk, with damage, and beside a run that was given up."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def files_end_at(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_training_goes_on_where_the_disk_refuses_a_checkpoint(
+def test_training_continues_if_the_disk_refuses_a_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_state = state_file.write_state
@@ -276,7 +276,7 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
 # SIGKILL and SIGTERM
 
 
-def test_a_run_that_is_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_while_saving_continues_bit_for_bit(tmp_path: Path) -> None:
     """SIGKILL before each change of the directory: at most the save under way is lost, and the end is the same. Every
     step is saved; the save of the step before the last one that was told may be under way when the kill comes."""
     ended = subprocess.run(

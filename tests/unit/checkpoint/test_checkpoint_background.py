@@ -1,4 +1,4 @@
-"""Saves beside training: what is written while training goes on, and what may go wrong meanwhile."""
+"""Saves at the same time as training: what they write, and how they fail."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def begin(to: CheckpointStore, step: int) -> None:
 
 
 def batches(run: topkube.training.Run, model: torch.nn.Module, optimizer: Any, total: int) -> Iterator[int]:
-    """Trains on; yields after the update of each step, with its number."""
+    """Train, and yield the number of each step after its update."""
     for x in run.progress([torch.ones(4, 20)] * total):
         model(x).square().mean().backward()
         optimizer.step()
@@ -65,7 +65,7 @@ def batches(run: topkube.training.Run, model: torch.nn.Module, optimizer: Any, t
         yield run.step + 1
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_the_checkpoint_is_that_of_its_step(
+def test_training_continues_while_a_checkpoint_is_written_and_the_checkpoint_is_that_of_its_step(
     tmp_path: Path, gate: Gate
 ) -> None:
     model, optimizer = training()
@@ -85,7 +85,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_checkpoint_is_th
     assert not torch.equal(saved["0.weight"], model.state_dict()["0.weight"])
 
 
-def test_a_checkpoint_is_published_while_training_goes_on(tmp_path: Path) -> None:
+def test_a_checkpoint_is_published_while_training_continues(tmp_path: Path) -> None:
     model, optimizer = training()
     settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=2)
     seen = 0
@@ -110,7 +110,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
     assert names(tmp_path) == ["step-00000001.run-00001", "step-00000002.run-00001"]
 
 
-def test_a_swept_temporary_folder_is_not_taken_for_a_full_disk(tmp_path: Path, gate: Gate) -> None:
+def test_a_removed_temporary_folder_is_not_reported_as_a_full_disk(tmp_path: Path, gate: Gate) -> None:
     checkpoints = claimed(tmp_path)
     begin(checkpoints, 1)
     shutil.rmtree(tmp_path / ".step-00000001.run-00001.tmp")
@@ -171,7 +171,7 @@ def test_a_script_that_fails_leaves_no_thread_and_publishes_nothing(tmp_path: Pa
 
 
 def test_a_process_that_is_forked_while_a_state_is_written_does_not_change_the_file(tmp_path: Path) -> None:
-    """The child ends as programs do, and would flush what it has inherited."""
+    """The child ends normally, and would write the buffers that it has inherited."""
     ended = subprocess.run(
         [sys.executable, str(FORKING), str(tmp_path / "state.pt")],
         capture_output=True,
@@ -184,7 +184,7 @@ def test_a_process_that_is_forked_while_a_state_is_written_does_not_change_the_f
 
 
 def test_residuals_in_a_state_dict_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save writes them while training goes on, without another copy."""
+    """A save writes the residuals while training continues, without another copy."""
     topkube.init()
     model = torch.nn.Linear(40, 40)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -208,7 +208,7 @@ def test_residuals_in_a_state_dict_are_copies(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_ranks_agree_on_does_not_grow_with_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4,096 ranks, of which this one plays rank 0: a few numbers of each are gathered, once."""
+    """This rank plays rank 0 of 4,096 ranks: a few numbers of each rank are gathered once."""
     size, gathered = 4096, []
 
     def gather(self: Stages, values: Any) -> np.ndarray:
@@ -272,7 +272,7 @@ def test_available_memory_is_that_of_the_machine_or_of_the_cgroup(
     assert available_bytes(tmp_path, tmp_path / "none", machine) == wanted
 
 
-def test_training_that_waits_for_slow_storage_says_so_once(
+def test_training_that_waits_for_slow_storage_prints_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("topkube.training.run_checkpoints._LONG_WAIT_SECONDS", 0.0)

@@ -1,4 +1,5 @@
-"""What is saved can be loaded: equal values of equal types, or a CheckpointError at save that names the key."""
+"""The encoding of saved state: loaded values are equal and have equal types, or the save raises a CheckpointError that
+names the key."""
 
 from __future__ import annotations
 

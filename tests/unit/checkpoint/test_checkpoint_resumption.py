@@ -1,4 +1,4 @@
-"""A resume loads everything or nothing, and says why it cannot."""
+"""A resume loads everything or nothing, and its error names the reason."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_format_1_is_resumed(tmp_path: Path) -> None:
 
 
 class Gpus:
-    """A torch.cuda of `count` GPUs, each with a generator of its own."""
+    """A fake torch.cuda of `count` GPUs, each with its own generator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, current: int = 0, started: bool = True) -> None:
         self.generators = [torch.Generator().manual_seed(10 * gpu) for gpu in range(count)]
@@ -194,7 +194,7 @@ def test_a_script_without_gpus_starts_no_cuda(monkeypatch: pytest.MonkeyPatch) -
     assert "cuda" not in generators()
 
 
-def test_a_run_on_gpus_goes_on_with_the_same_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_gpus_continues_with_the_same_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = Gpus(monkeypatch, 2)
     drawn: list[float] = []
 

@@ -1,4 +1,4 @@
-"""What is kept, removed and found again in a directory of checkpoints."""
+"""Which checkpoints of a directory are kept, removed and loaded."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def copy_visible(old: Path, new: Path) -> None:
             shutil.copytree(path, new / path.name)
 
 
-def test_a_run_in_a_copied_folder_goes_on_and_the_next_one_too(tmp_path: Path) -> None:
-    """Claims are hidden, so that the copy has none: the run must still come after those that it was copied from."""
+def test_a_run_in_a_copied_folder_continues_and_so_does_the_next_run(tmp_path: Path) -> None:
+    """Claims are hidden files, so the copy has none. The new run must still come after the copied runs."""
     for steps in (4, 6, 8):
         train(tmp_path / "old", steps)
     copy_visible(tmp_path / "old", tmp_path / "new")
@@ -47,7 +47,7 @@ def test_a_run_in_a_copied_folder_goes_on_and_the_next_one_too(tmp_path: Path) -
     assert resumed.place.step == 14
 
 
-def test_an_older_checkpoint_goes_only_when_enough_newer_ones_are_known_to_be_whole(tmp_path: Path) -> None:
+def test_an_older_checkpoint_is_removed_only_if_enough_newer_checkpoints_are_known_to_be_whole(tmp_path: Path) -> None:
     first = claimed(tmp_path, keep=3)
     for step in (10, 20, 30):
         save(first, step)

@@ -153,7 +153,7 @@ def test_doctor_here() -> None:
     assert all(check["next_step"] for check in checks.values() if check["state"] != "ok")
 
 
-def test_doctor_says_what_is_missing(
+def test_doctor_prints_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = tmp_path / "python"

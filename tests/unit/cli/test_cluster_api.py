@@ -1,4 +1,4 @@
-"""What the cluster commands make of an API server's refusals, of no server, and of a kubeconfig that is of no use.
+"""The cluster commands with an API server that refuses, without an API server, and with an unusable kubeconfig.
 
 The server is a local one that answers as told; tests/cluster has the real one.
 """
@@ -186,7 +186,7 @@ def test_a_launcher_beside_worker_0_is_heard_under_its_own_name(
     assert capsys.readouterr().out == "[worker0] by main\n"
 
 
-def test_a_log_stream_that_breaks_goes_on_where_it_was(
+def test_a_log_stream_that_breaks_continues_where_it_was(
     server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second stream begins with the second of the last line: what was shown is not shown again, nothing is lost."""
@@ -260,7 +260,7 @@ def test_who_waits_for_a_job_outlives_a_restart_of_the_api_server(
     assert "Traceback" not in output.err
 
 
-def test_a_job_that_is_deleted_meanwhile_is_said_to_be(
+def test_a_job_that_is_deleted_meanwhile_is_reported_as_deleted(
     server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
@@ -279,7 +279,7 @@ def test_a_job_that_is_deleted_meanwhile_is_said_to_be(
     assert "the job j was deleted" in capsys.readouterr().err
 
 
-def test_submit_follows_no_longer_than_it_is_told(
+def test_submit_follows_no_longer_than_the_timeout(
     server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"

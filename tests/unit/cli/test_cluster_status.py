@@ -1,4 +1,4 @@
-"""What `topkube status` makes of a job as the cluster holds it, without a cluster."""
+"""The report of `topkube status` about stored jobs, without a cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lines(stored: dict[str, Any]) -> list[str]:
     return list(report(View(stored, [], []), NOW))
 
 
-def test_a_refused_change_stands_out_and_what_is_shown_is_what_the_job_follows() -> None:
+def test_a_refused_change_comes_first_and_the_accepted_spec_is_shown() -> None:
     stored = job(
         "Running",
         condition("Failed", "False", "ChangeRefused", WORDS),
@@ -56,7 +56,7 @@ def test_messages_of_several_lines_do_not_break_the_table() -> None:
 @pytest.mark.parametrize(
     ("phase", "words"), [("Pending", "no room"), ("Starting", "no room"), ("Running", ""), ("Suspended", "")]
 )
-def test_what_a_job_waits_for_is_said_while_it_waits(phase: str, words: str) -> None:
+def test_the_reason_for_waiting_is_shown_while_a_job_waits(phase: str, words: str) -> None:
     assert waiting_reason(job(phase, condition("Running", "False", "Unschedulable", "no\n  room"))) == words
     assert waiting_reason({"metadata": {}, "status": None}) == ""
 

@@ -62,7 +62,7 @@ def planned(*arguments: str, capsys: Any) -> dict[str, Any]:
     return dict(json.loads(capsys.readouterr().out))
 
 
-def test_a_known_case(capsys: Any) -> None:
+def test_bytes_and_times_of_resnet_50_on_16_nodes(capsys: Any) -> None:
     """ResNet-50 over 16 nodes at 25 Gbit/s: 192 MB dense, 15 MB at 1%."""
     options = ["--workers", "16", "--slots", "8", "--parameters", "25.6M", "--link", "25Gbit/s", "--compute", "0.15"]
     plan = planned(*options, capsys=capsys)
@@ -74,12 +74,12 @@ def test_a_known_case(capsys: Any) -> None:
     assert all(0 < row["efficiency"] <= 1 for row in rows.values())
 
 
-def test_a_job_gives_what_is_not_said(capsys: Any) -> None:
+def test_options_that_are_not_passed_come_from_the_job(capsys: Any) -> None:
     plan = planned(str(SAMPLE), "--workers", "4", capsys=capsys)
     assert (plan["workers"], plan["slotsPerWorker"], plan["wanted"], plan["density"]) == (4, 2, "hitopk", 0.01)
 
 
-def test_the_table(capsys: Any) -> None:
+def test_the_table_shows_the_cluster_and_the_chosen_algorithm(capsys: Any) -> None:
     assert run_app(["plan", "--workers", "2", "--slots", "2"]) == 0
     out = capsys.readouterr().out
     assert "2 x 2 ranks, 25,600,000 parameters, density 0.01, bf16; link 10Gbit/s" in out
@@ -98,7 +98,7 @@ def test_the_table(capsys: Any) -> None:
         ("--compute", "0"),
     ],
 )
-def test_mistakes(option: str, value: str, capsys: Any) -> None:
+def test_invalid_options_are_refused(option: str, value: str, capsys: Any) -> None:
     assert run_app(["plan", option, value]) == 2
     assert f"{option} is" in capsys.readouterr().err
 
@@ -158,7 +158,7 @@ def test_a_trace_describes_the_step(tmp_path: Path, capsys: Any) -> None:
 
 
 def synthetic_trace() -> dict[str, Any]:
-    """A step of 60 ms, of which the thread computes 50 ms."""
+    """Return the trace of a step of 60 ms, of which the thread computes 50 ms."""
 
     def span(category: str, name: str, start: float, milliseconds: float, **args: Any) -> dict[str, Any]:
         times = {"ts": start * 1e3, "dur": milliseconds * 1.2e3, "tdur": milliseconds * 1e3}
@@ -189,7 +189,7 @@ def synthetic_trace() -> dict[str, Any]:
     return {"otherData": {"nodes": 1, "ranksPerNode": [1], "cores": 2, "threads": 1}, "traceEvents": events}
 
 
-def test_the_picture(tmp_path: Path) -> None:
+def test_the_plot_is_a_png_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"
     assert run_app(["plan", *RESNET, "--plot", str(picture)]) == 0
@@ -208,12 +208,12 @@ def test_the_picture(tmp_path: Path) -> None:
         (["--model", "gpt2", "--compute", "0.1", "--device-memory", "much"], "--device-memory is 'much'"),
     ],
 )
-def test_mistakes_in_what_is_planned(options: list[str], message: str, capsys: Any) -> None:
+def test_options_that_contradict_or_miss_each_other_are_refused(options: list[str], message: str, capsys: Any) -> None:
     assert run_app(["plan", *options]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_files_that_are_no_traces(tmp_path: Path, capsys: Any) -> None:
+def test_files_that_are_no_traces_are_refused(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "trace.json"
     for content, message in [
         ("[1, 2", "cannot be read"),

@@ -48,7 +48,7 @@ def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> N
         ("crash", 139, ["killed by SIGSEGV", "in string_at", "crash inside native code"]),
     ],
 )
-def test_ways_to_end_are_told_apart(tmp_path: Path, mode: str, code: int, expected: list[str]) -> None:
+def test_ways_to_end_are_distinguished(tmp_path: Path, mode: str, code: int, expected: list[str]) -> None:
     ended = run(write_job(tmp_path, ["python", str(SCRIPT), "20", mode, "1"], workers=1), tmp_path)
     assert ended.returncode == code, ended.stderr
     assert ended.stderr.startswith("error: rank 1 (node 0) failed first")
@@ -139,7 +139,7 @@ def test_nothing_is_left_when_topkube_run_itself_is_killed(tmp_path: Path) -> No
 
 
 def test_children_of_ranks_end_too(tmp_path: Path) -> None:
-    """Data loaders and whatever else a rank starts, even in a session of its own."""
+    """Data loaders and all other processes that a rank starts end, even in a separate session."""
     children = "[subprocess.Popen(['sleep', '1000'], start_new_session=own) for own in (True, False)]"
     script = f"import subprocess, os; {children}; os._exit(9)"
     ended = run(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)

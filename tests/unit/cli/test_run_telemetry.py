@@ -1,4 +1,4 @@
-"""What is read of a run while it goes on, and what is told of it."""
+"""The progress of a run while it trains, and the reports about it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_line_of_facts() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
-def test_the_bar_fits_the_terminal_and_always_says_how_long(width: int) -> None:
+def test_the_bar_fits_the_terminal_and_always_shows_the_time_left(width: int) -> None:
     steps = history(
         *(record(n, samples_per_second=5120.4, inter_bytes=10**6, dense_bytes=10**8, skipped_steps=1) for n in (1, 2))
     )

@@ -22,7 +22,7 @@ def opened(source: Path, cache: Path, **more: Any) -> CachedDataset:
     return CachedDataset(source, cache_directory=cache, decode=ArrayOf("uint8", (3072,)), **given)
 
 
-def right(dataset: CachedDataset, source: Path, at_once: int) -> None:
+def check_samples(dataset: CachedDataset, source: Path, at_once: int) -> None:
     paths = [dataset.cache.shards.listing.paths[at] for at in range(len(dataset))]
     for start in range(0, len(paths), at_once):
         samples = list(dataset.__getitems__(range(start, min(start + at_once, len(paths)))))
@@ -35,7 +35,7 @@ def many_shards(source: Path, cache: Path, memory_limit: int) -> None:
     dataset = opened(source, cache, memory_limit=memory_limit)
     assert len(dataset.cache.shards) == 400
     for _ in range(2):
-        right(dataset, source, 400)
+        check_samples(dataset, source, 400)
     dataset.warm()
     assert dataset.node_state.state == OPEN
     assert all(dataset.cache.has(number) for number in range(400))
@@ -53,11 +53,11 @@ def taken(dataset: CachedDataset) -> list[int]:
 def others(source: Path, cache: Path, memory_limit: int) -> None:
     """Read samples after other code has opened as many files as possible."""
     dataset = opened(source, cache, memory_limit=memory_limit, prefetch=False)
-    right(dataset, source, 400)
+    check_samples(dataset, source, 400)
     others = taken(dataset)
     for at in range(400):  # open shards are closed to make room for others
         assert dataset[at].shape == (3072,)
-    dataset.cache._close_idle_files()
+    dataset.cache.open_shards.close_idle()
     others += taken(dataset)
     try:
         dataset[5]
@@ -65,7 +65,7 @@ def others(source: Path, cache: Path, memory_limit: int) -> None:
         print(error)
     for file in others:
         os.close(file)
-    right(dataset, source, 400)
+    check_samples(dataset, source, 400)
     assert dataset.node_state.state == OPEN
 
 

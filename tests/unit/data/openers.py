@@ -41,7 +41,7 @@ class Opener:
         self.opened.clear()
 
 
-def right(dataset: CachedDataset, data: npt.NDArray[np.uint8]) -> None:
+def check_samples(dataset: CachedDataset, data: npt.NDArray[np.uint8]) -> None:
     """Assert that all samples of the dataset, read as one batch, are these."""
     np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(len(dataset))))), data)
 

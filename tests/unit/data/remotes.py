@@ -71,7 +71,7 @@ class Remote:
 
         class Server(ThreadingHTTPServer):
             request_queue_size = 128
-            daemon_threads = False  # server_close waits for them: no thread runs on beside later tests
+            daemon_threads = False  # server_close waits for the threads, so that none runs during later tests
 
             def process_request(self, request: Any, client_address: Any) -> None:
                 remote._connections.add(request)

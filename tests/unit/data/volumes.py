@@ -25,7 +25,7 @@ def dataset(source: Path, where: Path, **more: Any) -> CachedDataset:
     return CachedDataset(source, cache_directory=where, decode=RECORD, **{**given, **more})
 
 
-def right(opened: CachedDataset, source: Path) -> None:
+def check_samples(opened: CachedDataset, source: Path) -> None:
     """Assert that two epochs return the right bytes."""
     paths = [opened.cache.shards.listing.paths[at] for at in range(len(opened))]
     for _ in range(2):
@@ -38,7 +38,7 @@ def full(source: Path, where: Path) -> None:
     """The volume has room for some shards, but not for all."""
     mount(where, "320k")
     opened = dataset(source, where)
-    right(opened, source)
+    check_samples(opened, source)
     held = sum(opened.cache.has(number) for number in range(len(opened.cache.shards)))
     assert 0 < held < len(opened.cache.shards), held
     assert opened.node_state.state == FROZEN
@@ -51,7 +51,7 @@ def full_memory(source: Path, where: Path) -> None:
     memory.mkdir()
     mount(memory, "240k")
     opened = dataset(source, where, memory_limit=1 << 22, prefetch=False)
-    right(opened, source)
+    check_samples(opened, source)
     assert opened.node_state.memory_state == FROZEN
     assert 0 < opened.statistics()["memory_misses"] < opened.statistics()["memory_requests"]
 
@@ -64,7 +64,7 @@ def read_only(source: Path, where: Path) -> None:
     first.close()
     subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
     opened = dataset(source, where)
-    right(opened, source)
+    check_samples(opened, source)
     assert opened.node_state.state == FROZEN
     assert opened.statistics()["remote_bytes"] > 0
 
@@ -73,7 +73,7 @@ def read_only_and_empty(source: Path, where: Path) -> None:
     mount(where, "4m")
     subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
     opened = dataset(source, where)
-    right(opened, source)
+    check_samples(opened, source)
     assert opened.node_state.state == DROPPED
 
 
@@ -83,9 +83,9 @@ def vanished(source: Path, where: Path) -> None:
     opened = dataset(source, where, prefetch=False)
     opened[0]
     assert opened.node_state.state == OPEN
-    opened.cache._files.clear()
+    opened.cache.open_shards.close_idle()
     subprocess.run(["umount", "--lazy", str(where)], check=True)
-    right(opened, source)
+    check_samples(opened, source)
     assert opened.node_state.state == DROPPED
 
 

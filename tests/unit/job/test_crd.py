@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition: what it says, and that it agrees with the types it comes from."""
+"""The CustomResourceDefinition: its content, and its agreement with the types that it is generated from."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ Checker = jsonschema.validators.extend(
 
 
 def refusals(data: Any, old: Any = None) -> list[str]:
-    """What an API server of 1.25 or newer says about a job, as `path: message`."""
+    """Return the answer of an API server of 1.25 or newer about a job, as `path: message`."""
     checker = Checker(SCHEMA)
     errors = [f"{error.json_path}: {error.message}" for error in checker.iter_errors(data)]
     return errors or [*broken_rules(data, old, SCHEMA, "")]

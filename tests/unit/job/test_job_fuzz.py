@@ -48,7 +48,7 @@ values = st.recursive(
 
 
 def accepted(source: Any) -> TrainingJob | None:
-    """The job, or None where it was refused with a JobError; any other error is a failure of the test."""
+    """Return the job, or None if it was refused with a JobError. Any other error fails the test."""
     try:
         return TrainingJob.from_yaml(source) if isinstance(source, str | bytes) else TrainingJob.parse(source)
     except JobError:

@@ -21,13 +21,13 @@ ROOT = HERE.parents[2]
 SOURCE = ROOT / "csrc" / "cuda" / "api.cu"
 _BUILDS = ROOT / "build" / "emulation"
 FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fPIC"]
-# A GPU faults on a misaligned word and shifts by 32 its own way; a host does neither: here both end the run.
+# A misaligned access fails on a GPU, and a shift by 32 has another result than on a CPU: here both end the process.
 TRAPS = ["-fsanitize=alignment,shift,bounds", "-fsanitize-undefined-trap-on-error"]
 
 
 @functools.cache
 def emulated() -> DeviceKernels:
-    """The kernels on CPU tensors, through the same launches. Skips where there is no g++."""
+    """Return the kernels for CPU tensors, with the same launches. Skips if there is no g++."""
     if not shutil.which("g++") or not sysconfig.get_platform().startswith("linux"):
         pytest.skip("no g++ here to compile the emulation")
     defines = ["-DTOPKUBE_EMULATE_CUDA", '-DTOPKUBE_CUDA_BUILD="an emulation"', "-I", str(HERE)]

@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, graphs, the public face on CUDA tensors."""
+"""Tests that need a GPU: streams, graphs, and the public functions on CUDA tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gpu(test: Any) -> Any:
 
 
 @gpu
-def test_the_public_face_takes_cuda_tensors() -> None:
+def test_the_public_functions_take_cuda_tensors() -> None:
     x = torch.randn(100_000)
     indices, values = kernels.topk(x.cuda(), 1000)
     assert indices.is_cuda

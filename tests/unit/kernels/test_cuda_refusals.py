@@ -1,4 +1,4 @@
-"""What the CUDA kernels cannot use: a typed error, and nothing written."""
+"""Arguments that the CUDA kernels cannot use raise a typed error, and nothing is written."""
 
 from __future__ import annotations
 

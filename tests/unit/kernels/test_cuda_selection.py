@@ -1,4 +1,4 @@
-"""Selection on CUDA against the CPU's, bit for bit: emulated on every machine, and on a GPU where there is one."""
+"""Selection on CUDA, bit for bit as on the CPU: emulated, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def check_mstopk(device: Device, x: torch.Tensor, k: int, iterations: int, seed:
     )  # fmt: skip
 
 
-# Lengths on both sides of what changes the way: a warp, a tile, the sample, several tiles.
+# Lengths around the borders of the algorithm: a warp, a tile, the sample, several tiles.
 @pytest.mark.parametrize("d", [1, 31, 33, 4097, 16_385, 40_003])
-def test_selection_is_the_cpus(device: Device, d: int) -> None:
+def test_selection_equals_that_of_the_cpu(device: Device, d: int) -> None:
     rng = np.random.default_rng(0)
     for number, (name, x32) in enumerate(adversarial(d).items()):
         dtype = DTYPES[(number + d) % 3]
@@ -101,7 +101,7 @@ def test_any_bits(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 def test_a_part_of_an_array_that_begins_anywhere(device: Device, dtype: torch.dtype) -> None:
-    """No load is wider than an element, so no offset is misaligned; the emulation traps where one is."""
+    """No load is wider than an element, so no offset is misaligned. The emulation stops at a misaligned load."""
     whole = adversarial(20_011)["heavy tails"].to(dtype)
     for start in (1, 3):
         part, there = whole[start:], device.put(whole)[start:]
@@ -130,5 +130,5 @@ def test_orders_of_blocks_do_not_matter(device: Device) -> None:
     if device.name != "emulated":
         pytest.skip("a GPU draws its own order")
     x = adversarial(40_003)["few values"]
-    for _ in range(6):  # the emulation's generator goes on
+    for _ in range(6):  # each run draws another order of blocks
         check_topk(device, x, 4000)

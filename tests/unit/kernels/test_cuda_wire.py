@@ -1,4 +1,4 @@
-"""Sums, scatter and the wire's bytes on CUDA against the CPU's, bit for bit: emulated, and on a GPU if there is one."""
+"""Sums, scatter and the wire format on CUDA, bit for bit as on the CPU: emulated, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SHARDS = [(0, 0), (1, 1), (40, 3), (70_000, 0), (70_000, 17), (70_000, 30), (70_
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("length", "k"), [*SHARDS, (70_000, 253), (70_000, 254), (300_000, 20_000)])
-def test_the_wires_bytes_are_the_cpus(device: Device, wire: str, length: int, k: int) -> None:
+def test_encoded_bytes_equal_those_of_the_cpu(device: Device, wire: str, length: int, k: int) -> None:
     rng = np.random.default_rng(k)
     indices = torch.from_numpy(np.sort(rng.choice(length, k, replace=False)).astype(np.uint32))
     for dtype in DTYPES:
@@ -96,7 +96,7 @@ def test_indices_out_of_order_are_not_encoded(device: Device) -> None:
         assert same(left, residual)
 
 
-def test_what_could_not_be_encoded_does_not_pass_for_what_its_memory_held_before(device: Device) -> None:
+def test_a_buffer_whose_encoding_failed_is_refused_even_if_it_held_a_valid_shard(device: Device) -> None:
     ordered, values = torch.tensor([1, 5, 9], dtype=torch.uint32), torch.ones(3)
     buffer, _, _ = device.kernels.encode(device.put(ordered), device.put(values), 100, "fp32", None)
     disordered = torch.tensor([5, 1, 9], dtype=torch.uint32)
@@ -122,7 +122,7 @@ def test_a_damaged_buffer_is_refused_as_the_cpu_refuses_it(device: Device, data:
     damaged[where] ^= data.draw(st.integers(0, 255))
     damaged = damaged[: data.draw(st.sampled_from([buffer.size, buffer.size, 8, max(0, where)]))]
     if data.draw(st.booleans()) and damaged.size >= 24:
-        damaged[16:24] = kernels.wire._checksum(damaged)  # what only the structure can show
+        damaged[16:24] = kernels.wire._checksum(damaged)  # then only the other fields are wrong
     dense = torch.ones(length)
     try:
         kernels.decode_add_(dense, damaged)

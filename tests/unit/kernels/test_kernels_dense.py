@@ -28,7 +28,7 @@ def same_bits(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
-def test_every_16_bit_number_widens_and_rounds_as_ieee_says(dtype: Any) -> None:
+def test_every_16_bit_number_widens_and_rounds_as_in_ieee_754(dtype: Any) -> None:
     every = np.arange(2**16, dtype=np.uint16).view(dtype)
     wide = kernels.cast_(np.empty(2**16, np.float32), every)
     numbers = ~np.isnan(every.astype(np.float32))

@@ -37,7 +37,7 @@ def mean_magnitude(block: Any) -> Any:
 
 
 def packed(x: Any) -> tuple[Any, Any, Any]:
-    """The reference: (scales, bits, what is left)."""
+    """Return the reference: (scales, bits, remainder)."""
     blocks = [x[start : start + BLOCK] for start in range(0, len(x), BLOCK)]
     scales = np.array([mean_magnitude(block) for block in blocks], np.float32).astype(ml_dtypes.bfloat16)
     bits = np.packbits(np.signbit(x), bitorder="little")

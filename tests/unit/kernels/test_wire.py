@@ -1,4 +1,4 @@
-"""The wire format: what goes in comes out, and nothing else is accepted."""
+"""The wire format: a round trip returns the same entries, and damaged or foreign bytes are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_round_trip_and_the_error_goes_to_the_residual(length: int, share: float
 
 @pytest.mark.parametrize("wire", sorted(WIRES))
 @pytest.mark.parametrize("dtype", list(WIRES.values()))
-def test_values_of_every_dtype_travel(wire: str, dtype: Any) -> None:
+def test_values_of_every_dtype_are_encoded(wire: str, dtype: Any) -> None:
     indices, values = shard(70_000, 900)
     values = values.astype(dtype)
     decoded = kernels.decode(kernels.encode(indices, values, 70_000, wire=wire))[1]
@@ -56,7 +56,7 @@ def test_four_bytes_per_entry_with_16_bit_values() -> None:
     assert kernels.encoded_size(length, k, "bf16") / k < 4.02
 
 
-def test_decode_add_says_whether_values_were_finite() -> None:
+def test_decode_add_returns_true_if_values_were_finite() -> None:
     for value, wire in ((np.nan, "fp32"), (np.inf, "bf16"), (1e6, "fp16")):
         buffer = kernels.encode(np.array([3], np.uint32), np.array([value], np.float32), 10, wire=wire)
         assert not kernels.decode_add_(np.zeros(10, np.float32), buffer)
@@ -91,15 +91,15 @@ def test_a_changed_buffer_is_refused(data: st.DataObject) -> None:
 
 @settings(max_examples=300)
 @given(st.binary(max_size=400), st.booleans())
-def test_random_bytes_are_refused(noise: bytes, with_mark: bool) -> None:
+def test_random_bytes_are_refused(noise: bytes, has_magic: bool) -> None:
     with pytest.raises(WireError):
-        kernels.decode(b"TKW1\x01\x00\x00\x00" + noise if with_mark else noise)
+        kernels.decode(b"TKW1\x01\x00\x00\x00" + noise if has_magic else noise)
 
 
 @settings(max_examples=300)
 @given(st.data())
-def test_a_hostile_sender_with_a_right_checksum_is_refused(data: st.DataObject) -> None:
-    """Every field may lie; what is accepted decodes to ascending indices within the length."""
+def test_a_buffer_with_wrong_fields_and_a_correct_checksum_cannot_write_out_of_bounds(data: st.DataObject) -> None:
+    """Any field may be wrong. An accepted buffer decodes to ascending indices within the length."""
     indices, values = shard(200_000, 30)
     buffer = kernels.encode(indices, values, 200_000, wire="bf16")
     for _ in range(data.draw(st.integers(1, 3))):

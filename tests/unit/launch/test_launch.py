@@ -1,4 +1,4 @@
-"""Finding MPI, the shim around a rank, and which report tells the story."""
+"""The search for MPI, the shim around a rank, and the report that names the first failure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_mpi_beside_this_python_comes_first(tmp_path: Path) -> None:
     assert library.mpiexec == beside / "mpiexec"
 
 
-def test_no_mpi_and_an_unknown_mpi_are_told_apart(tmp_path: Path) -> None:
+def test_no_mpi_and_an_unknown_mpi_are_distinguished(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"there is no mpiexec.* Next: .*pip install .*\[mpich\]'"):
         mpi_library.find(tmp_path, str(tmp_path))
     program(tmp_path, "mpiexec", "Another MPI 1.0")
@@ -125,7 +125,7 @@ def report(directory: Path) -> RankReport:
     return RankReport.read(directory / "rank-2.json")
 
 
-def test_output_goes_on_and_into_the_log(tmp_path: Path) -> None:
+def test_output_is_passed_on_and_logged(tmp_path: Path) -> None:
     running = shim(tmp_path, "sh", "-c", "echo out; echo err >&2; exit 3")
     assert running.communicate(timeout=200) == (b"out\n", b"err\n")
     assert running.returncode == 3
@@ -184,7 +184,7 @@ def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
 
 
 def test_when_the_front_is_killed_the_command_ends_and_the_report_is_written(tmp_path: Path) -> None:
-    """What Hydra does to every rank when one aborts."""
+    """Hydra does this to every rank when a rank aborts."""
     running = shim(tmp_path, "sh", "-c", "echo up $$; exec sleep 1000")
     assert running.stdout is not None
     pid = int(running.stdout.readline().split()[1])

@@ -1,4 +1,4 @@
-"""What Linux would not start is refused before anything starts, with a sentence."""
+"""Arguments and variables that Linux would not start are refused before anything starts, with an explanation."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_is_too_long_is_named_with_its_size(words: list[str], environment: 
     assert message in str(error.value)
 
 
-def test_a_worker_with_arguments_that_are_too_long_says_so_before_it_calls(
+def test_a_worker_with_arguments_that_are_too_long_fails_before_it_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = WorkerPlan(
@@ -83,8 +83,8 @@ def test_a_worker_with_arguments_that_are_too_long_says_so_before_it_calls(
     assert (ending.first_failure.reason, ending.exit_code, ending.attempt) == ("ArgumentsTooLong", 126, 3)
 
 
-def test_a_rank_that_linux_does_not_start_says_how_much_it_was(tmp_path: Path) -> None:
-    """What other programs add on the way may be too much after all."""
+def test_a_rank_that_linux_does_not_start_reports_the_sizes(tmp_path: Path) -> None:
+    """Other programs may add arguments, so that the limit is exceeded after the check."""
     (tmp_path / "command.json").write_text(
         '{"directory": "/", "command": ["true"%s]}' % (', "%s"' % ("x" * 130_000) * 60)
     )

@@ -1,4 +1,4 @@
-"""A worker that cannot reach its launcher says why: in its log, and as its last words."""
+"""A worker that cannot reach its launcher reports why: in its log and in its termination message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLAN = WorkerPlan(name="j", namespace="team", uid="u", index=0, attempt=1, pod="
 
 
 def failure_of_a_call(server: Path, client: Path) -> BaseException:
-    """What a worker with the certificate in `client` meets at a launcher with that in `server`."""
+    """Return the error of a worker with the certificate in `client` at a launcher with the certificate in `server`."""
 
     async def call() -> BaseException:
         serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -107,7 +107,7 @@ def test_plain_http_is_not_a_launcher(tmp_path: Path) -> None:
     assert "does not speak TLS as a launcher does" in words
 
 
-def test_a_launcher_that_stays_away_is_said_with_causes_and_the_next_command(
+def test_an_absent_launcher_is_reported_with_causes_and_the_next_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Clock:

@@ -1,4 +1,4 @@
-"""What the operator and the pods agree on."""
+"""The contract between the operator and the pods."""
 
 from __future__ import annotations
 

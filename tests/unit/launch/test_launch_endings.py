@@ -1,4 +1,4 @@
-"""Memory counters, stale shared memory, and the words of the status."""
+"""Memory counters, stale shared memory, and the reasons and messages of the status."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_last_words_without_a_container_are_printed(tmp_path: Path, capsys: pyte
 
 
 class Clock:
-    """Stands for `time` where steps are counted."""
+    """A fake `time` for the count of steps."""
 
     now = 0.0
 
@@ -272,7 +272,7 @@ def test_invalid_messages_are_refused(text: str) -> None:
         read(text)
 
 
-def test_a_slow_call_is_not_taken_for_a_clock_that_differs() -> None:
+def test_a_slow_call_does_not_count_as_a_different_clock() -> None:
     assert clock_offset(100.0, 101.5) == 0.0
     assert clock_offset(100.0, 160.0) == 60.0
     assert clock_offset(160.0, 100.0) == -60.0

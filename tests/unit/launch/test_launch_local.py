@@ -44,8 +44,8 @@ def test_what_linux_does_not_take_is_refused_before_anything_starts(tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_output_that_the_disk_does_not_take_is_said(tmp_path: Path) -> None:
-    """Here a limit on the size of files stands for the full disk."""
+def test_output_that_a_full_disk_refuses_is_reported(tmp_path: Path) -> None:
+    """A limit on the size of files plays the full disk."""
     job = write_job(tmp_path, ["python", "-c", "print('x' * 2_999_999)"], workers=1)
 
     def limit() -> None:

@@ -1,4 +1,5 @@
-"""What the launcher does for each of thousands of workers takes no time of its own for each. No MPI, no network."""
+"""The launcher's work for thousands of workers: no step takes noticeable time per worker. These tests need no MPI and
+no network."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def make_launcher(tmp_path: Path, workers: int) -> JobLauncher:
 
 
 def joined(launcher: JobLauncher, index: int) -> Member:
-    """A worker with a link that is connected and keeps what is sent."""
+    """Return a worker whose link is connected and keeps the sent messages."""
     address = f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}"
     hello = Hello(session="s", ip=address, slots=1, python="p", mpi="MPICH 5.0.2", time=time.time())
     link = Link(lambda message: launcher.members.receive(member, message), lambda *_: None)
@@ -117,7 +118,9 @@ def test_success_waits_until_all_output_is_printed(tmp_path: Path) -> None:
     assert "workers 2 have not confirmed that all output is printed" in output
 
 
-def test_a_limit_of_descriptors_that_is_too_low_is_said_before_it_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_descriptors_that_is_too_low_is_reported_before_it_is_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 8192))
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))

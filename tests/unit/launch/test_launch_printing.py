@@ -1,4 +1,5 @@
-"""What ranks print reaches the pod's output, whoever reads it and however slowly; or the loss is said with its size."""
+"""The output of ranks reaches the pod's output, whoever reads it and however slowly; a loss is reported with its
+size."""
 
 from __future__ import annotations
 
@@ -156,7 +157,7 @@ def test_an_output_that_refuses_loses_with_a_number(tmp_path: Path, reader: Read
     assert reader.all() == b"topkube: 109 bytes of output are missing here: No space left on device\ntopkube: after\n"
 
 
-def test_a_log_that_grows_faster_than_it_is_read_loses_its_oldest_lines_and_says_how_many(tmp_path: Path) -> None:
+def test_a_log_that_grows_faster_than_it_is_read_loses_its_oldest_lines_and_reports_how_many(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"".join(b"%06d\n" % number for number in range(10_000)))
     log = RankLog(path, 1)
@@ -207,7 +208,7 @@ def test_what_was_copied_is_given_back_to_the_disk(tmp_path: Path, reader: Reade
 
 
 def test_warnings_of_libraries_take_the_same_way(reader: Reader) -> None:
-    """aiohttp tells of each bad request: written to stderr, that would wait for its reader."""
+    """aiohttp logs every bad request. If the log went to stderr, it would wait for its reader."""
     printing = PodOutput(reader.far, "topkube launch")
     logger = logging.getLogger("topkube.test")
     handler = OutputHandler(printing)

@@ -1,4 +1,4 @@
-"""What mpiexec says about its proxies, taken apart and put together again."""
+"""The commands that mpiexec prints for its proxies: parsed in the launcher, built again in the workers."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ ORTED = [
 
 
 def call(words: list[str]) -> bytes:
+    """Return `words` as the agent reports a call: each followed by a zero byte."""
     return b"".join(word.encode() + b"\0" for word in words)
 
 
@@ -49,6 +50,7 @@ def mpich(tmp_path: Path) -> Mpi:
 
 
 def installed(directory: Path, name: str, version: str, proxy: str) -> Mpi:
+    """Put an empty program `proxy` into `directory`, beside an mpiexec. Returns that MPI library."""
     program = directory / proxy
     program.touch()
     program.chmod(0o755)
@@ -65,7 +67,7 @@ def test_a_hydra_proxy_goes_through_the_tunnel(mpich: Mpi) -> None:
     assert command[3:] == given[3:], "the rest as mpiexec asked for it"
 
 
-def test_older_hydras_are_understood(mpich: Mpi) -> None:
+def test_options_of_an_older_hydra_are_parsed(mpich: Mpi) -> None:
     number, port, parameters = proxies.hydra_parameters(HYDRA_4)
     assert (number, port) == (0, 1234)
     command = proxies.proxy_command(parameters, mpich, 7)
@@ -96,7 +98,7 @@ def test_orted_of_open_mpi_4_goes_through_the_tunnel(tmp_path: Path) -> None:
     assert "--mca orte_node_regex w,[2:10].1.2.4,[2:10].1.2.5@0(3)" in text
 
 
-def test_open_mpi_4_and_5_are_asked_by_their_own_names() -> None:
+def test_the_options_of_mpiexec_have_other_names_in_open_mpi_4_than_in_5() -> None:
     for version, words in [
         (
             "5.0.11",
@@ -138,7 +140,7 @@ def test_open_mpi_4_and_5_are_asked_by_their_own_names() -> None:
         "HYDRA_LAUNCH: ",
     ],
 )
-def test_what_is_not_known_is_refused(line: str) -> None:
+def test_unknown_options_of_hydra_are_refused(line: str) -> None:
     with pytest.raises(LaunchError, match="TopKube does not support"):
         proxies.hydra_parameters(line)
 

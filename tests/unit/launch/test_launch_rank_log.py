@@ -68,7 +68,7 @@ def test_the_last_of_many_megabytes_is_in_the_log(tmp_path: Path) -> None:
 
 
 def test_a_process_left_behind_that_prints_for_ever_does_not_keep_the_rank(tmp_path: Path) -> None:
-    """It has a session of its own, so that it is not ended with the rank."""
+    """The process has its own session, so it does not end with the rank."""
     script = "echo start; setsid sh -c 'echo $$ > pid; while true; do echo more; done' & while [ ! -s pid ]; do :; done"
     try:
         before = time.monotonic()
@@ -89,7 +89,7 @@ def test_a_full_disk_loses_output_with_its_size_and_ends_nothing(tmp_path: Path)
     assert report.lost_why == "File too large"
 
 
-def test_the_log_says_where_it_lost_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_shows_where_output_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RankLogWriter(tmp_path, 0)
     log.write(b"one\n")
     with monkeypatch.context() as full:

@@ -1,4 +1,4 @@
-"""When it is clear which rank failed first: as soon as everybody has told, and no later than needed."""
+"""When it is clear which rank failed first: as soon as all workers have reported, and no later than needed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_the_time_a_closed_connection_had_to_come_back_counts(members: list[Memb
 
 
 def test_a_worker_that_was_asked_to_end_is_waited_for_while_it_may_speak_and_no_longer(members: list[Member]) -> None:
-    """A preempted pod that is killed, or whose node goes, says nothing more: the grace period may be an hour."""
+    """A preempted pod that is killed, or whose node is lost, sends no further message, and the grace period may be an
+    hour."""
     now = time.monotonic()
     plan = PLAN.model_copy(update={"grace_seconds": 3600.0})
     members[0].has_checked = True

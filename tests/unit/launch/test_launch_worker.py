@@ -1,4 +1,4 @@
-"""How long a worker lets its ranks save, when it is asked to end. tests/mpi has real workers."""
+"""The time that a worker lets its ranks save their state when it is asked to end. tests/mpi has real workers."""
 
 from __future__ import annotations
 

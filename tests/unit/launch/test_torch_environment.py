@@ -53,7 +53,7 @@ def test_accelerate_uses_the_cpu_only_without_a_device(
     assert accelerate_variables(inherited, tmp_path) == expected
 
 
-def test_these_variables_are_not_taken_for_torchrun() -> None:
+def test_these_variables_do_not_count_as_torchrun() -> None:
     """Each process of torchrun is alone in MPI; the ranks of TopKube's launch layer are not."""
     variables = rank_variables(1, Settings(ranks_per_node="2,2", expected_ranks=4))
     launched = launched_ranks(variables)

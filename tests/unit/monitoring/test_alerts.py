@@ -1,5 +1,5 @@
-"""Every alert, in Prometheus's own rule tests: it fires, it does not fire, it is silent where its series are missing
-(an operator that is down is what missing series mean)."""
+"""Every alert, in Prometheus's own rule tests: it fires, it does not fire, and it does not fire if its series are
+missing (except the alert for a missing operator)."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_every_alert_has_cases_that_fire_that_do_not_and_that_miss_series() -> N
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
-def test_every_alert_has_a_runbook_that_says_what_to_do(alert: Alert) -> None:
+def test_every_alert_has_a_runbook_with_the_next_steps(alert: Alert) -> None:
     text = (RUNBOOKS / f"{alert.runbook}.md").read_text()
     assert alert.name in text
     for heading in ("## What it means", "## What to check", "## What to do"):

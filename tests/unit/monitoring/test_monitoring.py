@@ -57,7 +57,7 @@ def labels_of(series: str) -> set[str]:
 
 
 @each_panel
-def test_a_panel_says_what_it_shows_and_in_which_unit(dashboard: Dashboard, panel: Panel) -> None:
+def test_a_panel_has_a_description_and_a_unit(dashboard: Dashboard, panel: Panel) -> None:
     assert panel.title[0].isupper()
     assert len(panel.title) < 40
     assert panel.description.endswith(".")

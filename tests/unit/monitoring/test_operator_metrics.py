@@ -1,4 +1,4 @@
-"""The operator's metrics: jobs as they are stored now, events as they were counted."""
+"""The operator's metrics: series of the stored jobs, and counts of events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def job(name: str, phase: str | None = None, **status: Any) -> dict[str, Any]:
 
 
 def scrape(metrics: OperatorMetrics) -> dict[tuple[str, ...], float]:
-    """(name, label values in the order of their names) and the value."""
+    """Return the samples: (name, label values in the order of the labels' names) and the value."""
     samples_by_name = {}
     for family in text_string_to_metric_families(metrics.text().decode()):
         for sample in family.samples:
@@ -25,7 +25,7 @@ def scrape(metrics: OperatorMetrics) -> dict[tuple[str, ...], float]:
     return samples_by_name
 
 
-def test_jobs_are_told_as_they_are_stored_and_vanish_with_them() -> None:
+def test_series_of_jobs_follow_the_stored_jobs_and_end_with_them() -> None:
     stored = [
         job("new"),
         job(
@@ -65,12 +65,12 @@ def test_jobs_are_told_as_they_are_stored_and_vanish_with_them() -> None:
     assert not any(key[0].startswith(("topkube_job_phase", "topkube_jobs")) for key in scrape(metrics))
 
 
-def test_what_happened_is_counted_from_zero_on() -> None:
+def test_events_are_counted_from_zero_on() -> None:
     metrics = OperatorMetrics()
     assert scrape(metrics)["topkube_reconciles_total", "error"] == 0
     metrics.count_transition("Running")
     metrics.count_restart("OOMKilled")
-    metrics.count_restart("a reason nobody has thought of")
+    metrics.count_restart("an unknown reason")
     metrics.observe_start(3.0)
     metrics.observe_reconcile(0.02, "changed")
     metrics.set_leader(True)

@@ -25,7 +25,7 @@ def objects() -> Iterator[dict[str, Any]]:
         yield from yaml.safe_load_all(path.read_text())
 
 
-def one(kind: str, name: str = NAME) -> dict[str, Any]:
+def find_object(kind: str, name: str = NAME) -> dict[str, Any]:
     matches = [item for item in objects() if item["kind"] == kind and item["metadata"]["name"] == name]
     assert len(matches) == 1, (kind, name)
     return matches[0]
@@ -44,9 +44,9 @@ def test_what_is_needed_comes_first() -> None:
         assert item["metadata"].get("namespace", NAMESPACE) == NAMESPACE
 
 
-def test_the_disruption_budget_selects_the_operators_pods_and_lets_a_drain_go_on() -> None:
+def test_the_disruption_budget_selects_the_operators_pods_and_allows_a_drain() -> None:
     budget = yaml.safe_load((MANIFESTS / "kubernetes-1.25/disruption-budget.yaml").read_text())
-    deployment = one("Deployment")
+    deployment = find_object("Deployment")
     assert budget["apiVersion"] == "policy/v1"
     labels, selector = deployment["spec"]["template"]["metadata"]["labels"], budget["spec"]["selector"]["matchLabels"]
     assert selector.items() <= labels.items()
@@ -80,14 +80,14 @@ def test_roles_name_their_verbs_and_resources() -> None:
 )
 def test_the_operator_cannot_do_more_than_it_does(resource: str, verbs: set[str]) -> None:
     allowed: set[str] = set()
-    for rule in one("ClusterRole")["rules"] + one("Role")["rules"]:
+    for rule in find_object("ClusterRole")["rules"] + find_object("Role")["rules"]:
         if resource in rule["resources"]:
             allowed |= set(rule["verbs"])
     assert allowed == verbs
 
 
 def test_the_operator_is_a_restricted_pod() -> None:
-    pod = one("Deployment")["spec"]["template"]["spec"]
+    pod = find_object("Deployment")["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
@@ -129,33 +129,33 @@ def test_the_node_cache_is_not_part_of_the_usual_installation_and_may_do_little(
 
 
 def test_the_webhook_is_called_by_the_name_in_its_certificate() -> None:
-    configuration = one("ValidatingWebhookConfiguration", webhook.CONFIGURATION)
+    configuration = find_object("ValidatingWebhookConfiguration", webhook.CONFIGURATION)
     [hook] = configuration["webhooks"]
     service = hook["clientConfig"]["service"]
-    container = one("Deployment")["spec"]["template"]["spec"]["containers"][0]
+    container = find_object("Deployment")["spec"]["template"]["spec"]["containers"][0]
     names = [
         value for flag, value in zip(container["args"], container["args"][1:], strict=False) if flag == "--webhook"
     ]
     assert names == [f"{service['name']}.{service['namespace']}.svc"]
     assert service["path"] == webhook.PATH
     assert {"name": "webhook", "containerPort": webhook.PORT, "protocol": "TCP"} in container["ports"]
-    [port] = [port for port in one("Service")["spec"]["ports"] if port["port"] == service["port"]]
+    [port] = [port for port in find_object("Service")["spec"]["ports"] if port["port"] == service["port"]]
     assert port["targetPort"] == "webhook"
     assert "caBundle" not in hook["clientConfig"], "the operator writes it"
     assert hook["failurePolicy"] == "Ignore", "a dead operator must not keep people from deleting jobs"
 
 
 def test_what_selects_the_operators_pods_finds_them() -> None:
-    labels = one("Deployment")["spec"]["template"]["metadata"]["labels"]
-    assert one("Deployment")["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert one("Service")["spec"]["selector"].items() <= labels.items()
+    labels = find_object("Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert find_object("Deployment")["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert find_object("Service")["spec"]["selector"].items() <= labels.items()
     assert {"app.kubernetes.io/name": "topkube", "app.kubernetes.io/component": "operator"}.items() <= labels.items()
-    assert one("Namespace", NAMESPACE)["metadata"]["labels"]["kubernetes.io/metadata.name"] == NAMESPACE
+    assert find_object("Namespace", NAMESPACE)["metadata"]["labels"]["kubernetes.io/metadata.name"] == NAMESPACE
 
 
 def test_bindings_bind_what_is_there() -> None:
     for binding in (item for item in objects() if item["kind"].endswith("Binding")):
-        one(binding["roleRef"]["kind"], binding["roleRef"]["name"])
+        find_object(binding["roleRef"]["kind"], binding["roleRef"]["name"])
         for subject in binding["subjects"]:
-            one(subject["kind"], subject["name"])
+            find_object(subject["kind"], subject["name"])
             assert subject["namespace"] == NAMESPACE

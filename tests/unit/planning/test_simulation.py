@@ -89,8 +89,8 @@ def test_without_overlap_a_step_is_the_sum_of_its_parts(
 
 @settings(deadline=None)
 @given(st.integers(1 << 16, 10**6), seconds, situations().filter(lambda where: where.machines.nodes > 1))
-def test_one_bucket_is_the_closed_formula(elements: int, time: float, where: Situation) -> None:
-    """Nothing hides the exchange of a single bucket: it follows backward, as the cost model says."""
+def test_a_step_of_one_bucket_follows_the_closed_formula(elements: int, time: float, where: Situation) -> None:
+    """Nothing hides the exchange of a single bucket: it follows backward, as in the cost model."""
     where = dataclasses.replace(where, cores=math.inf)
     profile = StepProfile("one", time, (Gradient("weight", elements, 2 * time),), update=time, on_cpu=True)
     agreement = 2 * math.ceil(math.log2(where.ranks)) * where.machines.latency
@@ -125,7 +125,7 @@ def test_a_lane_keeps_its_order_and_waits_overlap() -> None:
     assert lane[1].start == pytest.approx(3.0)
 
 
-def test_tasks_that_wait_in_a_circle_are_refused() -> None:
+def test_tasks_that_wait_for_each_other_are_refused() -> None:
     first = Task("first", LINK, 1.0)
     second = Task("second", LINK, 1.0, (first,))
     first.after = (second,)
@@ -207,7 +207,7 @@ def test_the_recommended_batch_and_workers_are_the_first_that_suffice() -> None:
     assert predict(larger, guidelines.at_nodes(where, 2 * nodes), sparse).efficiency < 0.8
 
 
-def test_lemma_1_of_the_guidelines() -> None:
+def test_ranks_of_a_fixed_batch_follow_lemma_1_of_the_guidelines() -> None:
     """With the overhead ratio R, G ranks reach the efficiency (1 + R) / (1 + G R)."""
     profile = StepProfile("x", 1.0, (Gradient("w", 1, 2.0),), update=0.3)
     alone = predict(profile, Situation(Machines(1, 1, 1e9, 1e10)), find("hitopk"))

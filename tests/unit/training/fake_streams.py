@@ -1,8 +1,8 @@
-"""Streams and an allocator that exist only as bookkeeping: they find what a GPU would corrupt.
+"""Fake streams and a fake allocator, which record accesses to memory: they find data that a GPU would corrupt.
 
 Every tensor operation runs on the CPU at once. The bookkeeping treats it as work that its thread put into the current
-stream. Vector clocks record which work of one stream waits for which work of another stream. As torch's allocator on a
-GPU, a stream owns the memory that was allocated while it was current. `Streams.hazards` lists:
+stream. Vector clocks record which work of one stream waits for which work of another stream. As with torch's allocator
+on a GPU, a stream owns the memory that was allocated while it was current. `Streams.hazards` lists:
 - two streams that use the same memory, one of them to write it, if neither waits for the other;
 - memory that is freed while a stream other than its owner uses it, unless the tensor was recorded for that stream
   (`record_stream`) or the owner waits for the work. The owner would give the memory to its next tensor.
@@ -32,7 +32,8 @@ class FakeEvent:
 
 @dataclass
 class FakeStream:
-    """A stream. `clock` holds, per stream, how much of its work is done before the next work of this stream."""
+    """A stream. `clock` has an entry for each stream: how much of that stream's work is done before the next work of
+    this stream."""
 
     name: str
     streams: Streams
@@ -75,7 +76,7 @@ class Streams:
         self._memory: dict[int, Memory] = {}
         self._lock = threading.RLock()
 
-    # ---- what replaces torch.cuda
+    # ---- the functions that replace those of torch.cuda
 
     def current(self, _device: Any = None) -> FakeStream:
         stream: FakeStream = getattr(self._current, "stream", self._default)

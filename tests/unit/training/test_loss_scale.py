@@ -15,7 +15,7 @@ watch_scalers()
 
 
 class DefinedLater(GradScaler):
-    """A subclass with a `scale` of its own that calls torch's."""
+    """A subclass whose own `scale` calls that of torch."""
 
     def scale(self, outputs: Any) -> Any:
         return super().scale(outputs)

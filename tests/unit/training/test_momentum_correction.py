@@ -1,4 +1,4 @@
-"""Momentum correction on one rank: what is sent is the way that SGD with momentum would have gone."""
+"""Momentum correction on one rank, against a reference of the paper's algorithm."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def wrapped(model: nn.Module, plain: torch.optim.Optimizer, **options: object) -
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.01])
-def test_it_is_what_the_paper_says(decay: float) -> None:
-    """Against Lin et al., algorithm 1 with factor masking, written down step by step. Biases and the small last layer
-    are exchanged dense: they are plain SGD with momentum."""
+def test_sgd_follows_the_algorithm_of_the_paper(decay: float) -> None:
+    """The reference is algorithm 1 of Lin et al. with factor masking. Biases and the small last layer are exchanged
+    dense, so plain SGD with momentum trains them."""
     model, reference = model_of(), model_of()
     optimizer = wrapped(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM, weight_decay=decay))
     large, *rest = reference.parameters()
@@ -66,7 +66,7 @@ def test_it_is_what_the_paper_says(decay: float) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_adam_takes_what_arrives_without_a_first_moment_of_its_own(kind: type[torch.optim.Optimizer]) -> None:
+def test_adam_applies_the_exchanged_gradients_without_its_own_first_moment(kind: type[torch.optim.Optimizer]) -> None:
     options = {"lr": 0.01, "weight_decay": 0.05, "eps": 1e-6}
     model, reference = model_of(), model_of()
     optimizer = wrapped(model, kind(model.parameters(), betas=(MOMENTUM, 0.99), **options))

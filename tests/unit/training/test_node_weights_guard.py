@@ -1,4 +1,4 @@
-"""The guard of error feedback in the weights: what it measures, when it acts, and what it says."""
+"""The guard of error feedback in the weights: its measurements, its actions and its messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def test_it_measures_what_is_kept_and_how_far_nodes_are_apart() -> None:
         (math.nan, math.nan, math.nan),
     ],
 )
-def test_beyond_a_limit_it_halves_the_period_and_at_one_says_so_once(change: float, left: float, agreed: float) -> None:
+def test_beyond_a_limit_the_guard_halves_the_period_and_warns_once_at_one(
+    change: float, left: float, agreed: float
+) -> None:
     guard = Guard(6, "onebit")
     said = [guard.judge(change, left, agreed) for _ in range(4)]
     assert guard.period == 1

@@ -1,5 +1,4 @@
-"""A residual through any history of exchanges, steps and gradients that are thrown away: nothing is lost or counted
-twice."""
+"""A residual through any history of exchanges, steps and discarded gradients: nothing is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("exchange"), st.integers(0, 10_000), st.sampled_from([1.0, 2.0**10, 2.0**-3])),
         st.tuples(st.just("not finite"), st.integers(0, 10_000), st.just(1.0)),
-        st.tuples(st.sampled_from(["step", "throw away"]), st.just(0), st.just(1.0)),
+        st.tuples(st.sampled_from(["step", "discard"]), st.just(0), st.just(1.0)),
     ),
     max_size=30,
 )
@@ -71,7 +70,7 @@ def test_one_exchange_per_step_holds_two_copies() -> None:
         assert {id(residual.current), id(residual.pending)} == buffers
 
 
-def test_a_part_of_a_shard_is_thrown_away() -> None:
+def test_discard_range_clears_residual_and_velocity_in_the_range() -> None:
     residual = Residual(LENGTH, momentum=0.5)
     residual.prepare()
     residual.arriving[:] = 1
@@ -85,7 +84,7 @@ def test_a_part_of_a_shard_is_thrown_away() -> None:
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_momentum_counts_once_in_a_step_of_several_exchanges(micro_batches: list[int]) -> None:
-    """An entry that is not sent: a gradient in parts is owed as much as the gradient at once."""
+    """A gradient that comes in parts leaves the same residual and velocity as the gradient in one exchange."""
     whole, in_parts = (Residual(LENGTH, momentum=0.5, gain=0.25) for _ in range(2))
     for count in micro_batches:
         for residual, exchanges in ((whole, 1), (in_parts, count)):

@@ -72,7 +72,7 @@ def test_parts_of_a_gpu_and_sharded_parameters_are_refused() -> None:
 
 
 class FakeNccl:
-    """What NodeGroup uses of torch's ProcessGroupNCCL."""
+    """The parts of torch's ProcessGroupNCCL that NodeGroup uses."""
 
     class Options:
         _timeout = timedelta(0)

@@ -137,7 +137,7 @@ def test_layers_without_weights_or_gradients_move_as_plain_steps(make: Callable[
     assert bool(still.isfinite().all())
 
 
-def test_a_state_dict_goes_on_where_it_was() -> None:
+def test_training_continues_from_a_state_dict() -> None:
     for make, _ in PAIRS.values():
         whole, first = network(), network()
         train(whole, make(whole), 6)

@@ -28,7 +28,7 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Mixed(nn.Module):
-    """16-bit weights and a wide float32 bias; the loss weighs given gradients, so that they are known."""
+    """16-bit weights and a wide float32 bias; the test chooses the gradients: the loss is a weighted sum."""
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Mixed(nn.Module):
         self.wide = nn.Parameter(torch.randn(3))
 
     def forward(self, step: int) -> torch.Tensor:
-        """A loss whose gradients are the same in any precision: powers of two times a random sign."""
+        """Return a loss whose gradients are the same in any precision: powers of two times a random sign."""
         torch.manual_seed(100 + step)
         signs = [torch.randn(p.shape).sign() * 2.0 ** torch.randint(-6, 3, p.shape) for p in self.parameters()]
         return sum((p.float() * sign).sum() for p, sign in zip(self.parameters(), signs, strict=True))
 
 
 def reference(make: Callable[[Any], torch.optim.Optimizer], steps: int, norm: float | None) -> list[torch.Tensor]:
-    """The same training in float64, without any scale."""
+    """Train the same model in float64 without a loss scale. Returns its parameters."""
     model = Mixed()
     wide = [nn.Parameter(p.detach().double()) for p in model.parameters()]
     optimizer = make(wide)
@@ -186,7 +186,7 @@ def test_zeroed_gradients_do_not_come_back(zero: str) -> None:
     assert not torch.equal(after[0], optimizer.master_parameters()[0])
 
 
-def test_the_groups_that_a_script_sees_are_the_wrapped_optimizer_s() -> None:
+def test_param_groups_are_those_of_the_wrapped_optimizer() -> None:
     model = Mixed()
     optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.5))
     optimizer.param_groups[0]["lr"] = 0.25
@@ -249,7 +249,7 @@ def test_masters_keep_what_16_bits_cannot(device: str, dtype: torch.dtype) -> No
     expected = torch.full((4, 4), 0.9, device=device)
     torch.testing.assert_close(weight.float(), expected.to(dtype).float(), rtol=0, atol=float(torch.finfo(dtype).eps))
     plain = torch.ones((), dtype=dtype)
-    assert plain - torch.tensor(1e-4).to(dtype) == plain  # what a step without masters does: nothing
+    assert plain - torch.tensor(1e-4).to(dtype) == plain  # without masters, a step changes nothing
 
 
 def test_masters_take_the_steps_of_a_float32_model() -> None:

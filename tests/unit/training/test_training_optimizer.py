@@ -48,7 +48,7 @@ def test_it_needs_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_of_a_loop_of_ones_own_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Once: by the first optimizer that steps, or by the run that knows more."""
+    """Each step is reported once: by the first optimizer that steps, or by the run, which has more values."""
     world = topkube.world.current()
     monkeypatch.setattr(world, "run_directory", tmp_path)
     monkeypatch.setattr(world, "cache", {**world.cache})
@@ -285,7 +285,7 @@ def test_a_plain_optimizer_cannot_be_checkpointed() -> None:
 
 
 def test_passes_that_a_checkpoint_covers_are_passed_over(tmp_path: Path) -> None:
-    """Also with the script's own loop over epochs; the sampler goes on in the middle of one."""
+    """This holds for the script's own loop over epochs too; the sampler continues in the middle of an epoch."""
     data = torch.utils.data.TensorDataset(torch.arange(200.0).view(10, 20))
     seen: list[tuple[int, int]] = []
 

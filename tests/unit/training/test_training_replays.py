@@ -92,7 +92,7 @@ def test_models_are_found_wherever_they_are() -> None:
 
 
 def test_a_model_in_evaluation_is_left_to_the_script() -> None:
-    """An average of weights and buffers that the script keeps: it has no statistics of its own making."""
+    """The script keeps an average of weights and buffers, which gathers no statistics itself."""
     average = Model().eval()
     kept = KeptStatistics()
     kept.keep()

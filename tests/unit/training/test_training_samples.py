@@ -121,7 +121,7 @@ def counted(loader: Any, samples: Any = None) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_says_how_many_samples_it_drew_for_a_detection_batch(workers: int) -> None:
+def test_a_loader_counts_the_samples_of_a_detection_batch(workers: int) -> None:
     loader = DataLoader(Detection(), batch_size=8, collate_fn=as_columns, num_workers=workers)
     assert counted(loader) == [(8, 8), (8, 8), (3, 3)]
 
@@ -140,7 +140,7 @@ def test_all_samples_of_a_pass_are_counted_once(total: int, size: int, drops_las
         assert sum(drawn for _, drawn in counts) == kept
 
 
-def test_a_script_counts_while_the_loader_says_what_was_drawn() -> None:
+def test_a_script_counts_samples_while_the_loader_counts_what_it_drew() -> None:
     """A loader that drops unusable samples, or a loss per token: the weight is one number, the position another."""
 
     def usable(batch: list[torch.Tensor]) -> torch.Tensor:

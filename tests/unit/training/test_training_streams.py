@@ -19,7 +19,7 @@ from unit.training.fake_streams import FakeStream, Streams
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    """CPU tensors are exchanged as on a GPU, and the script works in a stream of its own."""
+    """Exchange CPU tensors as on a GPU, while the script works in a separate stream."""
     fake = Streams()
 
     class FakeMemory(DeviceMemory):

@@ -1,4 +1,4 @@
-"""Arrays at the border: views share memory, and what cannot be used is named."""
+"""Views of arrays and tensors share memory, and errors name the arguments that cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""News among thousands of ranks, played: who hears whom, after how many hops, with how many messages."""
+"""Messages that reach every rank, in simulated worlds of thousands of ranks: who receives them, after how many hops,
+with how many messages."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def test_news_goes_around_scattered_ranks_that_are_silent(seed: int, size: int) 
 
 @given(data=st.data(), size=st.integers(2, 70))
 def test_a_roll_call_finds_the_silent_ranks_and_those_behind(data: st.DataObject, size: int) -> None:
-    """Rolls of all ranks, passed on in rounds until nobody has news."""
+    """All ranks pass on their answers in rounds, until no rank has a new answer."""
     silent = data.draw(st.sets(st.integers(0, size - 1), max_size=size // 3))
     behind = data.draw(st.sets(st.integers(0, size - 1), max_size=3)) - silent
     rolls = {rank: Roll(answer(rank, 4 if rank in behind else 5)) for rank in range(size) if rank not in silent}

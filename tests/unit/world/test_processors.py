@@ -1,4 +1,4 @@
-"""How ranks share the processors of their machine, whatever node they play; and who decides otherwise."""
+"""The share of each rank in the processors of its machine, and the settings that override it."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_examples_share_cores_among_all_nodes_that_a_machine_plays(
     assert torch.get_num_threads() == topkube.world.current().threads == 1
 
 
-def test_examples_leave_alone_what_the_person_set(two_played_nodes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_keep_the_threads_that_a_person_set(two_played_nodes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     torch.set_num_threads(3)
     set_threads()
     assert torch.get_num_threads() == 3
 
 
-def test_topkube_run_shares_cores_by_the_same_rule_and_leaves_alone_what_the_person_set(
+def test_topkube_run_shares_cores_by_the_same_rule_and_keeps_the_threads_that_a_person_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("topkube.launch.host.environment.cores", lambda: 8)

@@ -1,4 +1,4 @@
-"""The world before and without ranks: what `init` says where MPI is missing or nodes are declared wrongly."""
+"""The world before `init`, and the errors of `init`: no MPI, ranks without a connection, wrongly declared nodes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from topkube.settings import Launched, launched_ranks
 from topkube.topology import declared, node_of_ranks, nodes_of
 
 
-def test_accessors_before_init_say_what_to_call() -> None:
+def test_accessors_before_init_name_the_call_to_make() -> None:
     program = "import topkube\ntry:\n topkube.rank()\nexcept topkube.errors.WorldError as error: print(error)"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert "call topkube.init()" in output
 
 
-def test_no_mpi_says_what_to_install() -> None:
-    """mpi4py whose library is not there, as on a machine without MPI."""
+def test_without_mpi_the_error_names_the_command_to_install_it() -> None:
+    """The library of mpi4py is missing, as on a machine without MPI."""
     program = "import sys; sys.modules['mpi4py.MPI'] = None; import topkube; topkube.init()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode != 0

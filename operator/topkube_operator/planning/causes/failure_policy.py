@@ -118,7 +118,7 @@ def _matches(rule: FailureRule, failure: Failure, container: str) -> bool:
     codes = rule.on_exit_codes
     if codes is None:
         return True
-    if failure.exit_code is None or failure.disruption:  # a drained rank ends with 143, which says nothing about it
+    if failure.exit_code is None or failure.disruption:  # a drained rank ends with 143, whatever it did
         return False
     if codes.container_name is not None and codes.container_name != container:
         return False

@@ -14,13 +14,13 @@ from topkube_operator.model.observed import Container, Observed, Pod
 from topkube_operator.planning.causes.pod_failures import (
     FIRST_SIGNAL,
     Failure,
+    build_removed_pod_failure,
     find_blocked_container,
     find_disruption,
-    log_tail_of,
-    pod_failure,
+    find_pod_failure,
     read_ending,
-    removed_pod_failure,
-    reported_failure,
+    read_log_tail,
+    read_reported_failure,
 )
 from topkube_operator.planning.causes.rendezvous import describe_missing_workers
 
@@ -73,22 +73,22 @@ def assess_attempt(attempt: AttemptPods, observed: Observed, now: datetime) -> V
         if last is not None and last.launcher_container.exit_code is not None:  # the pod was removed before this check
             return assess_attempt(replace(attempt, launcher=last), observed, now)
         first = _find_first_worker_failure(attempt, observed, now)
-        return _failed(first or removed_pod_failure("the launcher", "", observed))
+        return _failed(first or build_removed_pod_failure("the launcher", "", observed))
     if container.exit_code is not None:
         ending = read_ending(container)
         if container.exit_code == 0:
             return Verdict("succeeded", ending=ending)
         return _assess_failed_launcher(attempt, observed, now, ending)
     if not launcher.is_active:
-        return _failed(pod_failure(launcher, observed))
+        return _failed(find_pod_failure(launcher, observed))
     report = observed.report
     has_report = report is not None and report.attempt == attempt.number
     is_fresh = has_report and report is not None and now - report.heard < _FRESH
     if launcher.node in observed.lost_nodes and not is_fresh:
-        return _failed(pod_failure(launcher, observed))
+        return _failed(find_pod_failure(launcher, observed))
     if launcher.deletion is not None:
         due = launcher.deletion + _AFTER_DELETION
-        return _failed(pod_failure(launcher, observed)) if now >= due else Verdict("running", until=due)
+        return _failed(find_pod_failure(launcher, observed)) if now >= due else Verdict("running", until=due)
     is_running = is_fresh and report is not None and report.state == "Running"
     dead_workers = list(_find_dead_workers(attempt, observed, now))
     if dead_workers:
@@ -103,7 +103,7 @@ def assess_attempt(attempt: AttemptPods, observed: Observed, now: datetime) -> V
     return _assess_rendezvous(attempt, observed, now)
 
 
-def deadline_failure(seconds: int, attempt: AttemptPods, observed: Observed) -> Failure:
+def build_deadline_failure(seconds: int, attempt: AttemptPods, observed: Observed) -> Failure:
     """Return the failure of a job whose activeDeadlineSeconds have passed. It names what the job waited for, if the job
     waited."""
     pods = [pod for pod in (attempt.launcher, *attempt.workers) if pod is not None]
@@ -132,14 +132,14 @@ def _assess_failed_launcher(
     reported = ending.first_failure if ending else None
     disruption = _find_causing_disruption(attempt, observed, ended, reported)
     if disruption is not None:
-        return _failed(replace(disruption, log_tail=disruption.log_tail or log_tail_of(reported), at=ended))
+        return _failed(replace(disruption, log_tail=disruption.log_tail or read_log_tail(reported), at=ended))
     if reported is None:
         earlier = _find_first_worker_failure(attempt, observed, now, until=ended + _CLOCK_DIFFERENCE)
-        return _failed(replace(earlier or pod_failure(launcher, observed), at=ended))
-    failure = reported_failure(reported, reported.pod or "", container)
+        return _failed(replace(earlier or find_pod_failure(launcher, observed), at=ended))
+    failure = read_reported_failure(reported, reported.pod or "", container)
     pod = next((pod for pod in attempt.workers if pod is not None and pod.name == reported.pod), None)
     if pod is not None and pod.has_ended and not pod.has_succeeded:
-        by_pod = pod_failure(pod, observed)
+        by_pod = find_pod_failure(pod, observed)
         if by_pod.reason == "OOMKilled" and failure.reason != "OOMKilled":
             failure = replace(failure, reason=by_pod.reason, message=by_pod.message, exit_code=by_pod.exit_code)
         elif failure.rank is None:
@@ -175,7 +175,7 @@ def _find_causing_disruption(
     if named is not None and (reported is None or (reported.exit_code or 0) <= FIRST_SIGNAL):
         disruptions = [(began, failure) for began, failure in disruptions if failure.reason != "Deleted"]
     if launcher.deletion is not None or launcher.disruption:
-        failure = pod_failure(launcher, observed)
+        failure = find_pod_failure(launcher, observed)
         if failure.disruption and (reported is None or reported.reason in _DISRUPTION_REASONS):
             disruptions.append((launcher.deletion_requested or _LONG_AGO, failure))
     disruptions = [(began, failure) for began, failure in disruptions if began <= ended + _CLOCK_DIFFERENCE]
@@ -186,12 +186,12 @@ def _find_worker_disruptions(name: str, pod: Pod | None, observed: Observed) -> 
     """Return what the cluster did to a worker, and when that began if the time is known."""
     if pod is None:
         last = observed.last_seen.get(name)
-        failure = removed_pod_failure(name, name, observed)
+        failure = build_removed_pod_failure(name, name, observed)
         requested = last.deletion_requested if last is not None else None
         return [(requested or observed.removed_at.get(name) or _LONG_AGO, failure)] if failure.disruption else []
     if not find_disruption(pod, observed):
         return []
-    failure = pod_failure(pod, observed)
+    failure = find_pod_failure(pod, observed)
     return [(pod.deletion_requested or _LONG_AGO, failure)] if failure.disruption else []
 
 
@@ -210,16 +210,18 @@ def _find_dead_workers(attempt: AttemptPods, observed: Observed, now: datetime) 
     for name, pod in zip(attempt.names, attempt.workers, strict=True):
         if pod is None:  # without a time of removal, every worker that has a time was first
             removed = observed.removed_at.get(name)
-            failure = removed_pod_failure(name, name, observed)
+            failure = build_removed_pod_failure(name, name, observed)
             yield _DeadWorker(None, failure, removed or _LONG_AGO, removed or now)
         elif pod.has_ended:
             # A pod that its node ended has no end time; its reason is sufficient.
             ended = pod.container.ended or _LONG_AGO
-            yield _DeadWorker(pod, pod_failure(pod, observed), ended, ended)
+            yield _DeadWorker(pod, find_pod_failure(pod, observed), ended, ended)
         elif pod.node in observed.lost_nodes:
-            yield _DeadWorker(pod, pod_failure(pod, observed), _LONG_AGO, _LONG_AGO)
+            yield _DeadWorker(pod, find_pod_failure(pod, observed), _LONG_AGO, _LONG_AGO)
         elif pod.deletion is not None and now >= pod.deletion + _AFTER_DELETION:
-            yield _DeadWorker(pod, pod_failure(pod, observed), pod.deletion, pod.deletion_requested or pod.deletion)
+            yield _DeadWorker(
+                pod, find_pod_failure(pod, observed), pod.deletion, pod.deletion_requested or pod.deletion
+            )
 
 
 def _find_first_worker_failure(
@@ -229,9 +231,9 @@ def _find_first_worker_failure(
     failures: list[tuple[datetime, Failure]] = []
     for name, pod in zip(attempt.names, attempt.workers, strict=True):
         if pod is None:
-            failures.append((observed.removed_at.get(name, now), removed_pod_failure(name, name, observed)))
+            failures.append((observed.removed_at.get(name, now), build_removed_pod_failure(name, name, observed)))
         elif find_disruption(pod, observed) or (pod.has_ended and not pod.has_succeeded):
-            failures.append((pod.container.ended or pod.deletion_requested or now, pod_failure(pod, observed)))
+            failures.append((pod.container.ended or pod.deletion_requested or now, find_pod_failure(pod, observed)))
     failures = [(at, failure) for at, failure in failures if until is None or at <= until]
     return min(failures, key=lambda entry: entry[0])[1] if failures else None
 

@@ -76,7 +76,7 @@ class Failure:
         )
         return failure.model_dump(by_alias=True, exclude_none=True)
 
-    def sentence(self) -> str:
+    def describe(self) -> str:
         """Return the failure as a sentence for conditions and Events."""
         subject = self.pod + (f" (rank {self.rank})" if self.rank is not None else "") if self.pod else ""
         return (f"{subject}: " if subject else "") + f"{self.reason}: {self.message}"
@@ -92,7 +92,7 @@ def read_ending(container: Container) -> contract.Ending | None:
         return None
 
 
-def pod_failure(pod: Pod, observed: Observed) -> Failure:
+def find_pod_failure(pod: Pod, observed: Observed) -> Failure:
     """Return why a pod ended or is useless, from its status alone."""
     container = pod.containers.get(names.LAUNCHER) or pod.container
     if pod.container.exit_code is not None:
@@ -113,9 +113,9 @@ def pod_failure(pod: Pod, observed: Observed) -> Failure:
         message = "exceeded its memory limit and the kernel killed it: raise resources.limits.memory"
         message = prefix + message if prefix else f"the container {message}"
         rank = reported.rank if reported else None
-        return Failure("OOMKilled", message, pod.name, rank, code, log_tail_of(reported), at=container.ended)
+        return Failure("OOMKilled", message, pod.name, rank, code, read_log_tail(reported), at=container.ended)
     if reported is not None:
-        return reported_failure(reported, pod.name, container)
+        return read_reported_failure(reported, pod.name, container)
     if code is not None:
         reason = container.ended_reason or "Error"
         message = prefix + (container.ended_message.strip() or describe_exit_code(code))
@@ -123,17 +123,17 @@ def pod_failure(pod: Pod, observed: Observed) -> Failure:
     return Failure(pod.reason or "Failed", pod.message or "the pod failed", pod.name, at=container.ended)
 
 
-def removed_pod_failure(subject: str, name: str, observed: Observed) -> Failure:
+def build_removed_pod_failure(subject: str, name: str, observed: Observed) -> Failure:
     """Return the failure of the removed pod `name`: its last known state if that explains the end, or a deletion.
     The message of a deletion begins with `subject`."""
     last = observed.last_seen.get(name)
     if last is not None and (find_disruption(last, observed) or (last.has_ended and not last.has_succeeded)):
-        return replace(pod_failure(last, observed), at=observed.removed_at.get(name))
+        return replace(find_pod_failure(last, observed), at=observed.removed_at.get(name))
     message = f"{subject}: the pod was removed: a drain, a preemption, or by hand"
     return Failure("Deleted", message, name, disruption=True, at=observed.removed_at.get(name))
 
 
-def reported_failure(reported: FirstFailure, pod: str, container: Container) -> Failure:
+def read_reported_failure(reported: FirstFailure, pod: str, container: Container) -> Failure:
     """Return the failure that a launcher or worker reported. `pod` names the pod if the report does not."""
     code = reported.exit_code if reported.exit_code is not None else 1
     return Failure(
@@ -142,12 +142,12 @@ def reported_failure(reported: FirstFailure, pod: str, container: Container) -> 
         pod=reported.pod or pod,
         rank=reported.rank,
         exit_code=reported.exit_code,
-        log_tail=log_tail_of(reported),
+        log_tail=read_log_tail(reported),
         at=container.ended,
     )
 
 
-def log_tail_of(reported: FirstFailure | None) -> str:
+def read_log_tail(reported: FirstFailure | None) -> str:
     """Return the log tail in a report; empty if there is none."""
     return (reported.log_tail if reported else None) or ""
 

@@ -20,7 +20,7 @@ _SOME_SILENT = (
 )
 
 
-def suspicious_from(pods: Iterable[Pod]) -> datetime:
+def find_suspicious_time(pods: Iterable[Pod]) -> datetime:
     """Return the time from which a missing call is suspicious, after all of `pods` have started."""
     starts = [started for pod in pods if (started := pod.container.started) is not None]
     return max(starts) + _SUSPICIOUS_AFTER if starts else datetime.max.replace(tzinfo=UTC)

@@ -17,12 +17,12 @@ _FLAVOR_RETRY = timedelta(seconds=10)
 
 def create_children(steps: PlanSteps) -> None:
     """Make the children that the attempt lacks, as soon as it may begin. Reusable workers are kept."""
-    due = pacing.earliest_start(steps.draft, steps.observed.policy)
+    due = pacing.compute_earliest_start(steps.draft, steps.observed.policy)
     if steps.now < due:
         steps.wakes.append(due)
         return
     if datasets.uses_node_cache(steps.job) and not steps.observed.node_cache:
-        message = datasets.node_cache_refusal(steps.job)
+        message = datasets.explain_node_cache_refusal(steps.job)
         steps.draft.set("Created", False, "NodeCacheNotAllowed", message, "Warning")
         mark_pending(steps.draft, "Pending", "NodeCacheNotAllowed", message)
         return
@@ -45,7 +45,7 @@ def create_children(steps: PlanSteps) -> None:
 def _knows_assigned_nodes(steps: PlanSteps) -> bool:
     """Return True if the operator knows on which nodes Kueue wants the pods. Otherwise ask for the flavors, or
     report a flavor that cannot be read."""
-    wanted = workloads.assigned_flavors(steps.workload) if steps.workload is not None else []
+    wanted = workloads.list_assigned_flavors(steps.workload) if steps.workload is not None else []
     unknown = [name for name in wanted if (workloads.FLAVOR, name) not in steps.observed.objects]
     steps.reads += [ObjectRequest(workloads.FLAVOR, name) for name in unknown]
     unreadable = [name for name in wanted if steps.observed.objects.get((workloads.FLAVOR, name)) == {}]

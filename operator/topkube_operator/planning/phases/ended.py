@@ -78,7 +78,7 @@ def clean_up(steps: PlanSteps) -> None:
     if clean == "All":
         steps.remove_pods(pods)
     elif clean == "Running":
-        until = {pod.name: cleanup.natural_end_deadline(pod, attempt, draft) for pod in active}
+        until = {pod.name: cleanup.compute_natural_end(pod, attempt, draft) for pod in active}
         steps.wakes += [time for time in until.values() if time > steps.now]
         steps.remove_pods(pod for pod in active if until[pod.name] <= steps.now)
     elif draft.phase == "Failed" and attempt.launcher in active and attempt.launcher_container.exit_code is None:

@@ -9,8 +9,8 @@ from typing import Any
 from topkube.job import TrainingJob
 from topkube_operator.children import placement, workloads
 from topkube_operator.model.observed import Observed, Pod
-from topkube_operator.model.plan import Deletion, LogRequest, ObjectRequest, Plan, Release, StatusPatch, releases
-from topkube_operator.model.status import StatusDraft, urgency
+from topkube_operator.model.plan import Deletion, LogRequest, ObjectRequest, Plan, Release, StatusPatch, find_releases
+from topkube_operator.model.status import StatusDraft, choose_urgency
 from topkube_operator.planning import attempts, cleanup
 
 FINISHED = ("Succeeded", "Failed")
@@ -61,7 +61,7 @@ class PlanSteps:
         delay = (min(self.wakes) - self.now).total_seconds() if self.wakes else None
         return Plan(
             status=patch,
-            urgency=urgency(patch, draft.stored),
+            urgency=choose_urgency(patch, draft.stored),
             release=release,
             end_groups=cleanup.find_group_ends(draft, self.pods),
             delete=tuple(self.delete),
@@ -78,8 +78,8 @@ class PlanSteps:
         """Return the launcher pods whose result the status already contains."""
         number, due = self.draft.attempt, list[Pod]()
         for pod in self.pods:
-            at = cleanup.release_time(pod, self.draft, self.observed, attempts.is_launcher_pod(pod, number))
+            at = cleanup.compute_release_time(pod, self.draft, self.observed, attempts.is_launcher_pod(pod, number))
             if pod.has_finalizer and at is not None:
                 due += [pod] if at <= self.now else []
                 self.wakes += [at] if at > self.now else []
-        return releases(due)
+        return find_releases(due)

@@ -44,8 +44,8 @@ def continue_attempt(steps: PlanSteps) -> None:
     if seconds is not None and draft.start is not None:
         due = draft.start + timedelta(seconds=seconds)
         if steps.now >= due:
-            failure = failures.deadline_failure(seconds, attempt, steps.observed)
-            ended.fail(steps, attempt, failure, "DeadlineExceeded", failure.sentence())
+            failure = failures.build_deadline_failure(seconds, attempt, steps.observed)
+            ended.fail(steps, attempt, failure, "DeadlineExceeded", failure.describe())
             return
         steps.wakes.append(due)
     if verdict.until is not None:
@@ -92,15 +92,15 @@ def _end_attempt(steps: PlanSteps, attempt: AttemptPods, failure: Failure) -> No
         decision = failure_policy.Decision("Fail", "BackoffLimitExceeded", why)
     if decision.action == "Fail":
         draft.count(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), None)
-        message = "; ".join(part for part in (failure.sentence(), decision.why) if part)
+        message = "; ".join(part for part in (failure.describe(), decision.why) if part)
         ended.fail(steps, attempt, failure, decision.reason, message)
         return
     draft.first_failure = failure.to_status()
-    draft.set("Restarting", True, failure.reason, failure.sentence())
+    draft.set("Restarting", True, failure.reason, failure.describe())
     draft.phase = "Restarting"
     pacing.count_restart(draft, attempt)
-    pause = pacing.pause(draft, steps.observed.policy)
-    message = f"{failure.sentence()}; attempt {draft.attempt + 1} follows" + (f" in {pause:g} s" if pause else "")
+    pause = pacing.compute_pause(draft, steps.observed.policy)
+    message = f"{failure.describe()}; attempt {draft.attempt + 1} follows" + (f" in {pause:g} s" if pause else "")
     draft.set("Restarting", True, failure.reason, message)
     if decision.action == "Ignore":
         draft.disruptions += 1
@@ -109,7 +109,7 @@ def _end_attempt(steps: PlanSteps, attempt: AttemptPods, failure: Failure) -> No
     steps.restart_reason = failure.reason
     draft.events.append(Event("Warning", "Restarting", message))
     lost = [pod for pod in steps.observed.pods if pod.name in failure.lost]
-    begin_next_attempt(draft, failure.reason, failure.sentence())
+    begin_next_attempt(draft, failure.reason, failure.describe())
     steps.remove_pods(lost)
     if attempt.launcher is not None and attempt.launcher_container.exit_code is None and attempt.launcher not in lost:
         steps.remove_pods([attempt.launcher])  # the launcher may not know yet that its run has ended

@@ -32,7 +32,7 @@ def wait_for_admission(steps: PlanSteps) -> None:
     if patch is not None:
         steps.patches.append(patch)
     elif steps.workload is None or queueing.may_move(steps.workload, queue):
-        reference = workloads.priority_reference(steps.job)
+        reference = workloads.find_priority_reference(steps.job)
         if reference is not None and reference not in steps.observed.objects:
             steps.reads.append(ObjectRequest(*reference))
             return

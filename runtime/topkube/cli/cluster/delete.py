@@ -9,7 +9,7 @@ from topkube.cli.cluster.api import Api, Where, connect, missing_is_fine
 from topkube.cli.cluster.jobs import find_job, job_path, pods_of
 from topkube.errors import ClusterError
 
-_LOOK_SECONDS = 0.5
+_CHECK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _wait_until_gone(api: Api, name: str, uid: str, deadline: float, seconds: fl
                 next_step=f"kubectl get tj,pods -n {api.namespace} -l topkube.dev/job-name={name}; "
                 "`topkube delete --no-wait` does not wait",
             )
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_CHECK_SECONDS)
 
 
 def _find_remaining(api: Api, name: str, uid: str) -> list[str]:

@@ -164,7 +164,7 @@ class Watch:
             yield job
             for event in self._events(job["metadata"].get("resourceVersion")):
                 changed = event.get("object") or {}
-                if event.get("type") == "ERROR":  # too old: read it afresh
+                if event.get("type") == "ERROR":  # the version is too old: list again
                     break
                 if changed.get("metadata", {}).get("uid") != uid or event.get("type") == "DELETED":
                     yield None

@@ -91,9 +91,9 @@ def _follow(api: Api, options: LogOptions, printer: _Printer) -> int:
     threading.Thread(target=_watch, args=(watch, watched), daemon=True).start()
     ended_at: float | None = None
     while True:
-        for note in following.look():
+        for note in following.follow_new_containers():
             printer.note(note)
-        for source, stamp, text in following.arrived(LOOK_SECONDS):
+        for source, stamp, text in following.take_lines(LOOK_SECONDS):
             printer.line(source, stamp, text)
         while not watched.empty():
             change = watched.get()
@@ -112,8 +112,8 @@ def _follow(api: Api, options: LogOptions, printer: _Printer) -> int:
                 _announce(last, announced, printer)
         if last is not None and phase(last) in OVER:
             ended_at = ended_at or time.monotonic()
-            if following.drained() or time.monotonic() - ended_at > DRAIN_SECONDS:
-                for source, stamp, text in following.arrived(0):
+            if following.has_ended() or time.monotonic() - ended_at > DRAIN_SECONDS:
+                for source, stamp, text in following.take_lines(0):
                     printer.line(source, stamp, text)
                 if not following.seen:
                     _show_kept_failure(last, options)
@@ -199,7 +199,7 @@ class _Following:
     _lines: queue.Queue[tuple[_Source, str, bytes]] = field(default_factory=lambda: queue.Queue(10_000))
     _full: bool = False
 
-    def look(self) -> Iterator[str]:
+    def follow_new_containers(self) -> Iterator[str]:
         """Start to follow containers that have started. Yield notes for the person."""
         try:
             sources = _sources(pods_of(self.api, self.options.job), self.options)
@@ -221,7 +221,7 @@ class _Following:
             self.seen[source.key] = threading.Thread(target=self._read, args=(source,), daemon=True)
             self.seen[source.key].start()
 
-    def arrived(self, seconds: float) -> Iterator[tuple[_Source, str, bytes]]:
+    def take_lines(self, seconds: float) -> Iterator[tuple[_Source, str, bytes]]:
         """Yield lines as they arrive, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
@@ -231,7 +231,7 @@ class _Following:
             except queue.Empty:
                 return
 
-    def drained(self) -> bool:
+    def has_ended(self) -> bool:
         """Return True if all streams have ended and all their lines were taken."""
         return not any(thread.is_alive() for thread in self.seen.values()) and self._lines.empty()
 
@@ -241,7 +241,7 @@ class _Following:
 
 
 def _lines(api: Api, source: _Source, options: LogOptions, follow: bool) -> Iterator[tuple[str, bytes]]:
-    """(time stamp, line) of a container, to its end where `follow`."""
+    """Yield (time stamp, line) of a container. With `follow`, until the container ends."""
     path = path_of(api.namespace, "pods", source.pod["metadata"]["name"])
     query: dict[str, Any] = {
         "container": source.container,

@@ -12,7 +12,7 @@ from topkube.cli.cluster.jobs import OVER, find_job, job_path, phase, pods_of
 from topkube.cli.cluster.status import newest_checkpoint
 from topkube.errors import ClusterError
 
-_LOOK_SECONDS = 0.5
+_CHECK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -83,4 +83,4 @@ def _wait_for_end_of_pods(api: Api, name: str, deadline: float, seconds: float) 
                 cause="its ranks save a last checkpoint, no operator runs, or a lost node cannot report their end",
                 next_step=f"topkube status {name}; `topkube suspend --no-wait` does not wait",
             )
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_CHECK_SECONDS)

@@ -90,8 +90,8 @@ def allgather(array: Any, *, world: World | None = None) -> Any:
 
 
 def broadcast_object(obj: Any, root: int = 0, *, world: World | None = None) -> Any:
-    """Return rank `root`'s `obj` to every rank; what the others pass is ignored. The root gets its own object back, the
-    others a copy: anything that pickle takes. Raises ArgumentError on all ranks if pickle refuses it."""
+    """Return the `obj` of rank `root` on every rank: the object itself on the root, a copy on the other ranks. The
+    `obj` of other ranks is ignored. Raises ArgumentError on all ranks if pickle refuses the object."""
     here = world or current()
     _check_root(here, root)
     with _call(here, f"broadcast_object(root={root})") as world:
@@ -110,8 +110,8 @@ def broadcast_object(obj: Any, root: int = 0, *, world: World | None = None) -> 
 
 
 def gather_object(obj: Any, root: int = 0, *, world: World | None = None) -> list[Any] | None:
-    """Return the objects of all ranks, in rank order, to rank `root`, and None to the others. Objects are anything that
-    pickle takes. Raises ArgumentError on all ranks if pickle refuses an object."""
+    """Return the objects of all ranks, in rank order, on rank `root`, and None on the other ranks. Objects are anything
+    that pickle accepts. Raises ArgumentError on all ranks if pickle refuses an object."""
     here = world or current()
     _check_root(here, root)
     with _call(here, f"gather_object(root={root})") as world:

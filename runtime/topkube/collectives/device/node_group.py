@@ -52,7 +52,7 @@ class NodeGroup:
         self._user: object = None
         if self.size == 1:
             return
-        store = distributed.FileStore(_meeting_place(world), self.size)
+        store = distributed.FileStore(_choose_meeting_file(world), self.size)
         deadline = datetime.timedelta(seconds=world.deadline_seconds)
         if device.type == "cuda":
             if not distributed.is_nccl_available():
@@ -161,8 +161,8 @@ def _check_own_gpu(world: World, properties: Any) -> None:
         )
 
 
-def _meeting_place(world: World) -> str:
-    """Return the file that the node's ranks meet at. The node's first rank chooses its name."""
+def _choose_meeting_file(world: World) -> str:
+    """Return the path of the file through which the node's ranks find each other. The node's first rank chooses it."""
     name = np.zeros(_PATH_BYTES, np.uint8)
     if world.local_rank == 0:
         place = Path(tempfile.mkdtemp(prefix="topkube-node-")) / f"store-{os.getpid()}"

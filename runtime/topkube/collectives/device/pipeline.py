@@ -102,7 +102,7 @@ class DeviceAllReduce:
         return finite
 
     def follow(self) -> None:
-        """Make the caller's stream go on when this one's work is done; the host does not wait."""
+        """Make the caller's stream wait for the work of this stream; the host does not wait."""
         self.memory.follow()
 
     def ready(self) -> Mark | None:

@@ -68,6 +68,7 @@ class DatasetFolder:
 
     @classmethod
     def read(cls, tier: DiskTier, name: str) -> DatasetFolder | None:
+        """Return the folder with this name; None if it is not the folder of a dataset."""
         try:
             uri = json.loads((tier.directory / "datasets" / name / "dataset.json").read_text())["uri"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -75,6 +76,7 @@ class DatasetFolder:
         return cls(tier, name, str(uri))
 
     def make(self) -> None:
+        """Create the folder. Raises OSError."""
         for name in ("shards", "locks", "quarantine", "listings"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         write_json(self.path / "dataset.json", {"uri": self.uri})
@@ -128,7 +130,7 @@ class DatasetFolder:
         return (self.path / "pinned").exists()
 
     def pin(self, pinned: bool = True) -> None:
-        """A pinned dataset is never removed to make room."""
+        """Pin the dataset, or undo this. A pinned dataset is never removed to make room."""
         if pinned:
             (self.path / "pinned").touch()
         else:
@@ -179,9 +181,9 @@ class DatasetFolder:
     def publish(self, key: str, size: int, fill: Fill, samples: int = -1) -> int:
         """Write and publish a shard, and return a descriptor for reading.
 
-        `fill` writes exactly `size` bytes (any number if `size` is negative: then `reserve_more` reserves space before
-        each write) to the descriptor that it gets, and returns their checksums; None if none is
-        known. The bytes are read again only if no checksum was computed when they were received. Raises Full, OSError
+        `fill` writes exactly `size` bytes to the descriptor that it gets, and returns their checksums; None if no
+        checksum is known. If `size` is negative, it may write any number of bytes, and calls `reserve_more` before each
+        write. The bytes are read again only if no checksum was computed when they were received. Raises Full, OSError
         of the volume, StoreError if the checksums differ, and the errors of `fill`. After an error nothing is left on
         the volume.
         """

@@ -95,7 +95,7 @@ class DiskTier:
             for name in ("datasets", "reservations"):
                 (directory / name).mkdir(exist_ok=True)
             with FileLock(directory / "space.lock"):
-                self._reap()
+                self._remove_leftovers()
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -170,7 +170,7 @@ class DiskTier:
         """Reserve `size` bytes for the file `part`. If there is not enough space, remove the least recently used
         datasets that are neither pinned nor in use. Raises Full."""
         with FileLock(self.directory / "space.lock"):
-            self._reap()
+            self._remove_leftovers()
             while (reason := self._reason_against(size)) is not None:
                 if not self._evict_oldest(owner):
                     raise Full(errno.ENOSPC, reason)
@@ -205,7 +205,7 @@ class DiskTier:
                 return True
         return False
 
-    def _reap(self) -> int:
+    def _remove_leftovers(self) -> int:
         """Remove the files of dead writers. Return their number. The caller holds space.lock."""
         count = 0
         for path in (self.directory / "reservations").iterdir():
@@ -226,6 +226,7 @@ class DiskTier:
     # ---- datasets
 
     def datasets(self) -> list[DatasetFolder]:
+        """Return the folders of all datasets."""
         try:
             names = sorted(path.name for path in (self.directory / "datasets").iterdir())
         except FileNotFoundError:

@@ -60,8 +60,8 @@ class NodeState:
         """When the last verification of each shard began (monotonic clock of the machine); 0 for never."""
 
     def is_verified(self, shard: int) -> bool:
-        """Return True if a process on this node has verified the shard since this object was created. An earlier
-        verification says nothing about the current bytes."""
+        """Return True if a process on this node has verified the shard since this object was created. The
+        current bytes may differ from those of an earlier verification."""
         return bool(self._verified[shard] >= self._opened)
 
     def set_verified(self, shard: int, begun: float) -> None:

@@ -118,6 +118,7 @@ class RecordLog:
         return records[at[-1]]
 
     def append(self, key: str, digest: str, size: int, samples: int = -1) -> None:
+        """Record that a shard of `size` bytes with the xxh3-128 `digest` is published. `samples`: -1 if not known."""
         with FileLock(self.path):
             rows = []
             old = self.find(key)

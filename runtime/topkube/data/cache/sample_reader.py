@@ -16,8 +16,9 @@ from topkube import _kernels
 from topkube.data.base.batch import ArrayOf, Batch
 from topkube.data.base.batch_buffers import BatchBuffers
 from topkube.data.base.open_files import limit_open_files
+from topkube.data.cache.open_shards import ShardFile
 from topkube.data.cache.row_groups import RowGroups
-from topkube.data.cache.shard_cache import ShardCache, ShardFile
+from topkube.data.cache.shard_cache import ShardCache
 from topkube.data.formats.sample_index import ABSENT, SampleIndex
 from topkube.data.remote.listing import Longs
 from topkube.errors import DatasetError, StoreError
@@ -50,7 +51,7 @@ class SampleReader:
         self._held = _HeldShards(counts.size)
         self._most_held = limit_open_files(_HELD, 4)
         close_held = weakref.WeakMethod(self._close_held)
-        cache.holders.append(lambda: (method := close_held()) and method())
+        cache.open_shards.holders.append(lambda: (method := close_held()) and method())
         self._known = np.zeros(counts.size, bool)
         self._offsets = np.zeros(len(self), np.int64)
         self._lengths = np.zeros(len(self), np.int64)

@@ -5,22 +5,21 @@ or into memory if the tier takes no more shards. The readers see no difference e
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from topkube.data.base.open_files import FilesPressure, is_pressure, limit_open_files, too_many_files_error
+from topkube.data.base.open_files import FilesPressure, is_pressure, too_many_files_error
 from topkube.data.base.shared_counters import CacheCounters
+from topkube.data.cache.cached_shards import CachedShards
 from topkube.data.cache.dataset_folder import DatasetFolder, digest
 from topkube.data.cache.disk_tier import DiskLimits, DiskTier, Full
-from topkube.data.cache.node_state import DROPPED, FROZEN, OPEN, NodeState
+from topkube.data.cache.node_state import DROPPED, OPEN, NodeState
+from topkube.data.cache.open_shards import OpenShards, ShardFile
 from topkube.data.cache.record_log import hash_of
 from topkube.data.cache.shard_file import Received, ShardWriter
 from topkube.data.cache.stored_index import read_index
@@ -34,25 +33,10 @@ from topkube.errors import DatasetError
 ShardSource = Callable[[DataShard, int], Received]
 """A function that writes a shard's bytes to a descriptor, from the remote or from another node, and returns their
 checksums."""
-_OPEN_FILES = 400
-_MEMORY_BYTES = 1 << 30
-"""The most bytes of shards in the memory of this process: a shuffle window of 16 shards of 64 MB should fit."""
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 _RESERVED_AT_ONCE = 64 << 20
 """The bytes that are reserved at once for a shard that is being decompressed."""
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.02
 _TRIES = 4
-
-
-class ShardFile:
-    """A whole shard that is open for reading. It is closed when the last reference is gone."""
-
-    def __init__(self, shard: DataShard, file: int, *, cached: bool) -> None:
-        self.shard, self.file, self.cached = shard, file, cached
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self.file)
 
 
 class ShardCache:
@@ -73,51 +57,18 @@ class ShardCache:
         self.name = name
         """A name for this listing in this directory: 16 hexadecimal digits."""
         self.stall_seconds = stall_seconds
-        self._files: OrderedDict[int, ShardFile] = OrderedDict()
-        self._memory_files: OrderedDict[int, ShardFile] = OrderedDict()
-        self._most_open = limit_open_files(_OPEN_FILES, 4)
-        self.holders: list[Callable[[], None]] = []
-        """Functions that close shards kept open for later. They are called if the process has too many open files."""
-        self._lock = threading.Lock()
-        self._process = os.getpid()
-        self.folder: DatasetFolder | None = None
-        self._use = None
-        if tier is None:
-            node_state.degrade(DROPPED)
-            return
-        try:
-            self.folder = tier.dataset(shards.uri)
-            self._use = self.folder.use()
-        except OSError as error:
-            self._degrade(FROZEN if self.folder is not None else DROPPED, error)
-        if not tier.writable:
-            self._degrade(FROZEN, OSError(errno.EROFS, "the volume is read-only"))
+        self.open_shards = OpenShards()
+        self._cached = CachedShards(shards, tier, node_state, counters)
 
-    # ---- the state of the tier
+    @property
+    def folder(self) -> DatasetFolder | None:
+        """The dataset's folder in the disk tier; None without a disk tier."""
+        return self._cached.folder
 
     @property
     def state(self) -> int:
+        """The state of the disk tier: OPEN, FROZEN or DROPPED."""
         return self.node_state.state
-
-    def _degrade(self, state: int, error: OSError) -> None:
-        """Freeze or drop the tier. One process of the node reports that once."""
-        if not self.node_state.degrade(state):
-            return
-        what = {FROZEN: "takes no more shards", DROPPED: "is no longer used"}[state]
-        where = self.folder.tier.directory if self.folder is not None else "of this node"
-        print(
-            f"topkube: the disk cache {where} {what} ({error.strerror or error}); "
-            "training goes on; shards that are not cached are read from the remote",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def _handle_volume_error(self, error: OSError) -> None:
-        """Freeze or drop the tier after an error of its volume. Raises FilesPressure if the volume works but too many
-        files are open."""
-        if is_pressure(error):
-            raise FilesPressure from error
-        self._degrade(FROZEN if error.errno in _NO_ROOM else DROPPED, error)
 
     # ---- shards
 
@@ -131,139 +82,35 @@ class ShardCache:
         return self._open(self.shards.samples_shard(number), source)
 
     def _open(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
-        number = shard.number
-        with self._guard():
-            for open_files in (self._files, self._memory_files):
-                if number in open_files:
-                    open_files.move_to_end(number)
-                    return open_files[number]
-        opened = self._open_with_retries(shard, source)
-        with self._guard():
-            kept = self._files if opened.cached else self._memory_files
-            if number in kept:  # another thread was faster
-                return kept[number]
-            if opened.cached:
-                self._files[number] = opened
-                while len(self._files) > self._most_open:
-                    self._files.popitem(last=False)
-            else:
-                self._memory_files[number] = opened
-                while (
-                    len(self._memory_files) > 1
-                    and sum(file.shard.size for file in self._memory_files.values()) > _MEMORY_BYTES
-                ):
-                    self._memory_files.popitem(last=False)
-        return opened
+        return self.open_shards.find(shard.number) or self.open_shards.keep(
+            shard.number, self._open_with_retries(shard, source)
+        )
 
     def _open_with_retries(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
         for turn in range(_TRIES):
             try:
-                return self._open_cached(shard) or self._fetch_or_wait(shard, source)
+                return self._cached.open(shard) or self._fetch_or_wait(shard, source)
             except FilesPressure:
-                self._close_idle_files()
+                self.open_shards.close_idle()
                 time.sleep(_POLL_SECONDS * turn)  # other threads may close files meanwhile
         raise too_many_files_error()
-
-    def _close_idle_files(self) -> None:
-        """Close the shards that are kept open for later."""
-        with self._guard():
-            self._files.clear()
-        for close in list(self.holders):
-            close()
-
-    def _guard(self) -> threading.Lock:
-        if self._process != os.getpid():  # after a fork the lock may be held by a thread of the parent
-            self._process, self._lock = os.getpid(), threading.Lock()
-        return self._lock
 
     def report_lost(self, number: int, error: int) -> None:
         """Report that an open shard could not be read: `error` is the errno, 0 if the file is too short. The next
         `open` verifies the shard again, or reads it from the remote."""
         number = self.shards.samples_shard(number).number
-        with self._guard():
-            self._files.pop(number, None)
-            self._memory_files.pop(number, None)
+        self.open_shards.forget(number)
         self.node_state.clear_verified(number)
         if error:
-            self._handle_volume_error(OSError(error, os.strerror(error)))
+            self._cached.handle_volume_error(OSError(error, os.strerror(error)))
 
     def has(self, number: int) -> bool:
         """Return True if the disk tier has the shard as it is stored."""
-        return self._has(self.shards.key(number))
+        return self._cached.has(self.shards.key(number))
 
     def has_samples(self, number: int) -> bool:
         """Return True if the disk tier has the file from which the samples of the shard are read."""
-        return self._has(self.shards.samples_shard(number).key)
-
-    def _has(self, key: str) -> bool:
-        if self.folder is None or self.state == DROPPED:
-            return False
-        try:
-            return self.folder.shard_path(key).exists()
-        except OSError:
-            return False
-
-    def _open_cached(self, shard: DataShard) -> ShardFile | None:
-        """Open the shard in the disk tier; None if it is not there. A shard is verified once per node after the dataset
-        was opened. A damaged shard is quarantined."""
-        if self.folder is None or self.state == DROPPED:
-            return None
-        try:
-            file = self.folder.open(shard.key)
-            if file is None:
-                return None
-            opened = ShardFile(shard, file, cached=True)
-            if self.node_state.is_verified(shard.number):
-                return opened
-            begun = time.monotonic()
-            if self._is_good(shard, file):
-                self.node_state.set_verified(shard.number, begun)
-                return opened
-            return self._recheck_damaged(shard)
-        except OSError as error:
-            self._handle_volume_error(error)
-            return None
-
-    def _is_good(self, shard: DataShard, file: int) -> bool:
-        """Return True if the cached shard matches its record and the checksums of the manifest."""
-        assert self.folder is not None
-        if self.shards.is_decompressed(shard):
-            return self.folder.is_whole(shard.key, file)
-        return (
-            os.fstat(file).st_size == shard.size
-            and self.folder.is_whole(shard.key, file)
-            and self._matches_manifest(shard, file)
-        )
-
-    def _matches_manifest(self, shard: DataShard, file: int) -> bool:
-        """Return True if every object has the checksum of the manifest. Objects without a checksum always match."""
-        if not self.shards.listing.checksums[shard.start : shard.stop].any():
-            return True
-        at = 0
-        for remote_object in self.shards.objects(shard):
-            if remote_object.checksum and digest(file, remote_object.size, at) != remote_object.checksum:
-                return False
-            at += remote_object.size
-        return True
-
-    def _recheck_damaged(self, shard: DataShard) -> ShardFile | None:
-        """Verify the shard again under its lock, because another process may have replaced it. Quarantine it if it is
-        damaged."""
-        assert self.folder is not None
-        lock = self.folder.lock(shard.key)
-        lock.acquire()
-        try:
-            file = self.folder.open(shard.key)
-            if file is None:
-                return None
-            opened = ShardFile(shard, file, cached=True)
-            if self._is_good(shard, file):
-                return opened
-            self.counters.add("corruptions")
-            self.folder.quarantine(shard.key)
-            return None
-        finally:
-            lock.release()
+        return self._cached.has(self.shards.samples_shard(number).key)
 
     def _fetch_or_wait(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
         """Fetch the shard, or wait for another process that fetches it. This process takes over if there was no
@@ -281,11 +128,11 @@ class ShardCache:
                 # Readers leave shards to the fillers of this node, if there are fillers and they make progress.
                 has_lock = (source is not None or not self.node_state.fillers or late) and lock.acquire(wait=False)
             except OSError as error:
-                self._handle_volume_error(error)
+                self._cached.handle_volume_error(error)
                 break
             if has_lock or late:
                 try:
-                    if opened := self._open_cached(shard):
+                    if opened := self._cached.open(shard):
                         return opened
                     if waited:
                         self.counters.add("takeovers", late)
@@ -297,10 +144,10 @@ class ShardCache:
                     lock.release()
             waited, pause = True, min(pause * 1.2, _LONGEST_POLL_SECONDS)
             time.sleep(pause)
-            if opened := self._open_cached(shard):
+            if opened := self._cached.open(shard):
                 self.counters.add("waits_seconds", time.monotonic() - begun)
                 return opened
-        return self._open_cached(shard) or self._fetch_to_memory(shard, source)
+        return self._cached.open(shard) or self._fetch_to_memory(shard, source)
 
     def _fetch_to_tier(self, shard: DataShard, source: ShardSource | None) -> ShardFile | None:
         """Fetch the shard into the disk tier. Return None if the tier takes no more shards."""
@@ -319,16 +166,16 @@ class ShardCache:
             try:
                 file = self.folder.publish(shard.key, shard.size, fill)
             except FileNotFoundError:  # another process removed the dataset
-                if turn or not self._make_folder_again():
+                if turn or not self._cached.make_folder_again():
                     return None
                 continue
             except Full as error:
-                if turn == 0 and self._evict_outdated():
+                if turn == 0 and self._cached.evict_outdated():
                     continue
-                self._handle_volume_error(error)
+                self._cached.handle_volume_error(error)
                 return None
             except OSError as error:
-                self._handle_volume_error(error)
+                self._cached.handle_volume_error(error)
                 return None
             with contextlib.suppress(OSError):
                 for index in indexes:
@@ -337,22 +184,6 @@ class ShardCache:
             self.node_state.set_verified(shard.number, begun)
             return ShardFile(shard, file, cached=True)
         return None
-
-    def _make_folder_again(self) -> bool:
-        assert self.folder is not None
-        try:
-            self.folder.make()
-        except OSError as error:
-            self._handle_volume_error(error)
-            return False
-        return True
-
-    def _evict_outdated(self) -> int:
-        assert self.folder is not None
-        try:
-            return self.folder.evict_all_but(self.shards.keys())
-        except OSError:
-            return 0
 
     def _fetch_to_memory(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
         """Fetch the shard into the memory of this process."""
@@ -386,10 +217,9 @@ class ShardCache:
             try:
                 return self._decompress_file(compressed, file)
             except DatasetError:
-                if turn or not compressed.cached or self._is_good(compressed.shard, compressed.file):
+                if turn or not compressed.cached or self._cached.is_good(compressed.shard, compressed.file):
                     raise
-                with self._guard():
-                    self._files.pop(number, None)
+                self.open_shards.forget(number)
                 self.node_state.clear_verified(number)
         raise AssertionError
 
@@ -486,10 +316,8 @@ class ShardCache:
 
     def close(self) -> None:
         """Release the dataset. Open shards stay readable."""
-        self._files.clear()
-        self._memory_files.clear()
-        if self._use is not None and self._use.held:
-            self._use.release()
+        self.open_shards.clear()
+        self._cached.close()
         self.node_state.close()
 
 

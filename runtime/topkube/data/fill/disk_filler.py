@@ -73,11 +73,11 @@ class DiskFiller:
                 if not cache.has_samples(number):
                     cache.open_samples(number, self._source(number))
             except Exception as error:
-                if not isinstance(error, TopKubeError):  # the thread must go on, because readers wait for this rank
+                if not isinstance(error, TopKubeError):  # the thread must continue, because readers wait for this rank
                     error = StoreError(
                         f"shard {number} cannot be fetched ({type(error).__name__}: {error})",
                         cause="a bug in TopKube",
-                        next_step="report it; training goes on, and readers fetch the missing shards",
+                        next_step="report it; training continues, and readers fetch the missing shards",
                     )
                 if self.failure is None and not self._stopping:
                     self.failure = error

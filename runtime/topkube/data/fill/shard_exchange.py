@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from topkube.data.base.rank_place import RankPlace
-from topkube.data.cache.shard_cache import ShardFile, ShardSource
+from topkube.data.cache.open_shards import ShardFile
+from topkube.data.cache.shard_cache import ShardSource
 from topkube.data.cache.shard_file import Received, ShardWriter
 from topkube.data.formats.shards import DataShard
 from topkube.errors import StoreError, TopKubeError

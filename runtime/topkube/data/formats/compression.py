@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from topkube.errors import DatasetError
+from topkube.installation import install_command
 
 Compression = Literal["", "gzip", "zstd"]
 ENDINGS: dict[str, Compression] = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".tzst": "zstd"}
@@ -84,7 +85,7 @@ def _decompress_zstd(file: int, size: int, name: str, receive: Callable[[bytes],
         import zstandard
     except ImportError as error:
         raise DatasetError(
-            f"the library zstandard is needed for {name}", cause=str(error), next_step="pip install 'topkube[zstd]'"
+            f"the library zstandard is needed for {name}", cause=str(error), next_step=install_command("zstd")
         ) from None
     reader = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     frame, is_new, at, data, held = reader.decompressobj(), True, 0, b"", b""

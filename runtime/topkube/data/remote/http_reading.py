@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from topkube.data.remote.listing import RemoteObject
-from topkube.data.remote.object_version import changed_error, check_version, condition, version_of_headers
+from topkube.data.remote.object_version import build_condition, changed_error, check_version, read_header_version
 from topkube.errors import DatasetError, StoreError
 
 PAGE_BYTES = 64 << 20
@@ -44,7 +44,7 @@ class Reading:
     def confirm(self, headers: Mapping[str, str]) -> None:
         """Raise Changed or StoreError if the headers do not name the version that is being read."""
         check_version(self.listed.version, headers, self.url)
-        version = version_of_headers(headers)
+        version = read_header_version(headers)
         if self.version and version != self.version:
             raise changed_error(self.url, f"its ranges come from {self.version} and {version or 'an unknown version'}")
         self.version = version
@@ -53,7 +53,7 @@ class Reading:
 async def read_range(filesystem: Any, reading: Reading, start: int, end: int) -> bytes:
     """Return bytes start to end of the object. Raises Changed, StoreError, Unfit, and the errors of aiohttp."""
     remote_object, url = reading.listed, reading.url
-    headers = condition(remote_object.version)
+    headers = build_condition(remote_object.version)
     if not (start == 0 and end == remote_object.size):
         headers["Range"] = f"bytes={start}-{end - 1}"
     async with _open_response(filesystem, "GET", url, headers) as response:
@@ -138,7 +138,7 @@ async def describe(filesystem: Any, url: str) -> dict[str, Any]:
                     continue
                 return {
                     "size": size,
-                    "version": version_of_headers(response.headers),
+                    "version": read_header_version(response.headers),
                     "page": is_page(response.headers),
                 }
         except Exception as error:

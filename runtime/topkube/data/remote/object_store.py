@@ -21,13 +21,15 @@ import fsspec
 from fsspec.asyn import sync
 
 from topkube.data.remote.addresses import check_address
+from topkube.data.remote.http_connection import NotPlain
 from topkube.data.remote.http_index import walk_index_pages
 from topkube.data.remote.http_reading import Reading, Unfit, describe, read_page, read_range
-from topkube.data.remote.http_sockets import NotPlain, SocketClient, Transfer, Write
+from topkube.data.remote.http_sockets import SocketClient
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
-from topkube.data.remote.object_version import changed_error, same_version, version_of_info
-from topkube.data.remote.retry import Absent, Patience, final_error, is_worth_a_retry
+from topkube.data.remote.object_version import changed_error, is_same_version, read_info_version
+from topkube.data.remote.retry import Absent, Patience, build_final_error, is_worth_a_retry
 from topkube.data.remote.s3_reading import check_object
+from topkube.data.remote.transfer import Transfer, Write
 from topkube.errors import DatasetError
 from topkube.installation import install_command
 
@@ -142,7 +144,7 @@ class ObjectStore:
         self.filesystem.invalidate_cache()
         details = self._call_patiently(self._find_local if self.protocol in _LOCAL else self._find, None, self.uri)
         return [
-            RemoteObject(name[len(self.root) :].lstrip("/"), int(info.get("size") or 0), version_of_info(info))
+            RemoteObject(name[len(self.root) :].lstrip("/"), int(info.get("size") or 0), read_info_version(info))
             for name, info in details.items()
             if info.get("type") == "file"
         ]
@@ -182,7 +184,7 @@ class ObjectStore:
         """Return version, size (None if unknown), and True for an HTML page."""
         self.filesystem.invalidate_cache()
         info = self.filesystem.info(url)
-        return version_of_info(info), info.get("size"), False
+        return read_info_version(info), info.get("size"), False
 
     async def _async_describe(self, url: str) -> tuple[str, int | None, bool]:
         if self.protocol in _HTTP:
@@ -190,7 +192,7 @@ class ObjectStore:
             return description["version"], description["size"], description["page"]
         self.filesystem.invalidate_cache()
         info = await self.filesystem._info(url)
-        return version_of_info(info), info.get("size"), False
+        return read_info_version(info), info.get("size"), False
 
     async def _async_describe_all(self, urls: list[str]) -> list[tuple[str, int | None, bool]]:
         described: list[tuple[str, int | None, bool]] = [("", None, False)] * len(urls)
@@ -354,7 +356,7 @@ class ObjectStore:
                 return await asyncio.wait_for(ask(), self.patience.stall_seconds * 2)
             except Exception as error:
                 if attempt == self.patience.retries or not is_worth_a_retry(error):
-                    raise final_error(error, what, attempt) from error
+                    raise build_final_error(error, what, attempt) from error
                 await asyncio.sleep(pause * random.uniform(0.5, 1.5))
                 pause *= 2
         raise AssertionError
@@ -375,7 +377,7 @@ class ObjectStore:
                 return read()
             except Exception as error:
                 if attempt == self.patience.retries or not is_worth_a_retry(error):
-                    raise final_error(error, what, attempt) from error
+                    raise build_final_error(error, what, attempt) from error
                 time.sleep(pause * random.uniform(0.5, 1.5))
                 pause *= 2
         raise AssertionError
@@ -404,7 +406,7 @@ def _check_description(reading: Reading, version: str, size: int | None, is_page
     remote_object = reading.listed
     if size is not None and size != remote_object.size:
         raise changed_error(reading.url, f"it has {size:,} bytes, the listing has {remote_object.size:,}")
-    if not same_version(remote_object.version, version):
+    if not is_same_version(remote_object.version, version):
         raise changed_error(reading.url, f"its version is {version}, the listing has {remote_object.version}")
 
 

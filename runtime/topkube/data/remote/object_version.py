@@ -20,7 +20,7 @@ _SECONDS = re.compile(r"\d{1,12}\.\d{1,20}")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,6})?([+-]\d\d:\d\d)?")
 
 
-def version_of_headers(headers: Mapping[str, str]) -> str:
+def read_header_version(headers: Mapping[str, str]) -> str:
     """Return the version in the headers of an HTTP response; empty if there is none."""
     tag, modified = headers.get("ETag", ""), headers.get("Last-Modified", "")
     if tag and '"' not in tag:  # some servers leave the quotes out
@@ -28,7 +28,7 @@ def version_of_headers(headers: Mapping[str, str]) -> str:
     return f"{tag} {modified}".strip() if not tag or tag.startswith("W/") else tag
 
 
-def version_of_info(info: Mapping[str, Any]) -> str:
+def read_info_version(info: Mapping[str, Any]) -> str:
     """Return the version in the `info` of an fsspec file system about an object; empty if there is none."""
     for name in ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified", "created"):
         if info.get(name):
@@ -36,7 +36,7 @@ def version_of_info(info: Mapping[str, Any]) -> str:
     return ""
 
 
-def condition(version: str) -> dict[str, str]:
+def build_condition(version: str) -> dict[str, str]:
     """Return HTTP headers with which the server sends only this version. A weak etag never matches If-Match, so the
     time of the last change is sent instead."""
     weak, tag, modified = _split(version)
@@ -62,11 +62,11 @@ def check_version(version: str, headers: Mapping[str, str], name: str) -> None:
                 next_step="configure the server to send the header, or write a manifest with checksums "
                 "(`topkube cache manifest --checksums`)",
             )
-        if _bare(answered) != _bare(listed):
+        if _strip_tag(answered) != _strip_tag(listed):
             raise changed_error(name, f"{header} is {answered}, the listing has {listed}")
 
 
-def same_version(listed: str, match: str) -> bool:
+def is_same_version(listed: str, match: str) -> bool:
     """Return False if both versions are of the same kind (etag, number, date) and differ. Versions of different kinds
     cannot be compared and count as equal."""
     if listed == match:
@@ -98,5 +98,5 @@ def _split(version: str) -> tuple[bool, str, str]:
     return bool(match["weak"]), match["tag"] or "", match["modified"] or ""
 
 
-def _bare(value: str) -> str:
+def _strip_tag(value: str) -> str:
     return value.strip().removeprefix("W/").strip('"')

@@ -40,11 +40,11 @@ def is_worth_a_retry(error: Exception) -> bool:
         error = error.__cause__  # fsspec raises this for every failure of a request for the size
     if isinstance(error, (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, TopKubeError)):
         return False
-    status = _status(error)
+    status = _read_http_status(error)
     return "Credentials" not in type(error).__name__ and not (400 <= status < 500 and status not in (408, 425, 429))
 
 
-def _status(error: BaseException) -> int:
+def _read_http_status(error: BaseException) -> int:
     """Return the HTTP status of the response; 0 if there is none. The status is in `status` (aiohttp), in `response`
     (botocore), or in the cause of the error (s3fs)."""
     while True:
@@ -59,11 +59,11 @@ def _status(error: BaseException) -> int:
         error = error.__cause__
 
 
-def final_error(error: Exception, what: str, retries: int) -> TopKubeError:
+def build_final_error(error: Exception, what: str, retries: int) -> TopKubeError:
     """Return the error for the reader of `what` after this number of retries."""
     if isinstance(error, TopKubeError):
         return error
-    status = _status(error)
+    status = _read_http_status(error)
     description = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if status in (412, 416):
         return Changed(

@@ -42,10 +42,11 @@ class Hello(Message):
     python: str = Field(max_length=4096)
     """The Python interpreter that runs the rank shim."""
     mpi: str = Field(default="", max_length=256)
-    """For example 'MPICH 5.0.2'; empty if the worker has no MPI."""
+    """The MPI and its version, such as 'MPICH 5.0.2'; empty if the worker has no MPI."""
     problem: str = Field(default="", max_length=4096)
     """Why this worker cannot run ranks; empty if it can."""
     problem_code: int = 1
+    """The exit code of a run that ends because of `problem`."""
     time: float
     """The worker's clock, Unix seconds."""
 
@@ -59,6 +60,7 @@ class Welcome(Message):
     received: int = 0
     resumed: bool
     lost_seconds: float = 20.0
+    """Either end takes the other for lost after this time without a message."""
 
 
 class Start(Message):

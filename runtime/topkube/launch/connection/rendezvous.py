@@ -45,7 +45,7 @@ _SIDECARS = ("127.0.0.6", "::6")
 _REASON_BYTES = 123
 """The longest reason in the last frame of a WebSocket."""
 _TLS_BUFFER_BYTES = 32 << 10
-_LOOK_SECONDS = 0.25
+_CHECK_SECONDS = 0.25
 _HELLO_BYTES = 32 << 10
 
 JoinHandler = Callable[[int, Hello, web.WebSocketResponse], Awaitable[None]]
@@ -122,7 +122,7 @@ class Rendezvous:
             try:
                 connection, address = await loop.sock_accept(listener)
             except OSError:  # no file descriptors left, for now
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_CHECK_SECONDS)
                 continue
             host = str(address[0])
             if self._unknown.total() >= UNKNOWN_CALLERS or self._unknown[host] >= most:
@@ -155,7 +155,7 @@ class Rendezvous:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEAD_SECONDS):
                     while handler in self._waiting and handler.transport is not None:
-                        await asyncio.sleep(_LOOK_SECONDS)
+                        await asyncio.sleep(_CHECK_SECONDS)
             if handler in self._waiting and handler.transport is not None:
                 handler.transport.abort()
         finally:

@@ -92,7 +92,7 @@ class Session:
         return silent if silent > self.welcome.lost_seconds else 0.0
 
     async def drop_connection(self) -> None:
-        """Close the connection, if there is one. The session goes on with the next call."""
+        """Close the connection, if there is one. The session continues with the next call."""
         if self.link is not None:
             await self.link.drop()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from topkube.launch.output.rank_report import TAIL_BYTES
 
-_LOOK_SECONDS = 0.05
+_CHECK_SECONDS = 0.05
 _PIECE_BYTES = 1 << 20
 """The most that is read from a log at a time. A longer line is broken."""
 _WRITE_BYTES = 16 << 10
@@ -44,7 +44,7 @@ class RankLog:
         self.lost_bytes = 0
         """Bytes that the rank printed and that are not in the output."""
         self.done = False
-        """True if everything has been copied and no more will be printed."""
+        """True if everything has been copied and the rank prints nothing more."""
         self._prefix = b"[rank %d] " % rank
         self._file: int | None = None
         self._read = self._punched = 0
@@ -67,29 +67,26 @@ class RankLog:
         return 0 if self.done else max(0, self.size - self._read)
 
     def finish(self, expected: int | None) -> None:
-        """Note that no more will be printed. The file should contain `expected` bytes; None if that is not known."""
+        """Note that the rank prints nothing more. The file should contain `expected` bytes (None: not
+        known)."""
         self._expected, self._finished = expected, True
 
     def take(self, backlog: int) -> tuple[bytes, int]:
         """Return the next whole lines for the output, and the number of bytes of the log in them; empty if there are
-        none now. A log that has more than `backlog` bytes left loses its oldest lines, and a line in the output says
-        so."""
+        none now. A log that has more than `backlog` bytes left loses its oldest lines, and a line in the output
+        reports the loss."""
         if self._file is None and not self._open():
             self.done = self._finished
-            return self._left_out(
-                self._expected, "the log file does not exist"
-            ) if self.done and self._expected else b"", 0
+            is_lost = self.done and self._expected
+            return self._left_out(self._expected or 0, "the log file does not exist") if is_lost else b"", 0
         assert self._file is not None
         size = os.fstat(self._file).st_size
         if size == self._seen and not self._finished:
             return b"", 0
         note = b""
         if size < self._read:  # somebody has truncated the file: the rest is gone
-            note, self._read, self._punched = (
-                self._left_out(0, "the log file was truncated"),
-                size,
-                min(self._punched, size),
-            )
+            note = self._left_out(0, "the log file was truncated")
+            self._read, self._punched = size, min(self._punched, size)
         if size - self._read > backlog:
             note += self._skip(size - backlog // 2)
         data = os.pread(self._file, _PIECE_BYTES, self._read)
@@ -177,9 +174,7 @@ class PodOutput:
     def say(self, text: str) -> None:
         """Print a line of this process, without waiting. If too many lines wait already, the line is dropped and
         counted."""
-        line = (
-            f"{self._name}: {text}\n".encode(errors="replace") if self._name else f"{text}\n".encode(errors="replace")
-        )
+        line = (f"{self._name}: {text}\n" if self._name else f"{text}\n").encode(errors="replace")
         with self._lock:
             if self._lines_bytes + len(line) > _LINES_BYTES:
                 self._unreported, self._why = self._unreported + len(line), "nobody reads this output"
@@ -224,7 +219,7 @@ class PodOutput:
         self._closing = True
         self._wake.set()
         while self._thread.is_alive() and time.monotonic() - start < most_seconds:
-            self._thread.join(_LOOK_SECONDS)
+            self._thread.join(_CHECK_SECONDS)
             if self.stalled(start) > stall_seconds:
                 break
         return self._lost + (self.waiting_bytes if self._thread.is_alive() else 0)
@@ -243,7 +238,7 @@ class PodOutput:
             if not moved:
                 if closing:
                     return
-                self._wake.wait(_LOOK_SECONDS)
+                self._wake.wait(_CHECK_SECONDS)
                 self._wake.clear()
 
     def _write_lines(self) -> bool:
@@ -291,7 +286,7 @@ class PodOutput:
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest[:_WRITE_BYTES]) :]
-            except BlockingIOError:  # another process that shares it has made it non-blocking
+            except BlockingIOError:  # another process that shares the descriptor has made it non-blocking
                 select.select([], [self._descriptor], [], 1.0)
                 continue
             self._moved = time.monotonic()

@@ -18,7 +18,7 @@ _READS = 16
 """The most reads of a pipe before other pipes are read."""
 _PIECE_BYTES = 4096
 """PIPE_BUF: a pipe that is ready accepts so many bytes without waiting."""
-_LOOK_SECONDS = 0.1
+_CHECK_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0
 """How long a rank waits for the reader of the shim's output."""
 
@@ -90,7 +90,7 @@ class Echo:
         end = time.monotonic() + patience
         while True:
             left = end - time.monotonic()
-            if self._poll.poll(max(0.0, min(left, _LOOK_SECONDS)) * 1000):
+            if self._poll.poll(max(0.0, min(left, _CHECK_SECONDS)) * 1000):
                 return True
             if left <= 0 or self._is_asked_to_end():
                 return False

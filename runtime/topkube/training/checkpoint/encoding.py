@@ -134,7 +134,7 @@ class _Encoder:
                 raise CheckpointError(
                     f"{path} cannot be saved: it is a defaultdict of {factory!r}",
                     cause="only the factories " + ", ".join(_FACTORIES) + " can be rebuilt by a safe load",
-                    next_step="save dict(...) of it",
+                    next_step="save a plain dict with the same items instead",
                 )
             encoded["factory"] = None if factory is None else getattr(factory, "__name__", "")
         return encoded
@@ -217,7 +217,7 @@ def _refuse(value: Any, path: str) -> NoReturn:
     )
 
 
-# ---- back
+# ---- decoding
 
 
 def _decode(value: Any) -> Any:

@@ -93,7 +93,7 @@ def _parse(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} has format {number}, this version reads up to {FORMAT}",
             cause="a newer TopKube wrote it",
-            next_step="go on with that version, or use another directory",
+            next_step="continue with that version, or use another directory",
         )
     parsed: dict[str, Any] = about
     return parsed

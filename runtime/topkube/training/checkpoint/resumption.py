@@ -72,7 +72,7 @@ def _problem(residuals: Any) -> str:
     for name, entries in itertools.chain.from_iterable(pieces.items() for pieces in parts):
         for entry in entries:
             if not (isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[0], int)):
-                return f"of {name} that do not say their place"
+                return f"of {name} without their place"
             if not isinstance(entry[1], torch.Tensor) or entry[1].ndim != 1:
                 return f"of {name} that are no vector"
     return ""

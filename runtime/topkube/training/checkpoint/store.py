@@ -35,7 +35,7 @@ from topkube.training.checkpoint.stages import PassedOver, Stages
 from topkube.training.checkpoint.state_file import Damaged, FileDigest, read_state, write_new_text
 from topkube.world import World
 
-_LOOK_SECONDS = 0.25
+_CHECK_SECONDS = 0.25
 """The longest pause between two agreements of ranks that wait for a save."""
 
 
@@ -296,7 +296,7 @@ class CheckpointStore:
             if (total := float(rows[:, 1].sum())) != last:
                 since, last = time.monotonic(), total
             given_up = time.monotonic() - since > self._world.deadline_seconds
-            pause = min(2 * pause, _LOOK_SECONDS)
+            pause = min(2 * pause, _CHECK_SECONDS)
         self._save, self._hung = None, save.work
         save.tally.cancelled = True
         raise StorageError(

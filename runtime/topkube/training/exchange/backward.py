@@ -392,7 +392,7 @@ class Backward:
             self.exchange.residuals.reject()
             self.skipped_steps += not self._nonfinite
             self._nonfinite = True
-            for parameter in trainable:  # the same on every rank, so that clipping and GradScaler decide alike
+            for parameter in trainable:  # the same on every rank, so that clipping and GradScaler decide the same
                 if parameter.tensor.grad is not None:
                     fill_with_nan(parameter.tensor.grad)
         else:

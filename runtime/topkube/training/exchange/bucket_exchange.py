@@ -36,7 +36,7 @@ class BucketExchange:
     every rank; `ready` and `follow` run in the thread of the caller.
 
     If `device` is set, buckets are reduced on it, as a pipeline (collectives/device/): `run` then only starts the
-    reduction of a bucket, and `flush` finishes all of them. So it is with dense buckets between nodes of CPUs
+    reduction of a bucket, and `flush` finishes all of them. Dense buckets between nodes of CPUs work in the same way
     (collectives/overlapped.py): the next buckets start while the messages of the first are under way.
     """
 
@@ -90,7 +90,8 @@ class BucketExchange:
     ) -> bool:
         """Exchange the bucket's local gradients and add the means to the aggregated gradients in `.grad`. Return True
         if all values that this rank saw were finite. Residuals change with `accept`. `mark` is the result of `ready`
-        when the gradients were handed over; `loss_scale` is the factor on the loss that they come from."""
+        when the gradients were handed over; `loss_scale` is the factor by which the loss was
+        multiplied."""
         with self._after(mark):
             if bucket.has_rows:
                 self._finish_overlapped()
@@ -240,8 +241,8 @@ class BucketExchange:
             self.on_device.begin(all_reduce, request, finished=lambda: self._deliver(bucket, flat, mark))
 
     def _collect(self, bucket: Bucket, buffers: int = 1) -> torch.Tensor:
-        """Return the bucket's local gradients side by side: in their own memory if they lie there, otherwise in one of
-        `buffers` staging buffers."""
+        """Return the bucket's local gradients in one tensor: their own memory if they lie side by side, otherwise a
+        staging buffer, one of `buffers`."""
         if bucket.memory is not None and (values := bucket.memory.whole()) is not None:
             return values
         only = bucket.parameters[0]

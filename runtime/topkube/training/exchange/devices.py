@@ -48,7 +48,7 @@ def gpu_of(world: World, gpus: int) -> int:
             cause="slotsPerWorker is larger than the number of GPUs that a pod requests",
             next_step=f"start {gpus} ranks on each node (slotsPerWorker: {gpus}), one per GPU",
         )
-    return world.host_rank  # a machine that stands for several nodes has GPUs for all of them
+    return world.host_rank  # a machine that acts as several nodes has GPUs for all of them
 
 
 def exchange_device(parameters: Sequence[Parameter], settings: Settings | None = None) -> torch.device | None:

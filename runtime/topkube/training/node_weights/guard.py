@@ -4,8 +4,9 @@ too much.
 At the first of every 16 exchanges, all ranks together measure two numbers. The unsent ratio is the norm of what
 nodes keep of their changes, over the norm of what they send. The weight spread is the distance of the nodes' own
 weights from the agreed weights after the exchange, over the norm of the agreed weights. Both are means over the nodes,
-weighted by ranks, and the same on all ranks. If one is beyond its limit, the period is halved; if the period is 1
-already, rank 0 says so once. An algorithm that sends everything (localsgd) keeps nothing, and is never beyond a limit.
+weighted by ranks, and the same on all ranks. If a number is beyond its limit, the period is halved. If the period is 1
+already, rank 0 prints a warning once. An algorithm that sends everything (localsgd) keeps nothing, and is never beyond
+a limit.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Guard:
         return steps // self.period % MEASURE_EVERY == 1
 
     def judge(self, change: float, left: float, agreed: float) -> str:
-        """Take the sums of squares of all nodes, weighted, and return what rank 0 should say; "" for nothing."""
+        """Take the weighted sums of squares of all nodes. Return the message that rank 0 should print; empty if there
+        is none."""
         sent = max(change - left, 0.0)  # what a codec sends is orthogonal to what it leaves, but for rounding
         self.unsent_ratio = math.sqrt(left / sent) if sent > 0 else 0.0 if left == 0 else math.inf
         self.weight_spread = math.sqrt(left / agreed) if agreed > 0 else 0.0

@@ -163,16 +163,16 @@ class MasterWeights(OptimizerWrapper):
                 changed.append(pair)
         if not changed:
             return
-        given, taken_into = [], []
+        gradients, copies = [], []
         for pair in changed:
             assert pair.parameter.grad is not None
             if pair.master.grad is None:
                 pair.master.grad = torch.empty_like(pair.master)
             pair.taken = _Snapshot(pair.parameter.grad)
-            given.append(pair.parameter.grad)
-            taken_into.append(pair.master.grad)
-        torch._foreach_copy_(taken_into, given)
-        for pair, norm in zip(changed, torch._foreach_norm(taken_into), strict=True):
+            gradients.append(pair.parameter.grad)
+            copies.append(pair.master.grad)
+        torch._foreach_copy_(copies, gradients)
+        for pair, norm in zip(changed, torch._foreach_norm(copies), strict=True):
             pair.norm = norm
 
     def _round(self) -> None:

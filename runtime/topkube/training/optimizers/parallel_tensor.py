@@ -1,4 +1,4 @@
-"""The parallel tensor operator: work that all ranks would do alike, layer by layer, is shared by the ranks.
+"""The parallel tensor operator: the ranks share work that each rank would otherwise repeat, layer by layer.
 
 From "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters" (Shi et al., 2021): layer-wise
 optimizers need the norms of all layers, which otherwise every rank would compute.

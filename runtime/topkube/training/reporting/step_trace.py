@@ -69,7 +69,7 @@ class StepTrace:
         self._backward: tuple[int, int] | None = None
         self._forward_end: tuple[int, int] | None = None
         self._segment: tuple[str, int, int] | None = None
-        """The layer whose gradients arrive, and the clocks at its begin."""
+        """The layer whose gradients arrive, and the clocks at its beginning."""
         self._last: tuple[int, int] = (0, 0)
         self._handles = [
             register_module_forward_pre_hook(self._enter_module),

@@ -1,4 +1,4 @@
-"""Batches of several ranks: uneven ones, and how samples are dealt out."""
+"""Batches of several ranks: uneven batches, and the distribution of samples."""
 
 from __future__ import annotations
 

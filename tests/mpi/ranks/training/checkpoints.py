@@ -1,4 +1,4 @@
-"""Checkpoints on several ranks: what fails on one rank is known to all, at the same step."""
+"""Checkpoints on several ranks: all ranks learn of a failure on one rank at the same step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from topkube.world import World
 
 
 class Thing:
-    """A thing of the script with a state of its own."""
+    """An object of the script with its own state."""
 
     def __init__(self, state: Any = 0, loads: bool = True) -> None:
         self.state, self.loads = state, loads

@@ -1,4 +1,4 @@
-"""Gradients of several ranks: equal to one process, nothing lost on the way, steps that count on all ranks or none."""
+"""Gradients of several ranks: equal to those of one process, complete, and steps count on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def case_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(world: World) -
 
 
 def case_error_feedback_loses_nothing(world: World) -> None:
-    """Plain SGD with rate 1: what was subtracted, and what is still owed, is the sum of all mean gradients."""
+    """Plain SGD with rate 1: the change of the weights plus all residuals is the sum of all mean gradients."""
     for wire in ("fp32", "bf16"):
         model = network()
         optimizer = distributed(

@@ -25,7 +25,8 @@ def wrapped(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) 
 
 
 def case_a_grad_scaler_trains_the_masters_of_all_ranks_alike(world: World) -> None:
-    """Clipping, a fused inner optimizer, an overflow on one rank: all ranks skip, lower the scale and go on."""
+    """Clipping, a fused inner optimizer, and an overflow on one rank: all ranks skip the step, lower the scale and
+    continue."""
     for fused in (False, True):
         model = network()
         optimizer = wrapped(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=fused))

@@ -1,4 +1,4 @@
-"""Batch normalization on several ranks: statistics of all of them, statistics of each, and buffers kept the same."""
+"""Batch normalization on several ranks: statistics over all ranks, statistics of each rank, and equal buffers."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def case_different_layers_are_noticed(world: World) -> None:
 
 
 def case_replays_leave_running_statistics_alone(world: World) -> None:
-    """Ordinary BatchNorm: each rank keeps the statistics of its own batches, each counted once."""
+    """With ordinary BatchNorm, each rank keeps the statistics of its own batches, each counted once."""
     rank = topkube.rank()
     for by_hand in (False, True):
         reference = network().float()

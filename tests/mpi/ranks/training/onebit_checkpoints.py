@@ -1,4 +1,4 @@
-"""Checkpoints of onebit: the agreed weights, and what every node has beside them."""
+"""Checkpoints of onebit: the agreed weights, and the state of each node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def state_of(model: nn.Module, optimizer: topkube.DistributedOptimizer) -> list[
     return [tensor.numpy().tobytes() for tensor in tensors]
 
 
-def case_a_resumed_run_goes_on_bit_for_bit(world: World) -> None:
+def case_a_resumed_run_has_the_same_bits_as_an_uninterrupted_run(world: World) -> None:
     """The checkpoints of steps 4 and 7 lie on an exchange and, for a period of 2, between two exchanges."""
     for period in (1, 2):
         with shared_directory(world) as directory:

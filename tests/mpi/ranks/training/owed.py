@@ -1,5 +1,5 @@
-"""What sparse exchanges owe when gradients are thrown away, scaled, frozen or removed: what was delivered and what is
-still owed add up to the true gradients."""
+"""Residuals when gradients are discarded, scaled, frozen or removed: delivered and remaining parts add up to the true
+gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from topkube.errors import TrainingError
 from topkube.world import World
 
 
-def case_a_probe_that_is_thrown_away_owes_nothing(world: World) -> None:
+def case_discarded_gradients_leave_no_residual(world: World) -> None:
     """zero_grad() of the optimizer, of the model, in place, and by hand."""
 
     def by_hand(model: nn.Module, _: object) -> None:
@@ -41,21 +41,21 @@ def case_a_probe_that_is_thrown_away_owes_nothing(world: World) -> None:
         lambda model, optimizer: model.zero_grad(set_to_none=False),
         by_hand,
     ]
-    for throw_away in ways:
+    for discard in ways:
         model = network()
         optimizer = distributed(model, plain_sgd, **SPARSE)
         with conserved(model, optimizer) as count:
             for step in range(4):
                 x, y = samples(8 * topkube.size(), step)
                 (100 * loss_of(model, own_part(x), own_part(y))).backward()
-                throw_away(model, optimizer)
+                discard(model, optimizer)
                 count(small(loss_of(model, x, y)))
                 small(loss_of(model, own_part(x), own_part(y))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
 
-def case_a_part_that_is_thrown_away_owes_nothing(world: World) -> None:
+def case_discarded_gradients_of_one_layer_leave_no_residual(world: World) -> None:
     """The gradients of one layer are set to None after backward: the others' stay."""
     model = network()
     optimizer = distributed(model, plain_sgd, bucket_bytes=1 << 20, **SPARSE)

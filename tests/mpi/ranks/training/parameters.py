@@ -1,4 +1,5 @@
-"""Parameters that differ: unused, frozen, unlike on other ranks; and the state that all ranks start from."""
+"""Unused parameters, frozen parameters, parameters that differ between ranks, and the state from which all ranks
+start."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from topkube.world import World
 
 
 class Forked(nn.Module):
-    """Three large layers, of which a forward uses those that are named."""
+    """Three large layers. A forward uses the layers that are named."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks that differ, and scripts that cannot be right: they are named and refused in words, on all ranks."""
+"""Ranks that differ, and scripts with mistakes: all ranks raise an error that names the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs that leave checkpoints in a directory, and runs that go on from them. Started by name, with the directory."""
+"""Runs that write checkpoints to a directory, and runs that continue from them. They are started by name, with the
+directory."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 
 
 def newest(directory: str) -> int:
-    """The step of the newest checkpoint, 0 where there is none."""
+    """Return the step of the newest checkpoint, 0 if there is none."""
     return max((int(path.name[5:13]) for path in Path(directory).glob("step-*")), default=0)
 
 
@@ -153,7 +154,7 @@ def leave_residuals(world: World, directory: str) -> None:
 
 
 def take_up_residuals(world: World, directory: str) -> None:
-    """Resumes in another world: the sum must stay, and training go on."""
+    """Resume in another world: the sum of the residuals must stay, and training must continue."""
     model = network()
     optimizer = distributed(model, aggregation="hitopk", density=0.02)
     with topkube.checkpointing(model, optimizer, settings=Settings(checkpoint_directory=directory)) as run:

@@ -1,4 +1,4 @@
-"""A small network, its data, and what two trainings are compared by."""
+"""A small network, its data, and functions that compare two trainings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def same_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
 
 
 def residual_sum(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> dict[str, torch.Tensor]:
-    """What all ranks together still owe to every parameter."""
+    """Return the sum of all ranks' residuals for every parameter."""
     return sum_pieces(optimizer.state_dict()["topkube"]["residuals"]["pieces"], model)
 
 

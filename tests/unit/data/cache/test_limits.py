@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openers import Opener, right, shard_files, until
+from openers import Opener, check_samples, shard_files, until
 from processes import ending, fork
 from remotes import Remote, write_files, write_tars
 
@@ -30,7 +30,7 @@ def test_the_least_recently_used_datasets_are_evicted_but_never_pinned_or_used_d
     data = {name: write_files(tmp_path / name, 10) for name in ("old", "pinned", "new", "next", "last")}
     limit = 4 * 10 * 3072
     for name in ("pinned", "old", "new"):
-        right(open_dataset(tmp_path / name, decode=RECORD, size_limit=limit), data[name])
+        check_samples(open_dataset(tmp_path / name, decode=RECORD, size_limit=limit), data[name])
         open_dataset.close()
     tier = DiskTier(open_dataset.cache)
     folders = {folder.uri.rpartition("/")[2]: folder for folder in tier.datasets()}
@@ -38,9 +38,9 @@ def test_the_least_recently_used_datasets_are_evicted_but_never_pinned_or_used_d
     for age, name in enumerate(("new", "old", "pinned")):
         os.utime(folders[name].path / "dataset.json", (1000 - age, 1000 - age))
     using = open_dataset(tmp_path / "next", decode=RECORD, size_limit=limit)
-    right(using, data["next"])
+    check_samples(using, data["next"])
     last = open_dataset(tmp_path / "last", decode=RECORD, size_limit=limit)
-    right(last, data["last"])
+    check_samples(last, data["last"])
     last.warm()  # a shard can be read a moment before it is counted
     assert {folder.uri.rpartition("/")[2] for folder in tier.datasets()} == {"pinned", "new", "next", "last"}
     assert last.statistics()["evictions"] == 1
@@ -52,7 +52,7 @@ def test_within_a_job_the_tier_takes_shards_until_it_is_full_and_then_freezes(
     data = write_files(tmp_path / "source", 100)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, group_bytes=30_000, size_limit=100_000)
     for _ in range(2):
-        right(dataset, data)
+        check_samples(dataset, data)
     assert dataset.node_state.state == FROZEN
     assert DiskTier(open_dataset.cache).used() <= 100_000
     shards = range(len(dataset.cache.shards))
@@ -63,11 +63,11 @@ def test_within_a_job_the_tier_takes_shards_until_it_is_full_and_then_freezes(
 def test_outdated_shards_are_evicted_first(remote: Remote, open_dataset: Opener) -> None:
     limit = 30 * 3072
     data = write_files(remote.folder, 20)
-    right(open_dataset(remote.uri, decode=RECORD, size_limit=limit), data)
+    check_samples(open_dataset(remote.uri, decode=RECORD, size_limit=limit), data)
     open_dataset.close()
     data = write_files(remote.folder, 20, seed=1)
     dataset = open_dataset(remote.uri, decode=RECORD, size_limit=limit)
-    right(dataset, data)
+    check_samples(dataset, data)
     dataset.warm()
     assert dataset.cache.has(0)
     assert len(shard_files(open_dataset.cache)) == 1
@@ -76,23 +76,23 @@ def test_outdated_shards_are_evicted_first(remote: Remote, open_dataset: Opener)
 def test_flips_in_memory_are_found_by_check(tmp_path: Path, open_dataset: Opener) -> None:
     data = write_files(tmp_path / "source", 30)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=False)
-    right(dataset, data)
+    check_samples(dataset, data)
     (column,) = open_dataset.memory.glob("*/memory-*/column-0")
     with column.open("r+b") as file:
         file.seek(7 * 3072 + 5)
         file.write(bytes([data[7, 5] ^ 1]))
     memory: Any = dataset._memory
     assert memory.check() == [7]
-    right(dataset, data)
+    check_samples(dataset, data)
     assert memory.check() == []
 
 
 def test_memory_is_one_copy_for_all_processes_and_the_last_removes_it(tmp_path: Path, open_dataset: Opener) -> None:
     data = write_files(tmp_path / "source", 30)
     first = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=False)
-    right(first, data)
+    check_samples(first, data)
     second = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=False)
-    right(second, data)
+    check_samples(second, data)
     assert second.statistics()["memory_misses"] == 0
     assert second.statistics()["memory_used_bytes"] == data.nbytes
     open_dataset.close()
@@ -103,20 +103,20 @@ def test_memory_of_killed_processes_is_not_used(tmp_path: Path, open_dataset: Op
     data = write_files(tmp_path / "source", 30)
 
     def train() -> None:
-        right(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
+        check_samples(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
         (column,) = open_dataset.memory.glob("*/memory-*/column-0")
         column.write_bytes(bytes(data.nbytes))
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert ending(fork(train)) == -signal.SIGKILL
-    right(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
+    check_samples(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
 
 
 def test_the_memory_limit_holds(tmp_path: Path, open_dataset: Opener, capfd: pytest.CaptureFixture[str]) -> None:
     data = write_files(tmp_path / "source", 100)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=50 * 3072, group_bytes=30_000)
     for _ in range(2):
-        right(dataset, data)
+        check_samples(dataset, data)
     assert dataset.statistics()["memory_used_bytes"] == 50 * 3072
     assert capfd.readouterr().err.count("memory cache takes no more samples") == 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openers import Opener, right
+from openers import Opener, check_samples
 from remotes import write_files
 
 from topkube.data import ArrayOf
@@ -62,7 +62,7 @@ def test_a_memory_folder_that_another_user_prepared_is_not_used(
         as_other(monkeypatch, folder)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
     for _ in range(2):
-        right(dataset, data)
+        check_samples(dataset, data)
     assert dataset._memory is None
     assert not list(foreign_folder.iterdir())
     assert not folder.is_dir() or not list(folder.iterdir())
@@ -85,7 +85,7 @@ def test_a_link_in_place_of_a_session_is_not_followed(tmp_path: Path, open_datas
 
     fcntl.flock(held, fcntl.LOCK_SH)  # a process uses it, so it is not a leftover
     try:
-        right(open_dataset(tmp_path / "source", decode=RECORD), data)
+        check_samples(open_dataset(tmp_path / "source", decode=RECORD), data)
     finally:
         os.close(held)
     assert private.read_text() == "precious"
@@ -115,7 +115,7 @@ def knows_access_lists(folder: Path) -> bool:
 @pytest.mark.usefixtures("common_umask")
 def test_only_its_user_can_read_a_cache(tmp_path: Path, open_dataset: Opener) -> None:
     data = write_files(tmp_path / "source", 20)
-    right(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
+    check_samples(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
     assert mode(open_dataset.cache) == 0o700
     folder = open_dataset.memory / f"topkube-{os.geteuid()}"
     assert mode(folder) == 0o700
@@ -127,7 +127,7 @@ def test_only_its_user_can_read_a_cache(tmp_path: Path, open_dataset: Opener) ->
 @pytest.mark.usefixtures("common_umask")
 def test_a_cache_of_an_older_version_is_closed_to_others(tmp_path: Path, open_dataset: Opener) -> None:
     data = write_files(tmp_path / "source", 20)
-    right(open_dataset(tmp_path / "source", decode=RECORD), data)
+    check_samples(open_dataset(tmp_path / "source", decode=RECORD), data)
     open_dataset.close()
     for path in everything(open_dataset.cache):
         if path.is_dir():
@@ -135,7 +135,7 @@ def test_a_cache_of_an_older_version_is_closed_to_others(tmp_path: Path, open_da
                 os.removexattr(path, name)
         path.chmod(0o755 if path.is_dir() else 0o644)
     dataset = open_dataset(tmp_path / "source", decode=RECORD)
-    right(dataset, data)
+    check_samples(dataset, data)
     assert dataset.statistics()["remote_bytes"] == 0
     assert mode(open_dataset.cache) == 0o700
 

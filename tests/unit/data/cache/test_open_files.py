@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from openers import Opener, right
+from openers import Opener, check_samples
 from remotes import write_files
 
 from topkube.data import ArrayOf
@@ -67,6 +67,6 @@ def test_a_fault_in_a_filling_thread_is_named_and_leaves_nobody_waiting(
 
     monkeypatch.setattr(DiskFiller, "_source", fault)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, wait_seconds=60)
-    right(dataset, data)
+    check_samples(dataset, data)
     assert dataset.node_state.fillers == 0
     assert "RuntimeError: oops" in capfd.readouterr().err

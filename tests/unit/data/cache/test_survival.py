@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from openers import Opener, right, shard_files
+from openers import Opener, check_samples, shard_files
 from processes import ending, fork, on_volume
 from remotes import Remote, write_files, write_tars
 
@@ -40,7 +40,7 @@ def test_a_kill_at_any_step_of_a_publication_loses_at_most_that_shard(
 
     assert ending(fork(train)) == -signal.SIGKILL
     dataset = open_dataset(tmp_path / "source", decode=RECORD, group_bytes=20_000)
-    right(dataset, data)
+    check_samples(dataset, data)
     dataset.warm()
     files = shard_files(open_dataset.cache)
     assert len(files) == len(dataset.cache.shards)
@@ -93,7 +93,7 @@ def test_8_processes_that_race_for_a_shard_fetch_it_once(remote: Remote, open_da
     def train() -> None:
         while not go.exists():
             time.sleep(0.001)
-        right(open_dataset(remote.uri, decode=decode, prefetch=False, wait_seconds=20), data)
+        check_samples(open_dataset(remote.uri, decode=decode, prefetch=False, wait_seconds=20), data)
 
     racing = [fork(train) for _ in range(8)]
     go.touch()
@@ -119,12 +119,12 @@ def test_a_waiter_takes_over_from_a_process_without_progress(
     assert os.WIFSTOPPED(os.waitpid(stopped, os.WUNTRACED)[1])
     try:
         dataset = open_dataset(remote.uri, decode=decode, prefetch=False, wait_seconds=0.3)
-        right(dataset, data)
+        check_samples(dataset, data)
         assert dataset.statistics()["takeovers"] == 1
     finally:
         os.kill(stopped, signal.SIGCONT)
     ending(stopped)
-    right(open_dataset(remote.uri, decode=decode), data)
+    check_samples(open_dataset(remote.uri, decode=decode), data)
 
 
 @pytest.mark.parametrize("fault", ["truncate", "stall", "503"])
@@ -132,7 +132,7 @@ def test_a_remote_that_fails_for_a_while_is_retried(remote: Remote, open_dataset
     data = write_tars(remote.folder, [50])
     remote.faults["000.tar"] = [fault, fault]
     dataset = open_dataset(remote.uri, decode=ArrayOf("uint8", (3072,), field="bin"), wait_seconds=20)
-    right(dataset, data)
+    check_samples(dataset, data)
     assert dataset.statistics()["remote_bytes"] == (remote.folder / "000.tar").stat().st_size
 
 
@@ -143,7 +143,7 @@ def test_small_files_whose_remote_fails_for_a_while_are_retried(
     data = write_files(remote.folder, 20)
     remote.faults = {"a/00003.bin": [fault, fault], "b/00012.bin": [fault]}
     dataset = open_dataset(remote.uri, decode=RECORD, wait_seconds=20)
-    right(dataset, data)
+    check_samples(dataset, data)
     assert dataset.statistics()["remote_bytes"] == data.nbytes
 
 
@@ -157,7 +157,7 @@ def test_a_shard_stays_open_while_it_is_indexed(
     index_of = cache._index_of
 
     def while_another_thread_opens_it_too(shard: Any, file: int) -> Any:
-        cache._files.clear()
+        cache.open_shards.close_idle()
         return index_of(shard, file)
 
     monkeypatch.setattr(cache, "_index_of", while_another_thread_opens_it_too)
@@ -177,10 +177,10 @@ def test_a_shard_that_one_thread_reads_is_not_closed_by_another_that_opens_it_to
 
     def while_another_thread_holds_it_too(number_: int) -> Any:
         monkeypatch.setattr(cache, "open_samples", opened)
-        cache._files.clear()
+        cache.open_shards.close_idle()
         reader._open_shards(held, number, count_misses=False)
         other.append(int(held.descriptors[0]))
-        cache._files.clear()
+        cache.open_shards.close_idle()
         return opened(number_)
 
     monkeypatch.setattr(cache, "open_samples", while_another_thread_holds_it_too)
@@ -203,12 +203,12 @@ def test_a_changed_object_has_a_new_key_and_old_bytes_are_not_used(remote: Remot
     data = write_tars(remote.folder, [10])
     decode = ArrayOf("uint8", (3072,), field="bin")
     first = open_dataset(remote.uri, decode=decode)
-    right(first, data)
+    check_samples(first, data)
     changed = write_tars(remote.folder, [10], seed=1)
     second = open_dataset(remote.uri, decode=decode)
     assert second.cache.shards.key(0) != first.cache.shards.key(0)
-    right(second, changed)
-    right(first, data)  # the running job continues with its listing
+    check_samples(second, changed)
+    check_samples(first, data)  # the running job continues with its listing
 
 
 @pytest.mark.parametrize("json_index", [False, True])
@@ -230,7 +230,7 @@ def test_damage_on_disk_is_found_quarantined_and_fetched_again(
     remote: Remote, open_dataset: Opener, damage: str
 ) -> None:
     data = write_files(remote.folder, 40)
-    right(open_dataset(remote.uri, decode=RECORD, group_bytes=30_000), data)
+    check_samples(open_dataset(remote.uri, decode=RECORD, group_bytes=30_000), data)
     open_dataset.close()
     victim = sorted(shard_files(open_dataset.cache))[0]
     damaged = bytearray(victim.read_bytes())
@@ -239,7 +239,7 @@ def test_damage_on_disk_is_found_quarantined_and_fetched_again(
     victim.chmod(0o644)
     victim.write_bytes({"flip": damaged, "truncate": damaged[:-1], "extend": damaged + b"x"}[damage])
     dataset = open_dataset(remote.uri, decode=RECORD, group_bytes=30_000)
-    right(dataset, data)
+    check_samples(dataset, data)
     assert dataset.statistics()["corruptions"] == 1
     assert dataset.statistics()["remote_bytes"] == victim.stat().st_size
     assert len(list(open_dataset.cache.glob("datasets/*/quarantine/*"))) == 1
@@ -250,17 +250,17 @@ def test_a_second_dataset_finds_damage_that_happened_after_the_first_verificatio
 ) -> None:
     data = write_files(remote.folder, 40)
     first = open_dataset(remote.uri, decode=RECORD, group_bytes=30_000)
-    right(first, data)
+    check_samples(first, data)
     victim = sorted(shard_files(open_dataset.cache))[0]
     damaged = bytearray(victim.read_bytes())
     damaged[len(damaged) // 3] ^= 4
     victim.chmod(0o644)
     victim.write_bytes(damaged)
     second = open_dataset(remote.uri, decode=RECORD, group_bytes=30_000)
-    right(second, data)
+    check_samples(second, data)
     assert second.statistics()["corruptions"] == 1
     third = open_dataset(remote.uri, decode=RECORD, group_bytes=30_000)
-    right(third, data)
+    check_samples(third, data)
     assert third.statistics()["corruptions"] == 0
 
 
@@ -268,18 +268,18 @@ def test_a_shard_is_verified_once_per_node(
     remote: Remote, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_files(remote.folder, 40)
-    right(open_dataset(remote.uri, decode=RECORD), data)
+    check_samples(open_dataset(remote.uri, decode=RECORD), data)
     open_dataset.close()
     first, second = (open_dataset(remote.uri, decode=RECORD, prefetch=False) for _ in range(2))
-    right(first, data)
-    monkeypatch.setattr(second.cache, "_is_good", None)  # the checksum is not verified again
-    right(second, data)
+    check_samples(first, data)
+    monkeypatch.setattr(second.cache._cached, "is_good", None)  # the checksum is not verified again
+    check_samples(second, data)
 
 
 def test_a_damaged_record_or_index_costs_a_fetch_and_nothing_else(remote: Remote, open_dataset: Opener) -> None:
     data = write_tars(remote.folder, [20, 20])
     decode = ArrayOf("uint8", (3072,), field="bin")
-    right(open_dataset(remote.uri, decode=decode), data)
+    check_samples(open_dataset(remote.uri, decode=decode), data)
     open_dataset.close()
     (records,) = open_dataset.cache.glob("datasets/*/records")
     index = sorted(open_dataset.cache.glob("datasets/*/shards/*/*.index"))[0]
@@ -287,17 +287,17 @@ def test_a_damaged_record_or_index_costs_a_fetch_and_nothing_else(remote: Remote
         damaged = bytearray(path.read_bytes())
         damaged[at] ^= 1
         path.write_bytes(damaged)
-    right(open_dataset(remote.uri, decode=decode), data)
+    check_samples(open_dataset(remote.uri, decode=decode), data)
 
 
 def test_a_shard_that_shrinks_under_an_open_dataset_is_fetched_again(remote: Remote, open_dataset: Opener) -> None:
     data = write_files(remote.folder, 10)
     dataset = open_dataset(remote.uri, decode=RECORD)
-    right(dataset, data)
+    check_samples(dataset, data)
     (path,) = shard_files(open_dataset.cache)
     path.chmod(0o644)
     os.truncate(path, 100)
-    right(dataset, data)
+    check_samples(dataset, data)
     assert dataset.statistics()["corruptions"] == 1
 
 
@@ -311,7 +311,7 @@ def test_a_shard_that_shrinks_under_an_open_dataset_is_fetched_again(remote: Rem
         ("vanished", "is no longer used"),
     ],
 )
-def test_a_volume_that_fails_costs_one_warning_and_training_goes_on(tmp_path: Path, volume: str, says: str) -> None:
+def test_a_volume_that_fails_costs_one_warning_and_training_continues(tmp_path: Path, volume: str, says: str) -> None:
     write_files(tmp_path / "source", 200)
     (tmp_path / "volume").mkdir()
     output = on_volume(volume, tmp_path / "source", tmp_path / "volume")
@@ -343,7 +343,7 @@ def test_two_jobs_share_a_dataset_while_a_third_evicts_it(remote: Remote, open_d
         for _ in range(15):
             opened = open_dataset(remote.uri, decode=RECORD, group_bytes=30_000)
             for _ in range(3):
-                right(opened, data)
+                check_samples(opened, data)
             opened.close()
 
     def evict() -> None:

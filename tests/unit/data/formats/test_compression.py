@@ -165,7 +165,7 @@ def pack_all(folder: Path, kind: Compression, ending: str) -> None:
         path.unlink()
 
 
-def right(dataset: Any, data: Any) -> None:
+def check_samples(dataset: Any, data: Any) -> None:
     np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(len(dataset))))), data)
 
 
@@ -177,7 +177,7 @@ def test_samples_of_compressed_shards_are_read(
     pack_all(tmp_path / "source", kind, ending)
     dataset = open_dataset(tmp_path / "source", decode=RECORD)
     assert len(dataset) == 71
-    right(dataset, data)
+    check_samples(dataset, data)
     dataset.warm()
     assert len(shard_files(open_dataset.cache)) == 6  # each shard as it is stored, and decompressed
     sizes = sum(path.stat().st_size for path in open_dataset.cache.glob("datasets/*/shards/*/*"))
@@ -193,7 +193,7 @@ def test_a_shard_is_decompressed_once_per_node(
     data = write_tars(tmp_path / "source", [5, 5, 5])
     pack_all(tmp_path / "source", "zstd", ".tar.zst")
     for _ in range(3):
-        right(open_dataset(tmp_path / "source", decode=RECORD, prefetch=prefetch), data)
+        check_samples(open_dataset(tmp_path / "source", decode=RECORD, prefetch=prefetch), data)
     assert len(count) == 3
 
 
@@ -244,7 +244,7 @@ def test_decompressed_shards_count_against_the_limit(
     pack_all(folder, "gzip", ".tar.gz")
     limit = 150_000
     dataset = open_dataset(folder, decode=RECORD, size_limit=limit)
-    right(dataset, data)
+    check_samples(dataset, data)
     assert dataset.node_state.state == FROZEN
     assert DiskTier(open_dataset.cache).used() <= limit
     dataset.close()
@@ -256,7 +256,7 @@ def test_decompressed_shards_count_against_the_limit(
 def test_a_damaged_file_is_found_and_made_again(tmp_path: Path, open_dataset: Opener, which: str) -> None:
     data = write_tars(tmp_path / "source", [20])
     pack_all(tmp_path / "source", "zstd", ".tar.zst")
-    right(open_dataset(tmp_path / "source", decode=RECORD), data)
+    check_samples(open_dataset(tmp_path / "source", decode=RECORD), data)
     open_dataset.close()
     small, large = sorted(shard_files(open_dataset.cache), key=lambda path: path.stat().st_size)
     path = large if which == "decompressed" else small
@@ -267,7 +267,7 @@ def test_a_damaged_file_is_found_and_made_again(tmp_path: Path, open_dataset: Op
     path.chmod(0o600)
     path.write_bytes(content)
     dataset = open_dataset(tmp_path / "source", decode=RECORD)
-    right(dataset, data)
+    check_samples(dataset, data)
     assert dataset.statistics()["corruptions"] == 1
 
 

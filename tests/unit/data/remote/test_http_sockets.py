@@ -22,9 +22,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 from remotes import Remote
 
-from topkube.data.remote import http_reading, http_sockets, object_store
+from topkube.data.remote import http_connection, http_reading, object_store
+from topkube.data.remote.http_message import parse_head
 from topkube.data.remote.http_reading import Unfit
-from topkube.data.remote.http_sockets import parse_head
 from topkube.data.remote.listing import RemoteObject
 from topkube.data.remote.object_store import ObjectStore
 from topkube.data.remote.retry import Patience
@@ -213,7 +213,7 @@ def test_a_connection_that_the_server_closed_meanwhile_is_not_a_failed_try() -> 
     assert len(server.requests) == PATIENCE.retries + 3
 
 
-def test_bytes_after_a_response_are_not_taken_for_the_next_response() -> None:
+def test_bytes_after_a_response_are_not_read_as_the_next_response() -> None:
     def handle(connection: socket.socket, number: int, request: str) -> bool:
         start, stop = requested(request)
         more = response(start, stop, 'ETag: "v1"\r\n') + bytes(stop - start)
@@ -311,7 +311,7 @@ def test_another_address_of_the_host_is_tried(monkeypatch: pytest.MonkeyPatch) -
         closed.close()
         real = socket.getaddrinfo("127.0.0.1", store.root.rpartition(":")[2], type=socket.SOCK_STREAM)
         refusing = [(*real[0][:4], ("127.0.0.1", port))]
-        monkeypatch.setattr(http_sockets.socket, "getaddrinfo", lambda *_, **__: [*refusing, *real])
+        monkeypatch.setattr(http_connection.socket, "getaddrinfo", lambda *_, **__: [*refusing, *real])
         assert receive(store, '"v1"') == DATA
 
 
@@ -387,9 +387,9 @@ def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     path = tmp_path / "certificate.pem"
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     path.write_bytes(private + signed.public_bytes(Encoding.PEM))
-    http_sockets._tls_context.cache_clear()
+    http_connection._tls_context.cache_clear()
     yield path
-    http_sockets._tls_context.cache_clear()
+    http_connection._tls_context.cache_clear()
 
 
 def serving(certificate: Path) -> ssl.SSLContext:

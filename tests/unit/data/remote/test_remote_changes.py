@@ -100,7 +100,7 @@ def another_size(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("change", [another_range, no_range, another_size])
-def test_a_range_of_another_place_is_refused(
+def test_a_response_with_another_range_is_refused(
     remote: Remote, monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer], None]
 ) -> None:
     monkeypatch.setattr("topkube.data.remote.object_store.RANGE_BYTES", 1000)
@@ -187,7 +187,7 @@ def test_a_cached_shard_that_differs_from_the_manifest_is_fetched_again(remote: 
     from topkube.data.manifest import generate_manifest
 
     data = write_files(remote.folder, 6)
-    plain, vouched = list(generate_manifest(remote.uri)), list(generate_manifest(remote.uri, checksums=True))
+    plain, with_checksums = list(generate_manifest(remote.uri)), list(generate_manifest(remote.uri, checksums=True))
     (remote.folder / "manifest.jsonl").write_text("".join(plain))
 
     def flip(path: str, answer: Answer) -> None:
@@ -198,7 +198,7 @@ def test_a_cached_shard_that_differs_from_the_manifest_is_fetched_again(remote: 
     assert not open_dataset(remote.uri, decode=RECORD)[0].any()
     open_dataset.close()
     remote.alter = None
-    (remote.folder / "manifest.jsonl").write_text("".join(vouched))
+    (remote.folder / "manifest.jsonl").write_text("".join(with_checksums))
     dataset = open_dataset(remote.uri, decode=RECORD)
     np.testing.assert_array_equal(dataset[0], data[0])
     assert dataset.statistics()["corruptions"] == 1

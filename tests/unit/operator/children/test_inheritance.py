@@ -97,7 +97,7 @@ def test_a_null_user_outlasts_a_change_that_is_refused() -> None:
     assert world.condition("Failed")["reason"] == "ChangeRefused"
     shapes = {pod.shape for pod in world.pods.values() if pod.role == "worker"}
     world.policy_edit()
-    assert shapes == {pods.shape(TrainingJob.from_cluster(job(template=template)))}
+    assert shapes == {pods.hash_worker(TrainingJob.from_cluster(job(template=template)))}
     world.end("train-worker-1-1", 3)
     world.end("train-launcher-1", 1)
     world.reconcile()
@@ -151,7 +151,7 @@ def test_a_job_behind_a_mesh_turns_off_the_check_of_addresses(
     pod = pods.build_launcher(made, "uid-1", 2, [(0, 1), (1, 2)], replace(POLICY, check_address=of_operator))
     (container,) = pod["spec"]["containers"]
     assert contract.LaunchPlan.read(environment(container)[contract.PLAN_VARIABLE]).check_address is checked
-    warned = [text for text in admission.warnings(made) if names.CHECK_ADDRESS in text]
+    warned = [text for text in admission.list_warnings(made) if names.CHECK_ADDRESS in text]
     assert bool(warned) == (annotation == "no")
 
 

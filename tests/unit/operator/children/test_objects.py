@@ -37,7 +37,8 @@ def test_every_name_is_a_label_and_no_two_are_equal(name: str, index: int, attem
 def test_credentials_are_the_same_in_every_process_and_of_no_use_to_another_job() -> None:
     script = (
         "from topkube_operator.children.credentials import derive; import hashlib;"
-        "c = derive(b's' * 32, 'uid-1'); print(hashlib.sha256(repr(c.secret_data([(0, 1)])).encode()).hexdigest())"
+        "data = derive(b's' * 32, 'uid-1').build_secret_data([(0, 1)]);"
+        "print(hashlib.sha256(repr(data).encode()).hexdigest())"
     )
     runs = {subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout for _ in range(2)}
     assert len(runs) == 1
@@ -88,7 +89,7 @@ def _from(namespace: str, **labels: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("colocate", [False, True])
-def test_nothing_gets_in_but_what_the_matrix_says(colocate: bool) -> None:
+def test_only_the_connections_of_the_table_are_admitted(colocate: bool) -> None:
     job = stored(launcher={"colocate": colocate})
     policies = objects.build_network_policies(job, "uid-1", POLICY)
     first, _ = worker(job, 0)
@@ -113,7 +114,7 @@ def test_nothing_gets_in_but_what_the_matrix_says(colocate: bool) -> None:
     assert open_ports(second, operator) == set()
 
 
-def test_jobs_whose_names_go_on_like_a_childs_share_none() -> None:
+def test_jobs_whose_names_continue_like_those_of_children_share_no_child() -> None:
     first = stored()
     jobs = [first, *(_called(f"{first.name}-{more}") for more in ("launcher", "worker", "credentials"))]
     children = [

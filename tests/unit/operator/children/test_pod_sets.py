@@ -27,13 +27,13 @@ def _template(resources: dict[str, Any], **spec: Any) -> dict[str, Any]:
 def test_members_request_what_their_containers_request() -> None:
     resources = {"requests": {"cpu": "1500m", "memory": "1Gi"}, "limits": {"nvidia.com/gpu": 2, "memory": "2Gi"}}
     made = stored(workers=3, template=_template(resources))
-    assert pod_sets.requested_by_members(made, "uid-1", POLICY) == {
+    assert pod_sets.sum_member_requests(made, "uid-1", POLICY) == {
         "cpu": "4550m",
         "memory": str((3 << 30) + (96 << 20)),
         "nvidia.com/gpu": "6",
     }
     few = stored(workers=3, template=_template(resources), runPolicy={"schedulingPolicy": {"minAvailable": 2}})
-    assert pod_sets.requested_by_members(few, "uid-1", POLICY)["cpu"] == "1550m", "the launcher and one worker"
+    assert pod_sets.sum_member_requests(few, "uid-1", POLICY)["cpu"] == "1550m", "the launcher and one worker"
     inside = stored(workers=3, template=_template(resources), launcher={"colocate": True})
     assert [(pods.name, pods.count) for pods in pod_sets.build_pod_sets(inside, "uid-1", POLICY)] == [
         ("launcher", 1),
@@ -49,7 +49,7 @@ def test_init_containers_count_if_they_need_more_and_native_sidecars_always() ->
             {"restartPolicy": "Always", "resources": {"requests": {"cpu": "500m", "memory": "1Ki"}}},
         ],
     }
-    assert pod_sets.pod_requests(spec) == {"cpu": Decimal(3), "memory": Decimal(1024)}
+    assert pod_sets.sum_pod_requests(spec) == {"cpu": Decimal(3), "memory": Decimal(1024)}
 
 
 @given(
@@ -59,7 +59,7 @@ def test_init_containers_count_if_they_need_more_and_native_sidecars_always() ->
 )
 def test_nonsense_requests_nothing(value: Any) -> None:
     spec = {"containers": [{"resources": {"requests": value, "limits": value}}], "initContainers": [value]}
-    assert all(isinstance(amount, Decimal) for amount in pod_sets.pod_requests(spec).values())
+    assert all(isinstance(amount, Decimal) for amount in pod_sets.sum_pod_requests(spec).values())
 
 
 def test_pods_of_a_kueue_group_have_the_role_of_the_pods_that_they_replace() -> None:
@@ -93,5 +93,5 @@ def test_workers_are_placed_together(mode: str) -> None:
 def test_a_topology_is_checked_and_is_part_of_a_pods_shape() -> None:
     with pytest.raises(JobError, match="a label of nodes"):
         stored(topology={"key": "not a label"})
-    assert pods.shape(stored(topology={"key": RACK})) != pods.shape(stored())
+    assert pods.hash_worker(stored(topology={"key": RACK})) != pods.hash_worker(stored())
     assert "podAffinity" not in worker(stored(), policy=replace(POLICY))[0]["spec"]["affinity"]

@@ -35,11 +35,11 @@ def test_the_wrapped_command_the_plans_and_the_services_address() -> None:
     assert expected == [(0, 1, "train-worker-0-1"), (1, 2, "train-worker-1-2")]
     assert plan.environment["TOPKUBE_EXPECTED_RANKS"] == "4"
     assert pod["spec"]["restartPolicy"] == "Never"
-    assert pods.endpoint("fd00::1") == "[fd00::1]:7077"
+    assert pods.format_endpoint("fd00::1") == "[fd00::1]:7077"
 
 
-def _restricted(pod: dict[str, Any], container: dict[str, Any]) -> None:
-    """Pod Security's restricted level, as its documentation lists it."""
+def _check_restricted(pod: dict[str, Any], container: dict[str, Any]) -> None:
+    """Check a pod against the restricted level of Pod Security, as its documentation lists it."""
     security, above = container["securityContext"], pod["spec"].get("securityContext", {})
     assert security["allowPrivilegeEscalation"] is False
     assert security["capabilities"] == {"drop": ["ALL"]}
@@ -52,7 +52,7 @@ def _restricted(pod: dict[str, Any], container: dict[str, Any]) -> None:
 
 def test_pods_are_restricted_and_can_write_where_programs_must() -> None:
     for pod, container in (worker(stored()), launcher(stored())):
-        _restricted(pod, container)
+        _check_restricted(pod, container)
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
         assert {"/tmp", environment(container)["HOME"], contract.CREDENTIALS_DIRECTORY} <= mounts
     assert launcher(stored())[1]["securityContext"]["readOnlyRootFilesystem"] is True
@@ -61,7 +61,7 @@ def test_pods_are_restricted_and_can_write_where_programs_must() -> None:
     assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "3072Mi"}
 
 
-def test_what_the_template_says_is_kept() -> None:
+def test_fields_of_the_template_are_kept() -> None:
     sidecar = {"name": "sidecar", "image": "proxy:1", "securityContext": {"runAsUser": 0}}
     trainer = {
         "name": "worker",
@@ -106,7 +106,7 @@ def test_what_the_template_says_is_kept() -> None:
     assert contract.WorkerPlan.read(environment(container)["TOPKUBE_WORKER"]).grace_seconds == 55
 
 
-def test_workers_keep_off_each_others_nodes_unless_told_otherwise() -> None:
+def test_workers_are_on_different_nodes_unless_spread_is_none() -> None:
     pod, _ = worker(stored())
     (rule,) = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert selects(rule["labelSelector"], pod["metadata"]["labels"])
@@ -180,10 +180,10 @@ def _dataset_volume(pod: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in dataset_volume.items() if key != "name"}
 
 
-def test_a_dataset_brings_a_volume_of_the_pods_own_and_its_files_read_only() -> None:
+def test_a_pod_with_a_dataset_has_its_own_volume_and_mounts_the_files_read_only() -> None:
     cache = {"sizeLimit": "100Gi", "memoryLimit": "2Gi"}
     pod, container = worker(stored(dataset={**DATASET, "cache": cache}))
-    _restricted(pod, container)
+    _check_restricted(pod, container)
     size = int(_dataset_volume(pod)["emptyDir"]["sizeLimit"])
     assert 100 << 30 < size < 110 << 30, "room for more than the shards: a pod that writes more is evicted"
     writable, shown = (mount for mount in container["volumeMounts"] if mount["name"] == datasets.VOLUME)
@@ -215,7 +215,7 @@ def test_each_medium_has_its_volume(tmp_path: Path) -> None:
     assert _dataset_volume(worker(stored(dataset=DATASET))[0]) == {"emptyDir": {}}
     pod, container = worker(stored(dataset={**DATASET, "cache": {"medium": "Node"}}))
     assert _dataset_volume(pod) == {"persistentVolumeClaim": {"claimName": "topkube-node-cache"}}
-    _restricted(pod, container)  # no right to host directories
+    _check_restricted(pod, container)  # no right to host directories
     settings = environment(container)
     assert settings["TOPKUBE_CACHE_FREE_PERCENT"] == "15"
     own = DiskTier(tmp_path).dataset(DATASET["uri"]).path.relative_to(tmp_path)
@@ -224,7 +224,7 @@ def test_each_medium_has_its_volume(tmp_path: Path) -> None:
     )
 
 
-def test_what_the_template_mounts_at_the_datasets_places_is_kept() -> None:
+def test_mounts_of_the_template_replace_those_of_the_dataset() -> None:
     template = job()["spec"]["template"]["spec"]
     own = {"name": "own", "mountPath": "/data"}
     template["containers"][0]["volumeMounts"] = [own]
@@ -232,7 +232,7 @@ def test_what_the_template_mounts_at_the_datasets_places_is_kept() -> None:
     assert [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/data"] == [own]
 
 
-def test_warm_nodes_are_preferred_and_never_insisted_on() -> None:
+def test_warm_nodes_are_preferred_and_never_required() -> None:
     job = stored(dataset={**DATASET, "cache": {"medium": "Node"}})
     pod = pods.build_worker(job, "uid-1", 0, 1, "10.0.0.9", POLICY, {"a": 100, "b": 40, "c": 0, "d": 100})
     affinity = pod["spec"]["affinity"]["nodeAffinity"]
@@ -299,7 +299,7 @@ def test_a_gang_has_a_pod_group_of_the_kind_that_the_cluster_knows(gang: Any) ->
 
 
 @pytest.mark.parametrize("field", ["volumes"])
-def test_a_template_that_no_pod_comes_from_is_the_users_mistake(field: str) -> None:
+def test_a_template_that_makes_no_valid_pod_raises_a_job_error(field: str) -> None:
     template = job()["spec"]["template"]["spec"] | {field: "text"}
     with pytest.raises(JobError, match=field):
         worker(stored(template={"spec": template}))
@@ -315,7 +315,7 @@ def test_a_template_that_no_pod_comes_from_is_the_users_mistake(field: str) -> N
         st.none() | st.text(max_size=3) | st.integers() | st.lists(st.text(max_size=2), max_size=2) | st.just({}),
     ),
 )
-def test_whatever_a_template_holds_the_answer_is_a_pod_or_a_job_error(pod: Any, container: Any) -> None:
+def test_every_template_makes_a_pod_or_raises_a_job_error(pod: Any, container: Any) -> None:
     trainer = {**job()["spec"]["template"]["spec"]["containers"][0], **container}
     try:
         stored_job = stored(template={"spec": {"containers": [trainer], **pod}})

@@ -151,7 +151,9 @@ def stored(**spec: Any) -> TrainingJob:
 
 @quick
 @given(templates(), st.booleans(), st.sampled_from(["Node", "None"]))
-def test_all_that_a_workers_template_says_is_in_its_pods(template: dict[str, Any], colocate: bool, spread: str) -> None:
+def test_every_field_of_a_workers_template_is_in_its_pods(
+    template: dict[str, Any], colocate: bool, spread: str
+) -> None:
     job = stored(template=template, launcher={"colocate": colocate}, spread=spread)
     before = copy.deepcopy(template)
     kept = without_command(template)
@@ -175,7 +177,7 @@ def test_all_that_a_workers_template_says_is_in_its_pods(template: dict[str, Any
         )
     )
 )
-def test_all_that_a_launchers_template_says_is_in_its_pod(template: dict[str, Any]) -> None:
+def test_every_field_of_a_launchers_template_is_in_its_pod(template: dict[str, Any]) -> None:
     job = stored(launcher={"template": template})
     pod = pods.build_launcher(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
     assert lost(pod, without_nulls(template)) == []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from house import wait_until
+from replica import wait_until
 
 from topkube_operator.control.call_pool import CallPool
 
@@ -42,7 +42,7 @@ class Noting(CallPool):
             return taken
 
 
-def test_a_job_of_thousands_of_pods_delays_another_by_a_turn() -> None:
+def test_jobs_with_few_calls_do_not_wait_for_all_calls_of_a_large_job() -> None:
     gate, calls = threading.Event(), Noting(THREADS)
 
     def call(job: str) -> None:

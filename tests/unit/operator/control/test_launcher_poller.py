@@ -167,7 +167,7 @@ FIELDS = {
 
 @st.composite
 def hostile_words(draw: st.DrawFn, head: str) -> str:
-    """JSON of a launcher's status or of last words in which any field holds anything."""
+    """Return the JSON of a launcher's status or termination message in which any field holds any value."""
     parts = [head]
     for name, fields in FIELDS.items():
         if draw(st.booleans()):
@@ -208,7 +208,7 @@ def check_stored(world: Simulated) -> None:
 @example('{"attempt": 1, "state": "Running", "joined": -5}')
 @example('{"attempt": 1, "state": "Running", "progress": {"loss": "%s"}}' % ("0" * 900_000))
 @settings(max_examples=60)
-def test_whatever_a_launcher_says_the_status_stays_small_and_valid(text: str) -> None:
+def test_the_status_stays_small_and_valid_whatever_a_launcher_answers(text: str) -> None:
     status = read(text)
     if status is None:
         return
@@ -275,7 +275,7 @@ def test_a_plan_that_follows_hostile_words_is_made_in_no_time() -> None:
     assert len(json.dumps(planner.plan(world.job, world.observed(), world.now).status)) < LARGEST_STATUS
 
 
-def test_the_launcher_is_told_in_which_rack_each_worker_is() -> None:
+def test_the_launcher_gets_the_rack_of_each_worker() -> None:
     world = running(workers=3, topology={"key": "rack"})
     launcher = world.pods["train-launcher-1"]
     racks = {"node-a": "r1", "node-b": "r2", "node-c": "r1"}

@@ -22,7 +22,7 @@ HAND_OVER = 20.0
 
 
 class Leases:
-    """An API server that knows one Lease."""
+    """An API server with one Lease."""
 
     def __init__(self) -> None:
         self.lock, self.lease, self.version = threading.Lock(), dict[str, Any](), 0
@@ -74,7 +74,7 @@ class Replica:
 
 
 class Election:
-    """Three replicas, and somebody who counts those that act."""
+    """Three replicas, and a count of the replicas that act."""
 
     def __init__(self) -> None:
         self.leases = Leases()

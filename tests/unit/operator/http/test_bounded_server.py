@@ -291,7 +291,7 @@ def probed() -> Iterator[Probes]:
 
 @given(HEADS)
 @settings(max_examples=60)
-def test_whatever_comes_the_probes_go_on(probed: Probes, request: bytes) -> None:
+def test_probes_are_answered_whatever_callers_send(probed: Probes, request: bytes) -> None:
     answer = call(probed.port, request, give_up=True)
     assert answer == b"" or answer.startswith((b"HTTP/1.", b"HTTP/9.9"))
     assert call(probed.port).startswith(b"HTTP/1.1 200 ")

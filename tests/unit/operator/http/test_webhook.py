@@ -112,8 +112,9 @@ def test_nonsense_is_answered(body: str) -> None:
     asyncio.run(scenario())
 
 
-def test_a_review_says_nothing_about_claims() -> None:
-    """The webhook answers anybody in the cluster. It must not say how the claims of another namespace are mounted."""
+def test_a_review_contains_nothing_about_claims() -> None:
+    """The webhook answers any caller in the cluster. It must not show how claims of another namespace can be
+    mounted."""
     job = changed("checkpoint", {"claimName": "of-somebody"}, changed("workers", 2))
     job["metadata"]["namespace"] = "of-somebody"
     status, text = webhook.answer_review(json.dumps(review_of(job)).encode())
@@ -246,7 +247,7 @@ def test_with_a_certificate_of_cert_managers_nothing_is_published(tmp_path: Path
     asyncio.run(scenario())
 
 
-def test_a_certificate_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
+def test_a_missing_certificate_is_reported(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serve(SECRET, [], forget, certificate=tmp_path):
             pass

@@ -366,7 +366,7 @@ def test_a_dataset_lives_from_the_claim_to_its_deletion(volume: Volume, api: Api
     assert api.objects == {}
 
 
-def test_what_a_job_evicted_itself_is_told_too(volume: Volume, api: Api) -> None:
+def test_datasets_that_a_job_evicted_are_reported_too(volume: Volume, api: Api) -> None:
     cluster: Any = api
     api.claims = ["team-a"]
     agent = Agent(cluster, volume, "n1", CacheLimits())

@@ -1,4 +1,4 @@
-"""What the webhook allows, refuses and warns of. The reconciler calls the same function."""
+"""The jobs that the webhook allows, refuses and warns about. The planner calls the same function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test_job_fuzz import jobs
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
-from topkube_operator.planning.admission import claim_warning, refusal, review
+from topkube_operator.planning.admission import explain_refusal, review, warn_of_claim
 
 
 def answer(job: Any, old: Any = None, operation: str = "CREATE") -> dict[str, Any]:
@@ -48,14 +48,14 @@ def test_all_mistakes_are_named_with_their_paths() -> None:
         assert part in message
 
 
-def test_the_reconciler_says_the_same_words() -> None:
+def test_the_reconciler_writes_the_same_message() -> None:
     invalid = changed("workers", 0)
     with pytest.raises(JobError) as error:
         TrainingJob.parse(
             {key: invalid[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": "tiny"}}
         )
-    assert refusal(invalid) == str(error.value) == answer(invalid)["status"]["message"]
-    assert refusal(JOB) == ""
+    assert explain_refusal(invalid) == str(error.value) == answer(invalid)["status"]["message"]
+    assert explain_refusal(JOB) == ""
 
 
 def test_names_that_are_too_long() -> None:
@@ -196,7 +196,7 @@ def test_a_checkpoint_that_only_one_node_can_mount_is_warned_of(
 ) -> None:
     claims_read: list[tuple[str, str]] = []
     job = changed("spread", spread, changed("workers", workers))
-    warning = claim_warning(TrainingJob.from_cluster(job), lambda *name: (claims_read.append(name), claim)[1])
+    warning = warn_of_claim(TrainingJob.from_cluster(job), lambda *name: (claims_read.append(name), claim)[1])
     assert words in warning
     assert bool(warning) == bool(words)
     assert claims_read == ([("team", "c")] if workers > 1 else [])
@@ -217,16 +217,16 @@ def test_what_is_nested_without_end_is_a_short_mistake(levels: int) -> None:
     nested: Any = {}
     for _ in range(levels):
         nested = {"a": nested}
-    assert "spec.template: is nested too deeply" in refusal(changed("template.spec.x", nested))
-    assert len(refusal(changed("template.spec.x", nested))) < 300
+    assert "spec.template: is nested too deeply" in explain_refusal(changed("template.spec.x", nested))
+    assert len(explain_refusal(changed("template.spec.x", nested))) < 300
 
 
 @given(jobs)
 @settings(max_examples=100)
 def test_a_job_may_always_be_applied_again(data: dict[str, Any]) -> None:
-    assert refusal(data, data) == refusal(data) == ""
+    assert explain_refusal(data, data) == explain_refusal(data) == ""
     full = {**data, "spec": TrainingJob.parse(data).spec.model_dump(by_alias=True, exclude_none=True)}
-    assert refusal(data, full) == refusal(full, data) == "", "written-out defaults are no change"
+    assert explain_refusal(data, full) == explain_refusal(full, data) == "", "written-out defaults are no change"
 
 
 def test_of_very_many_mistakes_the_first_are_named_and_the_rest_counted() -> None:

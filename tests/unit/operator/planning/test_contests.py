@@ -25,7 +25,7 @@ def _fight(contests: Contests, seconds: float, step: float = 1.0) -> list[float]
     """Somebody changes the child back at once; it is written whenever it may be. Return the times."""
     times, now = list[float](), 0.0
     while now < seconds:
-        if KEY not in contests.paused(now):
+        if KEY not in contests.find_paused(now):
             message = "somebody" if contests.must_be_reported(_policy(), now) else ""
             contests.count_write(_policy(), now, message)
             times.append(now)
@@ -43,10 +43,10 @@ def test_writes_of_the_same_content_wait_twice_as_long_each_time_up_to_five_minu
 def test_at_the_third_write_the_fight_is_named() -> None:
     contests = Contests()
     for number in range(3):
-        assert not contests.troubles()
+        assert not contests.list_troubles()
         assert contests.must_be_reported(_policy(), number) == (number == 2)
         contests.count_write(_policy(), number, "somebody" if number == 2 else "")
-    assert contests.troubles()[KEY].message == "somebody"
+    assert contests.list_troubles()[KEY].message == "somebody"
     assert not contests.must_be_reported(_policy(), 3), "once is enough"
 
 
@@ -55,7 +55,7 @@ def test_other_content_is_no_fight() -> None:
     for attempt in range(50):
         assert not contests.must_be_reported(_policy(attempt), attempt)
         contests.count_write(_policy(attempt), attempt)
-        assert not contests.paused(attempt)
+        assert not contests.find_paused(attempt)
 
 
 def test_what_is_over_is_forgotten_and_looked_at_then() -> None:
@@ -63,10 +63,10 @@ def test_what_is_over_is_forgotten_and_looked_at_then() -> None:
     for number in range(3):
         contests.count_write(_policy(), number, "somebody")
     now, looks = 2.0, 0
-    while (look := contests.seconds_to_next_change(now)) is not None:
+    while (look := contests.compute_seconds_to_next_change(now)) is not None:
         now, looks = now + look, looks + 1
-        contests.paused(now)
-    assert not contests.troubles()
+        contests.find_paused(now)
+    assert not contests.list_troubles()
     assert looks == 2, "when it may be written, and when it is over"
     assert 600 <= now <= 700
 
@@ -76,7 +76,7 @@ def test_no_child_is_written_more_than_a_handful_of_times_a_minute(waits: list[f
     contests, now, times = Contests(), 0.0, list[float]()
     for wait in waits:
         now += wait
-        if KEY not in contests.paused(now):
+        if KEY not in contests.find_paused(now):
             contests.count_write(_policy(), now)
             times.append(now)
     assert all(len([time for time in times if begin <= time < begin + 60]) <= 8 for begin in times)

@@ -126,7 +126,7 @@ def test_an_image_that_cannot_be_pulled_follows_its_rule(action: str, expected: 
     assert (status["phase"], status["restarts"], status["disruptions"]) == expected
     failure = status["firstFailure"]
     assert (failure["reason"], failure["pod"]) == ("ImagePullBackOff", WORKER)
-    assert failure["message"].count(WORKER) == 0, "the sentence names the pod already"
+    assert failure["message"].count(WORKER) == 0, "failure.pod already names the pod"
     if expected != FAIL:
         assert world.pods[WORKER].deletion is not None
         assert "train-worker-1-2" in world.pods
@@ -238,7 +238,7 @@ def test_the_pauses_of_a_gang_that_never_fits_grow() -> None:
     assert pauses == [60, 120, 240, 300, 300]
 
 
-def test_pods_that_all_wait_occupy_nothing_and_go_on_waiting() -> None:
+def test_pods_that_all_wait_occupy_nothing_and_continue_to_wait() -> None:
     world = Simulated(job(runPolicy=_policy(pendingTimeoutSeconds=TIMEOUT)))
     world.reconcile()
     for index in (0, 1):

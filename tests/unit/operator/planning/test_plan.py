@@ -61,7 +61,7 @@ def test_the_attempt_is_in_the_status_before_anything_is_made() -> None:
     assert world.plan().apply[-1][0]["metadata"]["name"] == "train-launcher-1"
 
 
-def test_killed_between_any_two_writes_the_operator_goes_on() -> None:
+def test_killed_between_any_two_writes_the_operator_continues() -> None:
     def life(crash: int | None) -> Simulated:
         world = Simulated(job())
         world.crash_after = crash
@@ -161,7 +161,7 @@ def test_quick_restarts_wait_longer_and_longer_whoever_looks(looks_every: float 
 
 
 def test_pods_that_kubelets_refuse_are_made_anew_after_the_same_pauses() -> None:
-    """Such a pod never had a container, so nothing says when it failed."""
+    """Such a pod never had a container, so its status has no time of the failure."""
     world = Simulated(job())
     waits = []
     for number in range(1, 4):

@@ -34,7 +34,7 @@ def test_a_completion_that_nobody_watched_is_not_lost_with_the_pods(colocate: bo
     assert not [name for name, pod in world.pods.items() if pod.finalizers], "the status says all: nothing is held"
 
 
-def test_what_the_finalizer_held_goes_once_the_end_of_the_attempt_is_stored() -> None:
+def test_a_pod_with_the_finalizer_is_removed_once_the_end_of_the_attempt_is_stored() -> None:
     world = running(runPolicy={"cleanPodPolicy": "None"})
     assert world.pods[LAUNCHER].has_finalizer
     world.end_launcher(1, RANK_FAILED)
@@ -152,7 +152,7 @@ def test_a_native_sidecar_neither_decides_nor_keeps_a_job_from_ending(state: str
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_pods_that_are_about_to_end_do_so_and_keep_their_logs(code: int) -> None:
-    """Containers have ended and their kubelets have not said so of the pods: a second later they have."""
+    """The containers have ended, but the kubelets report the end of the pods a second later."""
     world = running(runPolicy={"backoffLimit": 0})
     world.end_launcher(code, RANK_FAILED if code else None)
     world.end("train-worker-0-1", code)
@@ -255,7 +255,7 @@ def test_a_worker_that_nobody_saw_go_is_not_the_cause_where_another_failed() -> 
     assert (world.status()["phase"], world.status()["firstFailure"]["exitCode"]) == ("Failed", 7)
 
 
-def test_a_worker_deleted_by_hand_at_every_attempt_ends_no_later_than_backoff_limit_says() -> None:
+def test_a_job_whose_worker_is_deleted_at_every_attempt_ends_by_backoff_limit() -> None:
     world = Simulated(job(runPolicy={"backoffLimit": 0}))
     for _ in range(31):
         world.to_running()

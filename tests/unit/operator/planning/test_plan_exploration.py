@@ -53,7 +53,7 @@ def _nodes_act(world: Simulated) -> None:
 
 
 def _restart(world: Simulated) -> None:
-    """Another operator: it knows what is stored, and nothing else."""
+    """Start a new operator, which has only the stored objects."""
     world.report, world.removed_at, world.last_seen, world.logs, world.troubles = None, {}, {}, {}, {}
 
 

@@ -68,7 +68,7 @@ def test_an_eviction_for_what_the_pod_itself_used_is_a_failure() -> None:
     assert (world.status()["restarts"], world.status()["disruptions"]) == (1, 0)
 
 
-def test_a_worker_killed_for_memory_is_said_to_be() -> None:
+def test_a_worker_killed_for_memory_is_reported_as_oom_killed() -> None:
     world = running()
     world.end("train-worker-0-1", 137, ended_reason="OOMKilled")
     world.end_launcher(1, {"pod": "train-worker-0-1", "reason": "WorkerLost", "exitCode": 1})
@@ -78,7 +78,7 @@ def test_a_worker_killed_for_memory_is_said_to_be() -> None:
     assert failure["logTail"] == "the log of train-worker-0-1"
 
 
-def test_a_rank_killed_for_memory_in_a_living_pod_is_said_to_be_and_the_pod_stays() -> None:
+def test_a_rank_killed_for_memory_in_a_living_pod_is_reported_and_the_pod_stays() -> None:
     world = running()
     failure = {"pod": "train-worker-1-1", "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": "last words"}
     world.end_launcher(1, failure)
@@ -129,7 +129,7 @@ def test_a_launcher_has_a_while_to_notice_that_a_worker_died() -> None:
     assert world.status()["firstFailure"]["pod"] == "train-worker-0-1"
 
 
-def test_a_worker_whose_node_is_said_to_be_lost_may_well_be_training() -> None:
+def test_a_worker_on_a_node_that_is_reported_lost_may_still_train() -> None:
     world = running()
     world.change("train-worker-0-1", node="node-x")
     world.lost.add("node-x")
@@ -195,7 +195,7 @@ def test_the_schedulers_words_are_shown() -> None:
 
 
 def test_a_gate_is_not_called_a_lack_of_room() -> None:
-    """Kubernetes 1.27 and later: somebody holds the pod back, and the scheduler has not looked at it."""
+    """Kubernetes 1.27 and newer: a controller holds the pod back, and the scheduler has not processed it."""
     world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100}))
     world.reconcile()
     words = "Scheduling is blocked due to non-empty scheduling gates"
@@ -237,7 +237,7 @@ def _ends(code: int, **more: Any) -> Callable[[Simulated], None]:
 
 
 def _says(**failure: Any) -> Callable[[Simulated], None]:
-    """The launcher ends with these words about worker 1."""
+    """The launcher ends with this message about worker 1."""
     return lambda world: world.end_launcher(1, {"pod": WORKER, "exitCode": 1, "logTail": TAIL, **failure})
 
 
@@ -265,7 +265,7 @@ def _node_lost(world: Simulated) -> None:
 
 
 def _never_began(prepare: Container) -> Callable[[Simulated], None]:
-    """Worker 1's init container fails: its own container waits for ever."""
+    """Worker 1's init container fails, so its own container never starts."""
 
     def act(world: Simulated) -> None:
         containers = {"prepare": prepare, "worker": Container(waiting="PodInitializing")}
@@ -364,7 +364,7 @@ PENDING: dict[str, tuple[Callable[[Simulated], None], str, str]] = {
 
 
 def _kept_after_cleanup(world: Simulated) -> None:
-    """The pods go, and what is known of the failure stays as it is."""
+    """The pods are removed, and the stored failure stays."""
     failure = dict(world.status()["firstFailure"])
     for _ in range(3):
         world.wait(60)

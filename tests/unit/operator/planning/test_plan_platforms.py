@@ -20,7 +20,7 @@ def _in_group() -> Simulated:
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_kueue_group_is_told_that_it_has_ended(code: int) -> None:
+def test_the_end_of_a_kueue_group_is_reported(code: int) -> None:
     world = _in_group()
     if code:
         world.policy_edit(backoffLimit=0)

@@ -126,7 +126,7 @@ quick = settings(max_examples=250)
 
 
 def _play(world: Simulated, steps: Steps) -> None:
-    """Does each step; after some of them everything that can go on does."""
+    """Do each step. After some steps, everything that can continue continues."""
     world.to_running()
     for action, number, go_on in steps:
         before = world.status()

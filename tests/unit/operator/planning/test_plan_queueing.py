@@ -56,7 +56,7 @@ def test_a_job_with_a_queue_asks_for_admission_and_has_no_pods_until_then() -> N
     assert not world.plan().status
 
 
-def test_an_admitted_job_runs_where_kueue_puts_it_and_says_that_it_does() -> None:
+def test_an_admitted_job_runs_on_the_assigned_nodes_and_reports_that_it_runs() -> None:
     world, kueue = queued()
     update = {"name": "worker", "labels": {"booking": "b-1"}, "nodeSelector": {"zone": "a"}}
     kueue.admit([{"name": "check", "state": "Ready", "podSetUpdates": [update]}])
@@ -139,7 +139,7 @@ def test_suspending_gives_the_quota_back_and_resuming_asks_again() -> None:
     assert (world.status()["phase"], world.status()["attempt"]) == ("Running", 2)
 
 
-def test_a_restart_stays_admitted_and_says_that_it_recovers() -> None:
+def test_a_restart_stays_admitted_and_reports_that_it_recovers() -> None:
     world, kueue = admitted()
     world.end_launcher(1, RANK_FAILED)
     world.end("train-worker-1-1", 1)

@@ -101,7 +101,7 @@ def test_what_the_api_server_refuses_is_shown() -> None:
     "nonsense",
     [{"workers": 0}, {"workers": "two"}, {"template": {}}, {"template": "x"}, {"aggregation": {"density": 2}}],
 )
-def test_an_invalid_spec_is_said_and_nothing_is_made_until_it_is_corrected(nonsense: dict[str, Any]) -> None:
+def test_an_invalid_spec_is_reported_and_nothing_is_made_until_it_is_corrected(nonsense: dict[str, Any]) -> None:
     world = Simulated(job())
     valid_spec = dict(world.job["spec"]) if world.job else {}
     world.edit(**nonsense)
@@ -116,7 +116,7 @@ def test_an_invalid_spec_is_said_and_nothing_is_made_until_it_is_corrected(nonse
     assert world.condition("Failed")["status"] == "False"
 
 
-def test_a_running_job_edited_to_nonsense_keeps_its_pods_and_goes_on_when_corrected() -> None:
+def test_a_running_job_with_an_invalid_edit_keeps_its_pods_and_continues_when_corrected() -> None:
     world = running()
     pods = dict(world.pods)
     world.edit(workers=0)
@@ -203,7 +203,7 @@ def test_a_change_that_admission_would_refuse_is_refused_in_its_words_and_not_fo
     before = dict(world.job)
     template = {"spec": {"containers": [{"name": "worker", "image": "image:2", "command": ["python"]}]}}
     world.edit(template=template, workers=3)
-    words = admission.refusal(world.job, before)
+    words = admission.explain_refusal(world.job, before)
     assert "spec.workers: cannot be changed from 2 to 3" in words
     world.reconcile()
     failed = world.condition("Failed")

@@ -1,4 +1,4 @@
-"""`plan` causes no storms: restarts are paced whatever is missing, and additions of others to our objects stay."""
+"""`plan` causes no storms: it paces restarts whatever is missing, and keeps what others add to our objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import RANK_FAILED, Simulated, job, running
 
-from topkube_operator.model.observed import Trouble, difference, satisfies
+from topkube_operator.model.observed import Trouble, find_difference, satisfies
 
 HOUR = 3600
 MOST_IN_AN_HOUR = 20
@@ -53,7 +53,7 @@ TROUBLES: dict[str, Callable[[Simulated], Any]] = {
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_while_the_clock_stands_still_there_are_two_attempts_at_most(trouble: str) -> None:
+def test_without_passing_time_at_most_two_attempts_have_pods(trouble: str) -> None:
     world = Simulated(job(runPolicy={"backoffLimit": 1000}))
     for _ in range(200):
         world.reconcile()
@@ -88,7 +88,7 @@ def _seconds_until(world: Simulated, name: str) -> float:
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_good_run_makes_the_pauses_short_again(answers: bool) -> None:
-    """`answers`: whether the operator reaches the launcher. If it does not, the launcher's container stands for it."""
+    """`answers`: True if the launcher answers the operator. If it does not, the start of its container counts."""
     world = Simulated(job(runPolicy={"backoffLimit": 99}))
     for number in range(2, 9):
         world.reconcile()
@@ -113,7 +113,7 @@ def test_a_good_run_makes_the_pauses_short_again(answers: bool) -> None:
     assert waits == [5, 10, 20]
 
 
-def test_an_older_definition_of_the_job_that_drops_the_count_still_gets_pauses() -> None:
+def test_restarts_are_paced_if_an_older_definition_drops_the_count() -> None:
     world = running(runPolicy={"backoffLimit": 99})
     for number in range(2, 6):
         world.wait(61)
@@ -126,7 +126,7 @@ def test_an_older_definition_of_the_job_that_drops_the_count_still_gets_pauses()
     assert _seconds_until(world, "train-launcher-6") == 40
 
 
-def test_what_a_former_leader_made_late_is_removed_while_the_attempt_runs() -> None:
+def test_pods_that_a_former_leader_made_late_are_removed_while_the_attempt_runs() -> None:
     world = running()
     world.end("train-worker-1-1", 1)
     world.end_launcher(1, RANK_FAILED)
@@ -145,8 +145,8 @@ def test_what_a_former_leader_made_late_is_removed_while_the_attempt_runs() -> N
     assert (world.status()["attempt"], world.status()["phase"]) == (2, "Running")
 
 
-def test_a_worker_that_was_made_after_the_launcher_does_not_stand_for_the_one_that_it_waits_for() -> None:
-    """The former leader took worker 1 for lost and asked for another; this one kept it."""
+def test_a_worker_pod_that_is_newer_than_the_launcher_is_removed() -> None:
+    """The former leader considered worker 1 lost and made another pod; the present leader keeps the first pod."""
     world = running()
     world.end_launcher(1, RANK_FAILED)
     world.wait(20)
@@ -160,7 +160,7 @@ def test_a_worker_that_was_made_after_the_launcher_does_not_stand_for_the_one_th
     assert world.status()["attempt"] == 2
 
 
-# What others add.
+# Additions by others.
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from("abc"),
@@ -170,7 +170,7 @@ PLAIN = st.recursive(
 
 
 def _with_more(draw: Any, value: Any) -> Any:
-    """`value` with fields and entries that somebody added."""
+    """Return `value` with fields and entries that somebody added."""
     if isinstance(value, dict):
         more = {f"added-{number}": 1 for number in range(draw(st.integers(0, 2)))}
         return {**more, **{key: _with_more(draw, item) for key, item in value.items()}}
@@ -183,7 +183,7 @@ def _with_more(draw: Any, value: Any) -> Any:
 
 
 @given(PLAIN, st.data())
-def test_what_is_added_to_our_part_of_an_object_is_no_reason_to_write_it(wanted: Any, data: st.DataObject) -> None:
+def test_additions_to_our_part_of_an_object_do_not_cause_a_write(wanted: Any, data: st.DataObject) -> None:
     assert satisfies(_with_more(data.draw, wanted), wanted)
 
 
@@ -199,8 +199,8 @@ def test_what_is_added_to_our_part_of_an_object_is_no_reason_to_write_it(wanted:
         ({"a": "x"}, {"a": ["x"]}, ".a"),
     ],
 )
-def test_what_is_missing_has_a_path(actual: Any, wanted: Any, path: str | None) -> None:
-    assert difference(actual, wanted) == path
+def test_the_path_of_a_difference(actual: Any, wanted: Any, path: str | None) -> None:
+    assert find_difference(actual, wanted) == path
 
 
 def test_a_rule_that_a_policy_engine_adds_stays() -> None:

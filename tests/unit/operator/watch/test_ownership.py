@@ -7,9 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from house import House, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
+from replica import Replica, wait_until
 from simulated import START, Simulated, job, running
 
 from topkube.job import API_VERSION, KIND
@@ -36,7 +36,7 @@ def ended_pod(role: str = "launcher", attempt: int = 1) -> dict[str, Any]:
         "resourceVersion": "7",
         "labels": labels,
         "annotations": {names.DEFAULT_CONTAINER: role, names.WORKERS: "2"},
-        "ownerReferences": [names.owner("train", "uid-1")],
+        "ownerReferences": [names.build_owner_reference("train", "uid-1")],
     }
     statuses = [{"name": role, "state": {"terminated": ended}}]
     return {"kind": "Pod", "metadata": metadata, "status": {"phase": "Succeeded", "containerStatuses": statuses}}
@@ -131,34 +131,34 @@ def test_every_version_of_our_group_owns() -> None:
 
 
 @pytest.fixture
-def house() -> Any:
-    house = House()
-    yield house
-    house.controller.stop()
+def replica() -> Any:
+    replica = Replica()
+    yield replica
+    replica.controller.stop()
 
 
-def test_a_pod_of_another_namespace_neither_ends_the_job_nor_is_deleted(house: House) -> None:
+def test_a_pod_of_another_namespace_neither_ends_the_job_nor_is_deleted(replica: Replica) -> None:
     """The attack of the review: our labels, the victim's UID, exit code 0."""
-    house.create_job()
-    wait_until(lambda: "train-launcher-1" in house.server.names("Pod") and house.is_idle())
+    replica.create_job()
+    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod") and replica.is_idle())
     forged = ended_pod()
     forged["metadata"].update(name="a-launcher-1", namespace="evil", uid="uid-of-evil")
-    forged["metadata"]["ownerReferences"] = [names.owner("train", "uid-of-train")]
-    house.server.keep(copy.deepcopy(forged))
-    house.store.put("Pod", forged)
-    house.controller.reconcile(("team", "train"))
-    assert house.condition("Succeeded") == {}
-    assert ("Pod", "evil", "a-launcher-1") in house.server.objects
+    forged["metadata"]["ownerReferences"] = [names.build_owner_reference("train", "uid-of-train")]
+    replica.server.keep(copy.deepcopy(forged))
+    replica.store.put("Pod", forged)
+    replica.controller.reconcile(("team", "train"))
+    assert replica.condition("Succeeded") == {}
+    assert ("Pod", "evil", "a-launcher-1") in replica.server.objects
 
 
-def test_an_object_of_our_name_with_a_forged_owner_is_not_adopted(house: House) -> None:
+def test_an_object_of_our_name_with_a_forged_owner_is_not_adopted(replica: Replica) -> None:
     forged = {"kind": "Service", "metadata": {"name": "train", "namespace": "team"}, "spec": {"clusterIP": "10.0.0.1"}}
-    reference = {**names.owner("train", "uid-of-train"), "apiVersion": "evil.dev/v1"}
+    reference = {**names.build_owner_reference("train", "uid-of-train"), "apiVersion": "evil.dev/v1"}
     forged["metadata"]["ownerReferences"] = [reference]  # type: ignore[index]
-    house.server.keep(forged)
-    house.create_job()
-    wait_until(lambda: house.condition("Created").get("reason") == "ForeignObject")
-    assert "train-launcher-1" not in house.server.names("Pod")
+    replica.server.keep(forged)
+    replica.create_job()
+    wait_until(lambda: replica.condition("Created").get("reason") == "ForeignObject")
+    assert "train-launcher-1" not in replica.server.names("Pod")
 
 
 def test_the_simulated_world_still_ends_by_its_own_launcher() -> None:

@@ -30,7 +30,7 @@ def child(name: str, version: int, uid: str = "", owner: str = "uid-1", **more: 
         "namespace": "team",
         "uid": uid or f"uid-of-{name}",
         "resourceVersion": str(version),
-        "ownerReferences": [names.owner("train", owner)],
+        "ownerReferences": [names.build_owner_reference("train", owner)],
         "labels": {names.JOB_NAME: "train", names.ROLE: "worker", names.WORKER_INDEX: "0", names.ATTEMPT: "1"},
     }
     return {"metadata": metadata, **more}

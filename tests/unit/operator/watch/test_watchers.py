@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from house import wait_until
+from replica import wait_until
 from simulated import job
 
 from topkube.job import KIND
@@ -25,7 +25,7 @@ Thing = dict[str, Any]
 
 
 class Api:
-    """Lists what it holds, and answers a watch as `on_watch` says."""
+    """An API server in memory: it lists its objects, and `on_watch` answers watches."""
 
     def __init__(self, on_watch: Callable[[str], Iterator[Thing]]) -> None:
         self.version, self.items, self.on_watch = 1000, list[Thing](), on_watch
@@ -92,7 +92,7 @@ def test_a_watcher_waits_for_as_long_as_the_server_asks(monkeypatch: pytest.Monk
 
 
 class _Stopped:
-    """An event that notes how long somebody waits for it."""
+    """An event that records for how long a thread waits for it."""
 
     def __init__(self, wait: Callable[[float], bool]) -> None:
         self.wait, self._set = wait, False
@@ -128,7 +128,8 @@ def _job(version: int, workers: int) -> Thing:
 
 
 def test_a_cluster_that_was_restored_from_a_backup_is_noticed_and_taken_as_it_is() -> None:
-    """Versions go back: what is known looks newer than what is there, and watches are silent."""
+    """Resource versions go back: the known objects look newer than the objects in the cluster, and watches are
+    silent."""
     held = threading.Event()
 
     def on_watch(kind: str) -> Iterator[Thing]:
@@ -187,7 +188,7 @@ def test_a_watch_from_before_the_restore_begins_anew_from_a_list(monkeypatch: py
     assert not thread.is_alive()
 
 
-def test_a_job_whose_change_no_watch_told_of_is_read_again() -> None:
+def test_a_job_whose_change_no_watch_reported_is_read_again() -> None:
     api, store = Api(lambda kind: iter(())), WatchCache()
     api.items = [_job(991, 3)]
     following = _follow(api, store)

@@ -1,4 +1,4 @@
-"""A controller with its threads and queue on an API server in memory. tests/cluster uses a real API server."""
+"""A replica of the operator with its threads and queue, on an API server in memory. tests/cluster has a real server."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Server:
         self._numbers = itertools.count(1)
 
     def keep(self, item: Thing) -> Thing:
+        """Store an object under a new resource version. Return a copy."""
         item = copy.deepcopy(item)
         number, metadata = next(self._numbers), item["metadata"]
         metadata.update(uid=metadata.get("uid") or f"uid-{number}", resourceVersion=str(number))
@@ -139,8 +140,8 @@ class Notes:
         self.events += [(metadata["namespace"], event.reason, event.message) for event in events]
 
 
-class House:
-    """A running controller."""
+class Replica:
+    """A replica of the operator: its controller runs, with the server, the watch cache and the work queue."""
 
     def __init__(self) -> None:
         self.server, self.store, self.queue = Server(), WatchCache(), WorkQueue()

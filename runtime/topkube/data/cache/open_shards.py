@@ -1,0 +1,92 @@
+"""The shards that a process keeps open for reading: a few cached shards, and shards in its memory.
+
+If the process has too many open files, all are closed; a reader that still uses a shard keeps its file open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from topkube.data.base.open_files import limit_open_files
+from topkube.data.formats.shards import DataShard
+
+_OPEN_FILES = 400
+_MEMORY_BYTES = 1 << 30
+"""The most bytes of shards in the memory of this process: a shuffle window of 16 shards of 64 MB should fit."""
+
+
+class ShardFile:
+    """A whole shard that is open for reading. It is closed when the last reference is gone."""
+
+    def __init__(self, shard: DataShard, file: int, *, cached: bool) -> None:
+        self.shard, self.file, self.cached = shard, file, cached
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.file)
+
+
+class OpenShards:
+    """Open shards by number; the least recently used shard is closed first. Threads may share it; it keeps working
+    after a fork."""
+
+    def __init__(self) -> None:
+        self._cached: OrderedDict[int, ShardFile] = OrderedDict()
+        self._in_memory: OrderedDict[int, ShardFile] = OrderedDict()
+        self._most_cached = limit_open_files(_OPEN_FILES, 4)
+        self.holders: list[Callable[[], None]] = []
+        """Functions that close shards kept open elsewhere. They are called if the process has too many open files."""
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def find(self, number: int) -> ShardFile | None:
+        """Return the open shard; None if it is not open."""
+        with self._guard():
+            for files in (self._cached, self._in_memory):
+                if number in files:
+                    files.move_to_end(number)
+                    return files[number]
+        return None
+
+    def keep(self, number: int, opened: ShardFile) -> ShardFile:
+        """Keep the shard open for later. Return it, or the file of another thread that was faster."""
+        with self._guard():
+            kept = self._cached if opened.cached else self._in_memory
+            if number in kept:
+                return kept[number]
+            kept[number] = opened
+            while len(self._cached) > self._most_cached:
+                self._cached.popitem(last=False)
+            while len(self._in_memory) > 1 and self._bytes_in_memory() > _MEMORY_BYTES:
+                self._in_memory.popitem(last=False)
+        return opened
+
+    def _bytes_in_memory(self) -> int:
+        return sum(file.shard.size for file in self._in_memory.values())
+
+    def forget(self, number: int) -> None:
+        """Do not use the file of this shard again."""
+        with self._guard():
+            self._cached.pop(number, None)
+            self._in_memory.pop(number, None)
+
+    def close_idle(self) -> None:
+        """Close the cached shards that are kept open for later, here and in `holders`."""
+        with self._guard():
+            self._cached.clear()
+        for close in list(self.holders):
+            close()
+
+    def clear(self) -> None:
+        """Close all shards that no reader uses."""
+        self._cached.clear()
+        self._in_memory.clear()
+
+    def _guard(self) -> threading.Lock:
+        if self._process != os.getpid():  # after a fork the lock may be held by a thread of the parent
+            self._process, self._lock = os.getpid(), threading.Lock()
+        return self._lock
