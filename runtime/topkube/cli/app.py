@@ -208,6 +208,14 @@ def worker(
     raise typer.Exit(run_worker(command))
 
 
+@app.command("fetch-source")
+def fetch_source() -> None:
+    """Fetch the source of a worker and install its packages (used inside pods)."""
+    from topkube.source.fetch import fetch_source
+
+    raise typer.Exit(fetch_source())
+
+
 @app.command()
 def settings(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
