@@ -111,7 +111,8 @@ def _print_job(job: TrainingJob, form: Literal["yaml", "json"], target: Target) 
     print(json.dumps(job.to_dict(), indent=1) if form == "json" else job.to_yaml(), end="\n" if form == "json" else "")
     if not target.is_job_file:
         image = job.container["image"]
-        print(f"note: on a cluster, the image {image} must contain {target.program}", file=sys.stderr)
+        note = f"on a cluster, the image {image} must contain {target.program}; `topkube submit --sync .` sends it"
+        print(f"note: {note}", file=sys.stderr)
     if job.spec.checkpoint and not target.is_job_file:
         claim = job.spec.checkpoint.claim_name
         print(f"note: on a cluster, the namespace must have the PersistentVolumeClaim {claim}", file=sys.stderr)
