@@ -70,7 +70,7 @@ class ProgressDisplay:
 
     def __init__(self, console: Console, history: History, name: str, nodes: int, ranks: int) -> None:
         self.console, self.history, self._nodes, self._ranks = console, history, nodes, ranks
-        self._live = console.is_terminal
+        self._live = console.is_terminal or console.is_jupyter
         self._shown_step, self._shown_at = 0, time.monotonic()
         self._bar = Progress(
             _Line(console, history, nodes, ranks),
