@@ -169,7 +169,7 @@ class LocalBackend:
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "topkube.cli", "run", str(folder / JOB_FILE)]
+    command = [sys.executable, "-P", "-m", "topkube.cli", "run", str(folder / JOB_FILE)]
     with (folder / OUTPUT_FILE).open("wb") as output:
         return subprocess.Popen(
             [*command, "--run-directory", str(folder / RUN_FOLDER), "--no-plot"],
