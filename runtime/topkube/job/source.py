@@ -184,7 +184,7 @@ class Setup(Part):
 
     @field_validator("requirements")
     @classmethod
-    def _one_requirement_each(cls, requirements: list[str]) -> list[str]:
+    def _refuse_options(cls, requirements: list[str]) -> list[str]:
         problems: list[tuple[Path, str]] = []
         for index, line in enumerate(requirements):
             if re.search(r"\s--?[A-Za-z]", line):

@@ -8,6 +8,7 @@ from typing import Protocol
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
 from topkube.source.packing import PackedSource
+from topkube.telemetry.history import History
 
 ENDED = ("Succeeded", "Failed")
 
@@ -24,8 +25,9 @@ class Backend(Protocol):
     def list(self) -> list[TrainingJob]:
         """Return all jobs."""
 
-    def watch(self, name: str, seconds: float | None) -> Iterator[TrainingJob]:
-        """Yield the job now and after changes, to its end. Raises TimeoutError after `seconds`."""
+    def watch(self, name: str, seconds: float | None, history: History) -> Iterator[TrainingJob]:
+        """Yield the job now and after changes, to its end, and add its steps to `history`. Raises TimeoutError after
+        `seconds`."""
 
     def logs(self, name: str, follow: bool) -> Iterator[str]:
         """Yield the lines that ranks print, each after `[worker0.rank1] `."""

@@ -137,8 +137,7 @@ class TrainingClient:
         with display.progress_display(job, history, show) as shown:
             phase = ""
             try:
-                for job in self._backend.watch(name, timeout):
-                    display.add_progress(history, job.status.progress if job.status is not None else None)
+                for job in self._backend.watch(name, timeout, history):
                     if phase_of(job) != phase:
                         phase = phase_of(job)
                         shown.note(f"{name} is {phase}")

@@ -10,7 +10,9 @@ from topkube.cli.cluster.jobs import Watch, all_jobs, find_job
 from topkube.errors import ClusterError
 from topkube.job import TrainingJob
 from topkube.sdk.backend import ENDED, phase_of
+from topkube.sdk.display import add_progress
 from topkube.source.packing import PackedSource
+from topkube.telemetry.history import History
 
 
 class ClusterBackend:
@@ -35,11 +37,12 @@ class ClusterBackend:
     def list(self) -> list[TrainingJob]:
         return [TrainingJob.from_cluster(job) for job in all_jobs(self._api)]
 
-    def watch(self, name: str, seconds: float | None) -> Iterator[TrainingJob]:
+    def watch(self, name: str, seconds: float | None, history: History) -> Iterator[TrainingJob]:
         for stored in Watch(self._api, name, seconds).states():
             if stored is None:
                 raise ClusterError(f"the job {name} was deleted before it ended", status=404)
             job = TrainingJob.from_cluster(stored)
+            add_progress(history, job.status.progress if job.status is not None else None)
             yield job
             if phase_of(job) in ENDED:
                 return

@@ -46,9 +46,23 @@ class _Started:
     process: subprocess.Popen[bytes]
     suspended: bool = False
 
+    def __post_init__(self) -> None:
+        self.restart(self.process)
+
+    def restart(self, process: subprocess.Popen[bytes]) -> None:
+        """Follow another process, which replaces the files of the run."""
+        self.process, self.suspended = process, False
+        self._reader, self._history = ProgressReader(self.run_folder), History()
+
     @property
     def run_folder(self) -> Path:
         return self.folder / RUN_FOLDER
+
+    def read_history(self) -> History:
+        """Return the history of the run up to now. Only new records are read."""
+        for record in self._reader.read():
+            self._history.add(record)
+        return self._history
 
 
 class LocalBackend:
@@ -82,19 +96,22 @@ class LocalBackend:
 
     def get(self, name: str) -> TrainingJob:
         started = self._find(name)
-        history = History()
-        for record in ProgressReader(started.run_folder).read():
-            history.add(record)
-        return started.job.model_copy(update={"status": _status(started, history)})
+        return started.job.model_copy(update={"status": _status(started, started.read_history())})
 
     def list(self) -> list[TrainingJob]:
         return [self.get(name) for name in self._jobs]
 
-    def watch(self, name: str, seconds: float | None) -> Iterator[TrainingJob]:
+    def watch(self, name: str, seconds: float | None, history: History) -> Iterator[TrainingJob]:
+        started = self._find(name)
+        process, reader = started.process, ProgressReader(started.run_folder)
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
         shown = None
         while True:
             job = self.get(name)
+            if process is not started.process:  # resumed: the files are those of another process
+                process, reader = started.process, ProgressReader(started.run_folder)
+            for record in reader.read():
+                history.add(record)
             if job.status != shown:
                 shown = job.status
                 yield job
@@ -133,8 +150,7 @@ class LocalBackend:
         started = self._find(name)
         self._refuse_ended(started)
         if started.suspended:
-            started.process = _start(started.folder)
-            started.suspended = False
+            started.restart(_start(started.folder))
 
     def delete(self, name: str, seconds: float) -> None:
         started = self._find(name)

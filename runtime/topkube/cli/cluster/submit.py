@@ -136,7 +136,7 @@ def apply_job(
     if packed is None:
         return _apply(api, data, dry_run, force_conflicts)
     code = sync.config_map(job, packed, api.namespace)
-    existed = sync.exists(api, code)
+    existed = sync.has_config_map(api, code)
     sync.apply_config_map(api, code, dry_run)
     try:
         applied = _apply(api, data, dry_run, force_conflicts)

@@ -74,7 +74,7 @@ def apply_config_map(api: Api, manifest: dict[str, Any], dry_run: bool = False) 
     api.request("PATCH", path_of(api.namespace, "configmaps", manifest["metadata"]["name"]), query, manifest, APPLY)
 
 
-def exists(api: Api, manifest: dict[str, Any]) -> bool:
+def has_config_map(api: Api, manifest: dict[str, Any]) -> bool:
     """Return True if the ConfigMap exists."""
     try:
         api.get(path_of(api.namespace, "configmaps", manifest["metadata"]["name"]))
