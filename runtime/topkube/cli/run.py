@@ -223,6 +223,10 @@ def _announce(console: Console, job: TrainingJob, mpi: mpi_library.Mpi, director
         _say(console, f"warning: {spec.dataset.mount_path} does not exist; on a cluster it holds {spec.dataset.uri}")
     if is_foreign(spec.aggregation.algorithm):
         _say(console, f"warning: {spec.aggregation.algorithm} is not installed here; the script must register it")
+    if spec.source is not None:
+        _say(console, f"note: spec.source has no effect without a cluster; the ranks run in {Path.cwd()}")
+    if spec.setup is not None:
+        _say(console, "note: spec.setup has no effect without a cluster; the ranks have the packages of this Python")
     if spec.run_policy.suspend:
         _say(console, "note: runPolicy.suspend has no effect without a cluster")
 
