@@ -34,6 +34,7 @@ _HOME = {
     "checkpointing": "topkube.training",
     "device": "topkube.training",
     "ddp_hook": "topkube.integrations.ddp",
+    "TrainingClient": "topkube.sdk",
 }
 _MODULES = ("kernels", "data", "errors", "job", "collectives", "training", "telemetry", "settings", "world")
 

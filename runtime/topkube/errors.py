@@ -118,6 +118,15 @@ class LaunchError(TopKubeError, RuntimeError):
         super().__init__(what, cause=cause, next_step=next_step)
 
 
+class SourceError(TopKubeError, RuntimeError):
+    """The code of a job or its packages cannot be packed, fetched or installed; no rank has started. `reason` becomes
+    the reason of `status.firstFailure`."""
+
+    def __init__(self, what: str, *, reason: str = "SourceInvalid", cause: str = "", next_step: str = "") -> None:
+        self.reason = reason
+        super().__init__(what, cause=cause, next_step=next_step)
+
+
 class ClusterError(TopKubeError, RuntimeError):
     """A Kubernetes cluster cannot be reached or refused a request; the request changed nothing. `status` is the HTTP
     status, or 0. `unknown_kind` is True if the server does not serve the kind."""

@@ -148,6 +148,17 @@ class Settings:
     worker_plan: str = _setting(
         "TOPKUBE_WORKER", "", "the plan of this `topkube worker` (JSON), written by the operator"
     )
+    source_plan: str = _setting(
+        "TOPKUBE_SOURCE", "", "the plan of `topkube fetch-source` (JSON), written by the operator"
+    )
+    source_directory: str = _setting(
+        "TOPKUBE_SOURCE_DIRECTORY", "", "folder of the job's source (spec.source): first on the ranks' PYTHONPATH"
+    )
+    packages_directory: str = _setting(
+        "TOPKUBE_PACKAGES_DIRECTORY",
+        "",
+        "folder of the job's packages (spec.setup): on the ranks' PYTHONPATH after the source, its bin on their PATH",
+    )
     pod_ip: str = _setting("TOPKUBE_POD_IP", "", "address of this pod")
     node_name: str = _setting("TOPKUBE_NODE_NAME", "", "node of this pod")
     credentials_directory: str = _setting(

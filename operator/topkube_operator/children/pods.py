@@ -15,7 +15,7 @@ from typing import Any
 from topkube.job import TrainingJob
 from topkube.job.template import without_nulls, worker_container
 from topkube.launch import contract
-from topkube_operator.children import datasets, inheritance, placement
+from topkube_operator.children import datasets, inheritance, placement, source
 from topkube_operator.children.templates import ensure_list, ensure_mapping
 from topkube_operator.model import names
 from topkube_operator.model.observed import Policy, hash_data
@@ -41,8 +41,8 @@ def hash_worker(job: TrainingJob) -> str:
     spec = job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
     parts = ("template", "slotsPerWorker", "mpiImplementation", "dataset", "spread")
     claim = [job.spec.checkpoint.claim_name] if job.spec.checkpoint else []
-    topology = [spec["topology"]] if "topology" in spec else []
-    return hash_data([*(spec.get(part) for part in parts), *claim, *topology])
+    added = [spec[part] for part in ("topology", "source", "setup") if part in spec]  # old jobs keep their shape
+    return hash_data([*(spec.get(part) for part in parts), *claim, *added])
 
 
 def build_worker(
@@ -83,10 +83,16 @@ def build_worker(
         launcher=format_endpoint(host),
         grace_seconds=_compute_ranks_grace(job),
     )
+    fetcher = source.build_source_container(job, container, name, index, attempt) if source.has_code(job) else None
     container["command"] = ["topkube", "worker", "--", *container["command"]]
     _add_environment(container, {contract.WORKER_VARIABLE: plan.text()})
     _restrict(container, spec, _find_unset_fields(job))
     _add_scratch_volumes(spec, container, job.spec.slots_per_worker, datasets.count_shared_memory_bytes(job))
+    if fetcher is not None:
+        _add_home(fetcher)
+        _restrict(fetcher, spec, _find_unset_fields(job))
+        _add_scratch_volumes(spec, fetcher, 0)
+        source.add_source(spec, container, fetcher, job)
     datasets.add_dataset(spec, container, job, policy)
     _mount_volume(
         spec,
@@ -283,10 +289,15 @@ def _add_environment(container: dict[str, Any], plans: dict[str, str]) -> None:
     ]
     reserved = {entry["name"] for entry in ours}
     kept = [entry for entry in entries if not (isinstance(entry, dict) and entry.get("name") in reserved)]
-    named = {entry.get("name") for entry in kept if isinstance(entry, dict)}
-    if "HOME" not in named:
-        ours.append({"name": "HOME", "value": HOME})
     container["env"] = ours + kept
+    _add_home(container)
+
+
+def _add_home(container: dict[str, Any]) -> None:
+    """Set HOME to a folder that every user can write, unless the template sets HOME."""
+    entries = ensure_list(container, "env", _CONTAINER)
+    if not any(isinstance(entry, dict) and entry.get("name") == "HOME" for entry in entries):
+        entries.insert(0, {"name": "HOME", "value": HOME})  # before the entries that may refer to $(HOME)
 
 
 def _hide_gpus(container: dict[str, Any]) -> None:

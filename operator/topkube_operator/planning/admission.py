@@ -167,6 +167,12 @@ def _warn_of_other_fields(job: TrainingJob) -> Iterator[str]:
         )
     if spec.run_policy.ttl_seconds_after_finished == 0:
         yield "spec.runPolicy.ttlSecondsAfterFinished: 0 deletes the job, its status and its logs as soon as it ends"
+    loose = [line for line in spec.setup.requirements if not _is_pinned(line)] if spec.setup else []
+    if loose:
+        yield (
+            f"spec.setup.requirements: {', '.join(loose)[:100]}: pods may install different versions, also after a "
+            "restart: write ==VERSION"
+        )
     if spec.dataset and spec.dataset.cache.medium == "Memory" and spec.dataset.cache.memory_limit is None:
         yield "spec.dataset.cache.memoryLimit: without a limit the cache may use all the memory of the pod"
     check = job.metadata.annotations.get(names.CHECK_ADDRESS, "true")
@@ -174,6 +180,11 @@ def _warn_of_other_fields(job: TrainingJob) -> Iterator[str]:
         yield f'metadata.annotations["{names.CHECK_ADDRESS}"]: {check[:20]!r} has no effect: use "true" or "false"'
     if spec.workers >= 8 and spec.checkpoint is None:  # among many pods, some will end early
         yield "spec.checkpoint: without a checkpoint every restart begins at step 0"
+
+
+def _is_pinned(requirement: str) -> bool:
+    """Return True if a requirement of pip allows one version only, or names an address."""
+    return "==" in requirement.partition(";")[0] or " @ " in requirement
 
 
 def warn_of_claim(job: TrainingJob, claim: Claim) -> str:

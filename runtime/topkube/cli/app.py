@@ -12,9 +12,10 @@ import typer
 from typer.core import TyperGroup
 
 from topkube import __version__
+from topkube.cli import options
 from topkube.cli.cache import cache
 from topkube.cli.cluster import commands
-from topkube.cli.options import OutputFormat, OutputOption, RunOutput
+from topkube.cli.options import ManifestOutput, OutputFormat, OutputOption
 from topkube.errors import TopKubeError
 
 BENCHES = {"select": "topkube.bench.select", "allreduce": "topkube.bench.allreduce", "cache": "topkube.bench.cache"}
@@ -71,43 +72,19 @@ def _root(
 
 @app.command()
 def run(
-    program: Annotated[
-        str,
-        typer.Argument(metavar="PROGRAM", help="A Python script, or a TrainingJob (.yaml), as for a cluster."),
-    ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGUMENT…]", help="Arguments of the script.")
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("--module", "-m", help="PROGRAM is the name of a module, as in `python -m`.")
-    ] = False,
-    workers: Annotated[
-        int | None, typer.Option(help="Number of workers (nodes) to simulate (default: the job's, or 1).")
-    ] = None,
-    slots: Annotated[int | None, typer.Option(help="Ranks per worker (default: the job's, or 1).")] = None,
-    algorithm: Annotated[
-        str | None, typer.Option(metavar="NAME", help="All-reduce algorithm (default: the job's, or auto).")
-    ] = None,
-    density: Annotated[
-        float | None, typer.Option(help="Share of the gradient that is sent (default: the job's, or 0.01).")
-    ] = None,
-    wire: Annotated[
-        str | None, typer.Option(help="Format of sent values: fp32, bf16 or fp16 (default: the job's, or bf16).")
-    ] = None,
-    warmup_steps: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="Steps until the density is reached (default: the job's, or 0).")
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="Save a checkpoint after this many steps (default: the job's).")
-    ] = None,
-    log: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="Loggers, with commas: tensorboard, mlflow, wandb (default: none)."),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of a script's job (default: from the script's name).")] = None,
-    image: Annotated[
-        str | None, typer.Option(help="Image of a script's job on a cluster (default: TopKube's runtime).")
-    ] = None,
+    program: options.Program,
+    arguments: options.Arguments = None,
+    module: options.Module = False,
+    workers: options.Workers = None,
+    slots: options.Slots = None,
+    algorithm: options.Algorithm = None,
+    density: options.Density = None,
+    wire: options.Wire = None,
+    warmup_steps: options.WarmupSteps = None,
+    checkpoint_every: options.CheckpointEvery = None,
+    log: options.Loggers = None,
+    name: options.JobName = None,
+    image: options.Image = None,
     run_directory: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Directory for logs, progress and checkpoints (default: runs/NAME-TIME)."),
@@ -134,29 +111,31 @@ def run(
         bool, typer.Option("--dry-run", help="Print the TrainingJob and run nothing; -o yaml (the default) or json.")
     ] = False,
     output: Annotated[
-        RunOutput, typer.Option("--output", "-o", help="text, or json on stdout; yaml with --dry-run.")
-    ] = RunOutput.text,
+        ManifestOutput, typer.Option("--output", "-o", help="text, or json on stdout; yaml with --dry-run.")
+    ] = ManifestOutput.text,
 ) -> None:
     """Train without a cluster: start all ranks of a script or of a TrainingJob on this machine."""
     from topkube.cli.run import RunOptions, run_job
     from topkube.cli.script_job import Target
 
-    if output is RunOutput.yaml and not dry_run:
+    if output is ManifestOutput.yaml and not dry_run:
         raise typer.BadParameter("yaml is the format of a job: add --dry-run", param_hint="--output")
-    chosen = {"algorithm": algorithm, "density": density, "wire": wire, "warmupSteps": warmup_steps}
-    target = Target(
-        program=program,
-        arguments=tuple(arguments or ()),
-        is_module=module,
-        workers=workers,
-        slots=slots,
-        name=name,
-        image=image,
-        checkpoint_every=checkpoint_every,
-        loggers=log,
-        aggregation={field: value for field, value in chosen.items() if value is not None},
+    target = Target.of_command_line(
+        program,
+        arguments,
+        module,
+        workers,
+        slots,
+        algorithm,
+        density,
+        wire,
+        warmup_steps,
+        checkpoint_every,
+        log,
+        name,
+        image,
     )
-    options = RunOptions(
+    chosen = RunOptions(
         target=target,
         run_directory=run_directory,
         plot=plot,
@@ -165,10 +144,10 @@ def run(
         deadline_seconds=deadline,
         collective_deadline_seconds=collective_deadline,
         metrics_port=metrics_port,
-        json=output is RunOutput.json,
-        dry_run=None if not dry_run else "json" if output is RunOutput.json else "yaml",
+        json=output is ManifestOutput.json,
+        dry_run=None if not dry_run else "json" if output is ManifestOutput.json else "yaml",
     )
-    raise typer.Exit(run_job(options))
+    raise typer.Exit(run_job(chosen))
 
 
 @app.command()
@@ -206,6 +185,14 @@ def worker(
     from topkube.launch.worker import run_worker
 
     raise typer.Exit(run_worker(command))
+
+
+@app.command("fetch-source")
+def fetch_source() -> None:
+    """Fetch the source of a worker and install its packages (used inside pods)."""
+    from topkube.source.fetch import fetch_source
+
+    raise typer.Exit(fetch_source())
 
 
 @app.command()

@@ -111,7 +111,8 @@ def _print_job(job: TrainingJob, form: Literal["yaml", "json"], target: Target) 
     print(json.dumps(job.to_dict(), indent=1) if form == "json" else job.to_yaml(), end="\n" if form == "json" else "")
     if not target.is_job_file:
         image = job.container["image"]
-        print(f"note: on a cluster, the image {image} must contain {target.program}", file=sys.stderr)
+        note = f"on a cluster, the image {image} must contain {target.program}; `topkube submit --sync .` sends it"
+        print(f"note: {note}", file=sys.stderr)
     if job.spec.checkpoint and not target.is_job_file:
         claim = job.spec.checkpoint.claim_name
         print(f"note: on a cluster, the namespace must have the PersistentVolumeClaim {claim}", file=sys.stderr)
@@ -222,6 +223,10 @@ def _announce(console: Console, job: TrainingJob, mpi: mpi_library.Mpi, director
         _say(console, f"warning: {spec.dataset.mount_path} does not exist; on a cluster it holds {spec.dataset.uri}")
     if is_foreign(spec.aggregation.algorithm):
         _say(console, f"warning: {spec.aggregation.algorithm} is not installed here; the script must register it")
+    if spec.source is not None:
+        _say(console, f"note: spec.source has no effect without a cluster; the ranks run in {Path.cwd()}")
+    if spec.setup is not None:
+        _say(console, "note: spec.setup has no effect without a cluster; the ranks have the packages of this Python")
     if spec.run_policy.suspend:
         _say(console, "note: runPolicy.suspend has no effect without a cluster")
 

@@ -1,10 +1,10 @@
-"""The job of `topkube run`: a TrainingJob from a file, or from a script and the options of the command line."""
+"""The job of `topkube run` and `topkube submit`: a TrainingJob from a file, or from a script and options."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ LOG_VARIABLE = Settings.__dataclass_fields__["log"].metadata["variable"]
 
 @dataclass(frozen=True)
 class Target:
-    """What `topkube run` runs: `program` is a TrainingJob's file, a script, or a module if `is_module`. `arguments`
+    """What a command runs: `program` is a TrainingJob's file, a script, or a module if `is_module`. `arguments`
     follow `--`. `aggregation` holds the fields of spec.aggregation that options set."""
 
     program: str
@@ -38,6 +38,42 @@ class Target:
     checkpoint_every: int | None = None
     loggers: str | None = None
     aggregation: Mapping[str, Any] = field(default_factory=dict)
+    root: Path | None = None
+    """The folder that is sent to the pods: a script's path is relative to it. None: paths stay as they are."""
+
+    @classmethod
+    def of_command_line(
+        cls,
+        program: str,
+        arguments: Sequence[str] | None,
+        module: bool,
+        workers: int | None,
+        slots: int | None,
+        algorithm: str | None,
+        density: float | None,
+        wire: str | None,
+        warmup_steps: int | None,
+        checkpoint_every: int | None,
+        log: str | None,
+        name: str | None,
+        image: str | None,
+        root: Path | None = None,
+    ) -> Target:
+        """Return the target of the options that `topkube run` and `topkube submit` share."""
+        chosen = {"algorithm": algorithm, "density": density, "wire": wire, "warmupSteps": warmup_steps}
+        return cls(
+            program=program,
+            arguments=tuple(arguments or ()),
+            is_module=module,
+            workers=workers,
+            slots=slots,
+            name=name,
+            image=image,
+            checkpoint_every=checkpoint_every,
+            loggers=log,
+            aggregation={field: value for field, value in chosen.items() if value is not None},
+            root=root,
+        )
 
     @property
     def is_job_file(self) -> bool:
@@ -55,7 +91,7 @@ def load_job(target: Target) -> TrainingJob:
         if value:
             raise JobError(
                 f"{option} cannot be used with the file of a TrainingJob",
-                next_step=f"change {target.program}; these options are for `topkube run train.py`",
+                next_step=f"change {target.program}; these options are for scripts, such as train.py",
             )
     job = TrainingJob.from_yaml(Path(target.program))
     if target.workers is not None or target.slots is not None:
@@ -113,15 +149,27 @@ def _command(target: Target) -> list[str]:
             cause="the path is misspelt, or it is relative to another directory",
             next_step="pass a script (train.py), the file of a TrainingJob (job.yaml), or -m MODULE",
         )
+    program = target.program if target.root is None else _path_in(target.root, path)
     if path.suffix == ".py":
-        return ["python", target.program]
+        return ["python", program]
     if not os.access(path, os.X_OK):
         raise JobError(
             f"{target.program} is neither a Python script, nor the file of a TrainingJob, nor executable",
             cause="Python scripts end in .py, and files of a TrainingJob in .yaml, .yml or .json",
             next_step="rename the file, or make it executable: chmod +x",
         )
-    return [target.program if "/" in target.program else f"./{target.program}"]
+    return [program if "/" in program else f"./{program}"]
+
+
+def _path_in(root: Path, path: Path) -> str:
+    """Return the path of a script in the folder that is sent. Raises JobError if it is not in this folder."""
+    try:
+        return path.resolve().relative_to(root.resolve()).as_posix()
+    except ValueError:
+        raise JobError(
+            f"{path} is not in the folder {root}, which is sent to the pods",
+            next_step=f"send the folder of the script: --sync {path.parent}",
+        ) from None
 
 
 def _checkpoint(name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ line of every value, `problems` describes mistakes and what is allowed. `trainin
 """
 
 from topkube.job.failure_policy import FailurePolicy, FailureRule, OnExitCodes
+from topkube.job.source import ArchiveSource, ConfigMapSource, GitSource, Setup, Source, SourceItem
 from topkube.job.spec import (
     Aggregation,
     Cache,
@@ -33,15 +34,18 @@ __all__ = [
     "API_VERSION",
     "KIND",
     "Aggregation",
+    "ArchiveSource",
     "Cache",
     "CacheStatus",
     "CachedNode",
     "Checkpoint",
     "Condition",
+    "ConfigMapSource",
     "Dataset",
     "FailurePolicy",
     "FailureRule",
     "FirstFailure",
+    "GitSource",
     "Launcher",
     "Metadata",
     "OnExitCodes",
@@ -50,6 +54,9 @@ __all__ = [
     "ReplicaStatuses",
     "RunPolicy",
     "SchedulingPolicy",
+    "Setup",
+    "Source",
+    "SourceItem",
     "Spec",
     "Status",
     "TrainingJob",

@@ -25,6 +25,8 @@ FIXED: tuple[tuple[str, ...], ...] = (
     ("slotsPerWorker",),
     ("mpiImplementation",),
     ("launcher", "colocate"),
+    ("source",),
+    ("setup",),
     ("aggregation",),
     ("dataset",),
     ("checkpoint",),

@@ -14,6 +14,8 @@ from topkube.job.base.part import INT32, LABEL, Allowed, Part, rules
 
 Action = Literal["Fail", "Restart", "Ignore"]
 
+SOURCE_INVALID = "SourceInvalid"
+"""The reason of a worker whose spec.source was fetched and cannot be used, such as an archive with another checksum."""
 SCRIPT_ERRORS = (
     "SyntaxError",
     "ImportError",
@@ -22,9 +24,12 @@ SCRIPT_ERRORS = (
     "CommandNotFound",
     "CommandNotRunnable",
     "ArgumentsTooLong",
+    SOURCE_INVALID,
 )
 """Reasons of failures that another attempt does not repair. Without a rule they end the job, unless a step was finished
 before."""
+SOURCE_UNAVAILABLE, SETUP_FAILED = "SourceUnavailable", "SetupFailed"
+"""The reasons of a worker that could not fetch spec.source, or not install spec.setup."""
 HARDWARE_FAULT = "HardwareFault"
 """The reason of a rank whose error names broken hardware, such as an uncorrectable memory error of a GPU."""
 PENDING_TIMEOUT = "PendingTimeout"
@@ -59,6 +64,8 @@ FAILURES = (
     "SIGABRT",
     "SIGBUS",
     HARDWARE_FAULT,
+    SOURCE_UNAVAILABLE,
+    SETUP_FAILED,
 )
 """Usual reasons of other failures. Without a rule they restart the job and count against backoffLimit."""
 USUAL_REASONS = (*SCRIPT_ERRORS, *FAILURES, *DISRUPTIONS, *BLOCKED)

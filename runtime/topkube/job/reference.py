@@ -40,7 +40,7 @@ If a file has mistakes, the error lists all of them: the path, the line, what is
 name. Unknown fields are mistakes, except in pod templates. `null` means the default, as everywhere in
 Kubernetes.
 
-A local run differs: `image`, `resources`, `spread`, `launcher`, `suspend`, retries and the cache's
+A local run differs: `image`, `source`, `setup`, `resources`, `spread`, `launcher`, `suspend`, retries and the cache's
 `medium` have no effect (the cache's limits and `prefetch` have); `python` is the Python that runs `topkube`; ranks
 run in your working directory; checkpoints go to the run directory.
 

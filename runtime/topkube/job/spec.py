@@ -48,6 +48,7 @@ from topkube.job.base.part import (
 )
 from topkube.job.base.quantity import in_bytes, parse_quantity
 from topkube.job.failure_policy import FailurePolicy
+from topkube.job.source import Setup, Source
 from topkube.job.template import WORKER_TEMPLATE, mapping_problems, memory_limit, template_problems
 
 _LABEL_PREFIX = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
@@ -326,6 +327,10 @@ class Spec(Part):
         "container) needs image and command"
     )
     launcher: Launcher = Field(default=Launcher(), description="the pod that starts MPI")
+    source: Source | None = Field(
+        default=None, description="the code, if it is not in the image; each worker fetches it before it starts"
+    )
+    setup: Setup | None = Field(default=None, description="Python packages that the image lacks")
     aggregation: Aggregation = Field(default=Aggregation(), description="how gradients are summed")
     dataset: Dataset | None = Field(default=None, description="the training data and its cache on each node")
     checkpoint: Checkpoint | None = Field(default=None, description="where and how often the training state is saved")

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 from pydantic.alias_generators import to_camel
 
 from topkube.errors import LaunchError
-from topkube.job import CacheStatus, FirstFailure, Progress
+from topkube.job import CacheStatus, FirstFailure, Progress, Setup, Source
 from topkube.job.base.part import INT32
 from topkube.job.status import MOST_WORKERS
 
@@ -40,6 +40,18 @@ PLAN_VARIABLE = "TOPKUBE_LAUNCH"
 """Holds a LaunchPlan in the launcher's container."""
 WORKER_VARIABLE = "TOPKUBE_WORKER"
 """Holds a WorkerPlan in the worker's container."""
+SOURCE_VARIABLE = "TOPKUBE_SOURCE"
+"""Holds a SourcePlan in the init container of a worker that fetches the source."""
+SOURCE_CONTAINER = "topkube-source"
+"""The name of that init container."""
+SOURCE_FILES_DIRECTORY = "/etc/topkube/source"
+"""The ConfigMap of spec.source, in the init container."""
+SOURCE_SECRET_DIRECTORY = "/etc/topkube/source-credentials"
+"""The Secret of spec.source.git, in the init container."""
+CODE_DIRECTORY = "/var/lib/topkube"
+"""The volume that the init container fills and the worker mounts too."""
+SOURCE_DIRECTORY, PACKAGES_DIRECTORY = f"{CODE_DIRECTORY}/source", f"{CODE_DIRECTORY}/packages"
+"""The folder of the source, in which the ranks run, and the folder of the packages of spec.setup."""
 POD_IP_VARIABLE = "TOPKUBE_POD_IP"
 """The pod's address (fieldRef status.podIP), in both containers."""
 NODE_NAME_VARIABLE = "TOPKUBE_NODE_NAME"
@@ -266,6 +278,20 @@ class WorkerPlan(Message):
     def _bracketed(cls, launcher: str) -> str:
         host, _, port = launcher.rpartition(":")
         return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else launcher
+
+
+class SourcePlan(Message):
+    """What the init container of a worker fetches and installs."""
+
+    called: ClassVar[str] = f"the plan of the source ({SOURCE_VARIABLE})"
+
+    pod: str
+    attempt: int = Field(ge=1)
+    """The attempt in which this pod was created."""
+    index: int = Field(ge=0)
+    """The index of the worker."""
+    source: Source | None = None
+    setup: Setup | None = None
 
 
 class Refusal(Message):

@@ -35,7 +35,8 @@ class DatasetProcess:
         self._say = say
         self._wanted = bool(settings.dataset_uri and settings.dataset_view)
         self._report = directory / REPORT_FILE
-        self._command = [sys.executable, "-m", "topkube.data.companion", "--share", f"{share[0]}/{share[1]}"]
+        # -P: modules in the working directory, such as the job's source, must not replace those of the companion.
+        self._command = [sys.executable, "-P", "-m", "topkube.data.companion", "--share", f"{share[0]}/{share[1]}"]
         self._question = directory / _QUESTION_FILE
         self._command += ["--runs", str(directory), "--report", str(self._report), "--asked", str(self._question)]
         self._process: subprocess.Popen[bytes] | None = None

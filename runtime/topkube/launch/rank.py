@@ -25,6 +25,7 @@ from typing import NoReturn
 
 from topkube.errors import LaunchError, SettingsError
 from topkube.launch.host.arguments import check_arguments, shortened
+from topkube.launch.host.environment import source_variables
 from topkube.launch.host.memory_kills import memory_kills
 from topkube.launch.host.network_devices import network_variables
 from topkube.launch.host.processes import dies_with_parent, parent_of
@@ -83,6 +84,7 @@ def main(arguments: list[str]) -> NoReturn:
     if variables:
         variables |= accelerate_variables(process_environment())
     variables |= network_variables(variables, process_environment())
+    variables |= source_variables(settings, process_environment())
     code = Keeper(command, rank, settings.run_path, echo, front, variables).run()
     os._exit(code)
 

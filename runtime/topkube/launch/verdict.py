@@ -54,6 +54,12 @@ def describe_unfit_worker(plan: LaunchPlan, member: Member, first: Member, mpi: 
         problem = f"its image has {hello.mpi} and the launcher has {mpi}: both must be the same release"
     elif hello.python != first.hello.python:
         problem = f"its Python is {hello.python} and worker 0's is {first.hello.python}: use one image"
+    elif hello.source != first.hello.source:
+        problem = (
+            f"its source has the digest {hello.source[:12] or 'none'} and worker 0's has "
+            f"{first.hello.source[:12] or 'none'}: the source was changed after worker 0 had fetched it. "
+            "Delete the job and submit it again, or name a checksum in spec.source"
+        )
     elif ":" in hello.ip:
         problem = f"its address is {hello.ip}: mpiexec takes no IPv6 addresses; use IPv4 or dual-stack pods"
     if not problem:

@@ -43,7 +43,7 @@ from topkube.launch.contract import METRICS_PORT, UNREACHABLE_CODE, Ending, Work
 from topkube.launch.dataset import DatasetProcess
 from topkube.launch.host import shared_memory
 from topkube.launch.host.arguments import check_arguments
-from topkube.launch.host.environment import container_environment
+from topkube.launch.host.environment import container_environment, read_source_digest
 from topkube.launch.host.processes import adopt_orphans, reap_orphans
 from topkube.launch.host.temporary import TemporaryFolder
 from topkube.launch.mpi import mpi_library
@@ -130,6 +130,7 @@ class Worker:
         self._session = Session(plan, credentials, self._on_message)
         self._calls = Calls(plan, credentials.tls, self._say)
         self._mpi, self._problem = _find_mpi()
+        self._source_digest = read_source_digest(Path(settings.source_directory)) if settings.source_directory else ""
         self.shared_before = frozenset() if os.getpid() == 1 else shared_memory.names()
         self._attempt: Attempt | None = None
         self._ending: End | None = None
@@ -269,6 +270,7 @@ class Worker:
             slots=self.plan.slots,
             python=sys.executable,
             mpi=str(self._mpi) if self._mpi is not None else "",
+            source=self._source_digest,
             problem=str(self._problem)[:_PROBLEM_CHARACTERS] if self._problem is not None else "",
             problem_code=self._problem.exit_code if self._problem is not None else 1,
             time=time.time(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from types import TracebackType
@@ -70,7 +71,8 @@ class ProgressDisplay:
 
     def __init__(self, console: Console, history: History, name: str, nodes: int, ranks: int) -> None:
         self.console, self.history, self._nodes, self._ranks = console, history, nodes, ranks
-        self._live = console.is_terminal
+        in_notebook = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+        self._live = console.is_terminal or in_notebook
         self._shown_step, self._shown_at = 0, time.monotonic()
         self._bar = Progress(
             _Line(console, history, nodes, ranks),

@@ -87,3 +87,19 @@ def test_the_node_of_the_first_failure_and_the_nodes_that_the_job_avoids_are_sho
     )
     assert any("pod j-worker-0-1, node node-a, rank 1: HardwareFault" in line for line in shown)
     assert any("avoids" in line and "node-a (HardwareFault), node-b (KernelDeadlock)" in line for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"git": {"url": "https://h/r", "commit": "abcdef0123456789"}}, "commit abcdef012345 of https://h/r"),
+        ({"archive": {"uri": "s3://b/code.tar.gz"}}, "s3://b/code.tar.gz"),
+        ({"configMap": {"name": "code"}}, "ConfigMap code"),
+    ],
+)
+def test_the_source_and_the_packages_of_a_job_are_shown(source: dict[str, Any], words: str) -> None:
+    shown = "\n".join(
+        lines(job("Running", spec={**SPEC, "source": source, "setup": {"requirements": ["a[b]==1", "c"]}}))
+    )
+    assert words in shown
+    assert "a\\[b]==1, c" in shown

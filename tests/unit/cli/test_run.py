@@ -138,3 +138,12 @@ def test_a_second_run_in_a_directory_starts_clean_but_keeps_checkpoints(tmp_path
     assert (directory / "rank-0.log").read_text().strip() == str(directory / "checkpoints")
     assert not (directory / "rank-7.json").exists()
     assert "no steps were reported" in ended.stdout
+
+
+def test_a_source_for_pods_has_no_effect_here_and_is_named(tmp_path: Path) -> None:
+    code = {"source": {"configMap": {"name": "code"}}, "setup": {"requirements": ["einops"]}}
+    job = write_job(tmp_path, ["true"], workers=1, **code)
+    ended = run(job, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "note: spec.source has no effect without a cluster; the ranks run in " in ended.stdout
+    assert "note: spec.setup has no effect without a cluster" in ended.stdout

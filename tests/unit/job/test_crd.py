@@ -239,6 +239,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"launcher": {"colocate": True, "template": {}}}, "spec.launcher: template has no effect when colocate is true"),
     ({"checkpoint": {"claimName": "c", "path": "a/../b"}}, "spec.checkpoint.path: leaves the claim"),
     ({"runPolicy": {"schedulingPolicy": {"minAvailable": 3}}}, "spec: runPolicy.schedulingPolicy.minAvailable is more"),
+    ({"source": {}}, "spec.source: needs one of configMap, archive and git"),
+    (
+        {"source": {"configMap": {"name": "c"}, "git": {"url": "https://h/r", "commit": "0" * 40}}},
+        "spec.source: needs one of configMap, archive and git",
+    ),
+    (
+        {"source": {"configMap": {"name": "c", "archive": "a.tar", "items": [{"key": "a", "path": "b"}]}}},
+        "spec.source.configMap: items has no effect with archive",
+    ),
+    ({"source": {"configMap": {"name": "c", "sha256": "0" * 64}}}, "sha256 is the checksum of archive"),
+    (
+        {"source": {"configMap": {"name": "c", "items": [{"key": "a", "path": "a/../../b"}]}}},
+        "spec.source.configMap.items[0].path: leaves the folder of the source",
+    ),
     ({"template": {"spec": {"containers": [{"name": "a"}, {"name": "b"}]}}}, "no container is called 'worker'"),
     ({"template": {"spec": {"containers": [{"command": ["a"]}]}}}, "the worker's image is required"),
     ({"template": {"spec": {"containers": [{"image": "a", "command": []}]}}}, "the worker's command is required"),

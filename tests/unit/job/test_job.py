@@ -223,6 +223,27 @@ def test_what_is_cached_in_memory_counts_against_the_workers_limit() -> None:
             job(dataset={"uri": "s3://b", "cache": {"sizeLimit": "1Gi", "memoryLimit": "2G"}}),
             ["spec.dataset.cache.memoryLimit: 2G is more than sizeLimit (1Gi)"],
         ),
+        (job(source={}), ["spec.source: needs one of configMap, archive and git"]),
+        (job(source={"git": {"url": "https://h/r"}}), ["spec.source.git.commit: is required: the commit that all"]),
+        (
+            job(source={"git": {"url": "ext::touch /x", "commit": "main"}}),
+            ["url: 'ext::touch /x' is not the address of a repository", "commit: 'main' is not the full hash"],
+        ),
+        (
+            job(source={"git": {"url": "https://h/r", "commit": "0" * 40, "ref": "--upload-pack=x"}}),
+            ["spec.source.git.ref: '--upload-pack=x' is not a branch or tag"],
+        ),
+        (
+            job(source={"archive": {"uri": "s3://b/code.zip", "sha256": "0" * 64}}),
+            ["spec.source.archive.uri: 's3://b/code.zip' is not an archive: it must end in .tar, .tar.gz"],
+        ),
+        (job(source={"archive": {"uri": "s3://b/c.tar"}}), ["spec.source.archive.sha256: is required"]),
+        (job(setup={}), ["spec.setup.requirements: is required"]),
+        (
+            job(setup={"requirements": ["-r x", "a --pre", "b\nc", "ok==1"]}),
+            ["requirements[0]: '-r x'", "requirements[2]: 'b"],
+        ),
+        (job(setup={"requirements": ["a --pre"]}), ["requirements[0]: 'a --pre' contains an option of pip"]),
         (job(checkpoint={"path": "../x", "claimName": "c"}), ["spec.checkpoint.path: '../x' leaves the claim"]),
         (
             job(checkpoint={"claimName": "c", "everySteps": 0}),

@@ -120,6 +120,24 @@ specs = st.fixed_dictionaries(
             selection=st.sampled_from(["topk", "mstopk"]),
             momentumCorrection=st.booleans(),
         ),
+        "source": st.one_of(
+            st.fixed_dictionaries(
+                {
+                    "configMap": st.fixed_dictionaries(
+                        {"name": st.just("code")},
+                        optional={"items": st.just([{"key": "train.py", "path": "pkg/train.py"}])},
+                    )
+                }
+            ),
+            st.fixed_dictionaries(
+                {"archive": st.just({"uri": "s3://bucket/code.tar.gz", "sha256": "0" * 64, "secretName": "keys"})}
+            ),
+            st.fixed_dictionaries({"git": st.just({"url": "git@host:repository", "commit": "0" * 40})}),
+        ),
+        "setup": st.fixed_dictionaries(
+            {"requirements": st.lists(st.sampled_from(["einops", "x[y]==1.0; python_version < '4'"]), min_size=1)},
+            optional={"wheels": paths},
+        ),
         "dataset": st.fixed_dictionaries(
             {"uri": paths.map("s3://{}".format)},
             optional={"mountPath": paths.map("/{}".format), "cache": optional(sizeLimit=quantities)},

@@ -193,6 +193,19 @@ def test_pods_with_ipv6_addresses_alone_are_refused_with_words(members: list[Mem
     assert "use IPv4 or dual-stack pods" in (failure.message or "")
 
 
+def test_workers_with_different_sources_do_not_train_together(members: list[Member]) -> None:
+    hellos = [
+        member.hello.model_copy(update={"mpi": "MPICH 5.0.2", "source": text})
+        for member, text in zip(members, "ab", strict=True)
+    ]
+    first, second = (Member(index, hello, Recorded()) for index, hello in enumerate(hellos))
+    assert describe_unfit_worker(PLAN, first, first, "MPICH 5.0.2") is None
+    failure = describe_unfit_worker(PLAN, second, first, "MPICH 5.0.2")
+    assert failure is not None
+    assert failure.reason == "WorkerUnfit"
+    assert "the source was changed after worker 0 had fetched it" in (failure.message or "")
+
+
 def test_a_shims_command_counts_as_living_until_it_has_ended(tmp_path: Path) -> None:
     def until(ranks: int) -> list[int]:
         end = time.monotonic() + 120

@@ -13,7 +13,13 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from topkube.job import TrainingJob
-from topkube.job.failure_policy import AVOIDED_NODE_NEEDED, HARDWARE_FAULT, SCRIPT_ERRORS
+from topkube.job.failure_policy import (
+    AVOIDED_NODE_NEEDED,
+    HARDWARE_FAULT,
+    SCRIPT_ERRORS,
+    SETUP_FAILED,
+    SOURCE_UNAVAILABLE,
+)
 from topkube.job.status import MOST_NODES
 from topkube.timestamps import format_timestamp, parse_timestamp
 from topkube_operator.model.nodes import NodeFailure, read_node_failures
@@ -25,8 +31,8 @@ REMEMBERED = timedelta(hours=1)
 """How long a failure counts against a node."""
 _HARDWARE = ("NodeLost", "UnexpectedAdmissionError", HARDWARE_FAULT)
 """One failure with such a reason is enough for the job to avoid the node."""
-_NOT_THE_NODE = (*SCRIPT_ERRORS, "OOMKilled", "Evicted")
-"""Reasons of failures that the job itself causes."""
+_NOT_THE_NODE = (*SCRIPT_ERRORS, SOURCE_UNAVAILABLE, SETUP_FAILED, "OOMKilled", "Evicted")
+"""Reasons of failures that the job itself, or a store outside the cluster, causes."""
 _OWN_FAILURES, _ALL_FAILURES, _JOBS = 2, 3, 2
 """Failures of the job itself, or of all jobs and of how many jobs, from which on a node is avoided."""
 

@@ -238,13 +238,13 @@ def _refused(status: int, text: bytes, method: str, path: str, namespace: str) -
         )
     if status == 403:
         verb = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}.get(method, "get")
+        role = "edit" if kind == "configmaps" else "topkube-edit"
         what = f"{kind}.{details['group']}" if details.get("group") else kind or "trainingjobs.topkube.dev"
         return ClusterError(
             message,
             status=status,
             cause="your account has no role for it in this namespace",
-            next_step="ask an admin to bind the ClusterRole topkube-edit; "
-            f"kubectl auth can-i {verb} {what} -n {namespace}",
+            next_step=f"ask an admin to bind the ClusterRole {role}; kubectl auth can-i {verb} {what} -n {namespace}",
         )
     if status == 404 and "/apis/topkube.dev/" in path and not name:
         return ClusterError(

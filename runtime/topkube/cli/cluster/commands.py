@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from topkube.cli import options
 from topkube.cli.cluster.api import Where
 from topkube.cli.options import OutputFormat, OutputOption
 
@@ -19,9 +20,32 @@ Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop wai
 
 
 def submit(
-    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="A TrainingJob.")],
+    program: options.Program,
+    arguments: options.Arguments = None,
+    sync: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Send the code in FOLDER (usually .) to the pods; ranks run in it."),
+    ] = None,
+    requirements: Annotated[
+        Path | None,
+        typer.Option("--requirements", "-r", metavar="FILE", help="Install these pip requirements in the pods."),
+    ] = None,
+    module: options.Module = False,
+    workers: options.Workers = None,
+    slots: options.Slots = None,
+    algorithm: options.Algorithm = None,
+    density: options.Density = None,
+    wire: options.Wire = None,
+    warmup_steps: options.WarmupSteps = None,
+    checkpoint_every: options.CheckpointEvery = None,
+    log: options.Loggers = None,
+    name: options.JobName = None,
+    image: options.Image = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Let the server check the job without changing anything.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Let the server check the job without changing anything; with -o yaml, print it only."
+        ),
     ] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until the job ends; exit with the job's exit code.")
@@ -36,22 +60,46 @@ def submit(
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
-    output: OutputOption = OutputFormat.text,
+    output: Annotated[
+        options.ManifestOutput,
+        typer.Option("--output", "-o", help="text, or json on stdout; yaml with --dry-run, without the server."),
+    ] = options.ManifestOutput.text,
 ) -> None:
-    """Check a TrainingJob and apply it to a cluster."""
+    """Check a TrainingJob or the job of a script, and apply it to a cluster."""
     from topkube.cli.cluster.submit import SubmitOptions, submit_job
+    from topkube.cli.script_job import Target
 
-    options = SubmitOptions(
-        job=job,
+    if output is options.ManifestOutput.yaml and not dry_run:
+        raise typer.BadParameter("yaml is the format of a job: add --dry-run", param_hint="--output")
+    target = Target.of_command_line(
+        program,
+        arguments,
+        module,
+        workers,
+        slots,
+        algorithm,
+        density,
+        wire,
+        warmup_steps,
+        checkpoint_every,
+        log,
+        name,
+        image,
+        sync,
+    )
+    chosen = SubmitOptions(
+        target=target,
         where=Where(kubeconfig, context, namespace),
+        requirements=requirements,
         dry_run=dry_run,
+        manifest=output is options.ManifestOutput.yaml,
         force_conflicts=force_conflicts,
         wait=wait,
         follow=follow,
         timeout_seconds=timeout,
-        json=output is OutputFormat.json,
+        json=output is options.ManifestOutput.json,
     )
-    raise typer.Exit(submit_job(options))
+    raise typer.Exit(submit_job(chosen))
 
 
 def status(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from topkube.cli.cluster.api import Api, Where, connect, missing_is_fine
-from topkube.cli.cluster.jobs import find_job, job_path, pods_of
+from topkube.cli.cluster.jobs import find_job, job_path, pods_of, print_line
 from topkube.errors import ClusterError
 
 _CHECK_SECONDS = 0.5
@@ -22,7 +23,8 @@ class DeleteOptions:
     timeout_seconds: float = 300.0
 
 
-def delete_jobs(options: DeleteOptions) -> int:
+def delete_jobs(options: DeleteOptions, say: Callable[[str], None] = print_line) -> int:
+    """Delete the jobs, and `say` so. If one name is wrong, no job is deleted. Raises ClusterError."""
     api = connect(options.where)
     jobs = [find_job(api, name) for name in options.jobs]  # if one name is wrong, nothing is deleted
     for job in jobs:
@@ -30,7 +32,7 @@ def delete_jobs(options: DeleteOptions) -> int:
         body = {"propagationPolicy": "Background", "preconditions": {"uid": metadata["uid"]}}
         with missing_is_fine():
             api.request("DELETE", job_path(api, metadata["name"]), body=body)
-        print(f"trainingjob.topkube.dev/{metadata['name']} deleted", flush=True)
+        say(f"trainingjob.topkube.dev/{metadata['name']} deleted")
     if options.wait:
         deadline = time.monotonic() + options.timeout_seconds
         for job in jobs:

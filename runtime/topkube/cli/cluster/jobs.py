@@ -128,6 +128,11 @@ def waiting_reason(job: dict[str, Any]) -> str:
     return one_line(str((conditions.get("Running") or {}).get("message") or ""))
 
 
+def print_line(text: str) -> None:
+    """Print a line at once, also into a pipe."""
+    print(text, flush=True)
+
+
 def one_line(text: str) -> str:
     """Return a message of several lines as one line."""
     return " ".join(text.split())

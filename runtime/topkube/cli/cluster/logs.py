@@ -6,13 +6,14 @@ is requested again from its last time stamp, so that no line is lost or shown tw
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,9 +63,49 @@ class LogOptions:
 
 def show_logs(options: LogOptions) -> int:
     """Show the logs. Return the job's exit code if it has ended, else 0."""
+    return _show(connect(options.where), options, _Printer(options))
+
+
+def log_lines(options: LogOptions) -> Iterator[str]:
+    """Yield the lines of the logs, as `show_logs` prints them without a terminal: to the job's end with
+    `options.follow`. Notes for people are left out. Raises ClusterError."""
     api = connect(options.where)
+    find_job(api, options.job)
+    collected: queue.Queue[str | BaseException | None] = queue.Queue(1000)
+    closed = threading.Event()
+
+    def put(entry: str | BaseException | None) -> None:
+        while not closed.is_set():
+            with contextlib.suppress(queue.Full):
+                return collected.put(entry, timeout=LOOK_SECONDS)
+        raise _Closed
+
+    def collect() -> None:
+        try:
+            _show(api, options, _Collector(options, put))
+            put(None)
+        except _Closed:
+            return
+        except BaseException as error:
+            with contextlib.suppress(_Closed):
+                put(error)
+
+    threading.Thread(target=collect, daemon=True).start()
+    try:
+        while (entry := collected.get()) is not None:
+            if isinstance(entry, BaseException):
+                raise entry
+            yield entry
+    finally:
+        closed.set()
+
+
+class _Closed(Exception):
+    """The reader of the lines has gone."""
+
+
+def _show(api: Api, options: LogOptions, printer: _Printer) -> int:
     job = find_job(api, options.job)
-    printer = _Printer(options)
     if options.follow and phase(job) not in OVER:
         return _follow(api, options, printer)
     sources, printed = _sources(pods_of(api, options.job), options), False
@@ -73,7 +114,7 @@ def show_logs(options: LogOptions) -> int:
             printer.line(source, stamp, text)
             printed = True
     if not sources:
-        _show_kept_failure(job, options)
+        _show_kept_failure(job, options, printer)
     elif not printed:
         waits = f" ({waiting_reason(job)})" if waiting_reason(job) else ""
         printer.note(
@@ -116,7 +157,7 @@ def _follow(api: Api, options: LogOptions, printer: _Printer) -> int:
                 for source, stamp, text in following.take_lines(0):
                     printer.line(source, stamp, text)
                 if not following.seen:
-                    _show_kept_failure(last, options)
+                    _show_kept_failure(last, options, printer)
                 _note_failure(last, options.job, printer)
                 return exit_code(last)
 
@@ -149,15 +190,14 @@ def _note_failure(job: dict[str, Any], name: str, printer: _Printer) -> None:
         printer.note(f"{name} failed: {text}; next: topkube status {name}")
 
 
-def _show_kept_failure(job: dict[str, Any], options: LogOptions) -> None:
+def _show_kept_failure(job: dict[str, Any], options: LogOptions, printer: _Printer) -> None:
     """Show what the status holds of the first failure, if the pods are gone."""
     failure = (job.get("status") or {}).get("firstFailure") or {}
     if failure.get("logTail"):
-        print(f"the pods are gone; the last lines of {failure.get('pod', 'the first failure')}:", file=sys.stderr)
-        print(failure["logTail"], flush=True)
+        printer.kept(f"the pods are gone; the last lines of {failure.get('pod', 'the first failure')}:", failure)
     else:
         note = "kubectl get events" if phase(job) in OVER else f"topkube status {options.job}"
-        print(f"{options.job} is {phase(job)} and has no pods with logs; next: {note}", file=sys.stderr)
+        printer.kept(f"{options.job} is {phase(job)} and has no pods with logs; next: {note}", {})
 
 
 @dataclass(frozen=True)
@@ -297,11 +337,8 @@ class _Printer:
         self._notes = Console(stderr=True, highlight=False)
 
     def line(self, source: _Source, stamp: str, raw: bytes) -> None:
-        text = raw.decode(errors="replace").rstrip("\r")
         index = source.index
-        rank_prefix = _RANK.match(text) if index >= 0 else None  # a worker puts the rank before what its ranks print
-        rank = int(rank_prefix[1]) if rank_prefix else None
-        text = text[rank_prefix.end() :] if rank_prefix else text
+        rank, text = _split_rank(index, raw)
         if self.options.json:
             print(
                 json.dumps(
@@ -316,8 +353,7 @@ class _Printer:
                 flush=True,
             )
             return
-        name = f"worker{index}" if index >= 0 else "launcher"
-        prefix = f"[{name}] " if rank is None else f"[{name}.rank{rank}] "
+        prefix = _prefix(index, rank)
         text = f"{stamp} {text}" if self.options.timestamps else text
         if self._out.is_terminal:
             from rich.text import Text
@@ -329,3 +365,39 @@ class _Printer:
 
     def note(self, text: str) -> None:
         self._notes.print(text, style="dim", soft_wrap=True, markup=False, emoji=False)
+
+    def kept(self, note: str, failure: dict[str, Any]) -> None:
+        """Show what the status keeps of a failure, if there are no pods."""
+        print(note, file=sys.stderr)
+        if failure.get("logTail"):
+            print(failure["logTail"], flush=True)
+
+
+class _Collector(_Printer):
+    """Passes lines to a function instead of printing them, and leaves notes out."""
+
+    def __init__(self, options: LogOptions, put: Callable[[str], None]) -> None:
+        self.options, self._put = options, put
+
+    def line(self, source: _Source, stamp: str, raw: bytes) -> None:
+        rank, text = _split_rank(source.index, raw)
+        self._put(_prefix(source.index, rank) + text)
+
+    def note(self, text: str) -> None:
+        pass
+
+    def kept(self, note: str, failure: dict[str, Any]) -> None:
+        for line in str(failure.get("logTail") or "").splitlines():
+            self._put(line)
+
+
+def _split_rank(index: int, raw: bytes) -> tuple[int | None, str]:
+    """Return the rank that a worker puts before what its ranks print, and the rest of the line."""
+    text = raw.decode(errors="replace").rstrip("\r")
+    match = _RANK.match(text) if index >= 0 else None
+    return (int(match[1]), text[match.end() :]) if match else (None, text)
+
+
+def _prefix(index: int, rank: int | None) -> str:
+    name = f"worker{index}" if index >= 0 else "launcher"
+    return f"[{name}] " if rank is None else f"[{name}.rank{rank}] "

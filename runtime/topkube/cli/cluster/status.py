@@ -238,8 +238,21 @@ def _summary(job: dict[str, Any], now: datetime) -> Iterator[tuple[str, str]]:
         interval = checkpoint.get("everySteps", 500)
         claim = checkpoint.get("claimName")
         yield "checkpoint", f"{newest_checkpoint(job, now)}; claim {claim}, every {interval} steps"
+    if source := spec.get("source"):
+        yield "source", _source(source)
+    if packages := (spec.get("setup") or {}).get("requirements"):
+        yield "packages", ", ".join(packages)
     if dataset := spec.get("dataset"):
         yield "dataset", f"{dataset.get('uri')} at {dataset.get('mountPath')}"
+
+
+def _source(source: dict[str, Any]) -> str:
+    """Return where the job's code comes from, in a few words."""
+    if git := source.get("git"):
+        return f"commit {str(git.get('commit'))[:12]} of {git.get('url')}"
+    if archive := source.get("archive"):
+        return str(archive.get("uri"))
+    return f"ConfigMap {(source.get('configMap') or {}).get('name')}"
 
 
 def _facts(job: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`topkube submit`: check a job as `topkube run` does, then apply it to a cluster."""
+"""`topkube submit`: check a job as `topkube run` does, then apply it to a cluster, with the code of this machine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from topkube.cli.cluster import sync
 from topkube.cli.cluster.api import APPLY, FIELD_MANAGER, Api, Where, connect
 from topkube.cli.cluster.jobs import OVER, WAIT_CODE, Watch, exit_code, job_path, phase, waiting_reason
-from topkube.errors import ClusterError, JobError
+from topkube.cli.script_job import Target, load_job
+from topkube.errors import ClusterError, JobError, TopKubeError
 from topkube.job import TrainingJob
+from topkube.job.base.reading import write
+from topkube.source.packing import PackedSource, pack_source
 
 _WRITTEN = ("name", "namespace", "labels", "annotations")
 
@@ -20,9 +24,13 @@ _WRITTEN = ("name", "namespace", "labels", "annotations")
 class SubmitOptions:
     """The options of the command line."""
 
-    job: Path
+    target: Target
     where: Where
+    requirements: Path | None = None
+    """A file with pip requirements for spec.setup."""
     dry_run: bool = False
+    manifest: bool = False
+    """Print the objects as YAML and submit nothing."""
     force_conflicts: bool = False
     wait: bool = False
     follow: bool = False
@@ -32,25 +40,25 @@ class SubmitOptions:
 
 def submit_job(options: SubmitOptions) -> int:
     """Submit the job and return the exit code: the job's own with --wait or --follow."""
-    job = TrainingJob.from_yaml(options.job)
-    api = connect(options.where)
+    job, packed = _load(options)
     own = job.metadata.namespace
     if own and options.where.namespace and own != options.where.namespace:
         raise JobError(
-            f"{options.job} is for namespace {own}, but --namespace is {options.where.namespace}",
+            f"{options.target.program} is for namespace {own}, but --namespace is {options.where.namespace}",
             next_step="remove one of the two",
         )
+    if options.manifest:
+        return _print_manifests(job, packed, own or options.where.namespace)
+    api = connect(options.where)
     api.namespace = own or api.namespace
     before = _stored(api, job.name)
-    data = job.to_dict()
-    data.pop("status", None)
-    data["metadata"] = {key: value for key, value in data["metadata"].items() if key in _WRITTEN}
-    data["metadata"]["namespace"] = api.namespace
-    applied = _apply(api, data, options)
+    applied = apply_job(api, job, packed, dry_run=options.dry_run, force_conflicts=options.force_conflicts)
     if options.json:
         print(json.dumps(applied, indent=1))
     else:
         note = " (dry run on the server)" if options.dry_run else ""
+        if packed is not None:
+            print(f"{packed.files} files of {options.target.root}, {len(packed.data):,} bytes packed", file=sys.stderr)
         print(f"trainingjob.topkube.dev/{job.name} {_verb(before, applied)}{note}", flush=True)
     if options.dry_run:
         return 0
@@ -62,6 +70,85 @@ def submit_job(options: SubmitOptions) -> int:
     return wait(api, job.name, options.timeout_seconds) if options.wait else 0
 
 
+def _load(options: SubmitOptions) -> tuple[TrainingJob, PackedSource | None]:
+    """Return the job of the command line and its packed code. Raises JobError, SourceError."""
+    target = options.target
+    is_script = not target.is_job_file and not target.is_module
+    if is_script and target.root is None and target.image is None:
+        raise JobError(
+            f"the pods would not have {target.program}",
+            cause="TopKube's runtime image does not contain your code",
+            next_step="send the folder of the code: --sync .; or name an image that contains it: --image IMAGE",
+        )
+    job = load_job(target)
+    packed = pack_source(target.root) if target.root is not None else None
+    requirements = _read_requirements(options.requirements) if options.requirements is not None else ()
+    return sync.with_code(job, packed, requirements), packed
+
+
+def _read_requirements(path: Path) -> tuple[str, ...]:
+    """Return the requirements in a file of pip, without comments. Raises JobError if it cannot be read."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise JobError(
+            f"{path} cannot be read: {error}", next_step="pass a file with pip requirements: --requirements FILE"
+        ) from None
+    words = (line.split(" #", 1)[0].strip() for line in lines if not line.lstrip().startswith("#"))
+    return tuple(line for line in words if line)
+
+
+def _print_manifests(job: TrainingJob, packed: PackedSource | None, namespace: str | None) -> int:
+    """Print what `submit` would apply. kubectl cannot make the job own the ConfigMap, because it has no uid yet."""
+    data = _written(job)
+    if namespace:
+        data["metadata"]["namespace"] = namespace
+    if packed is not None:
+        print(write(sync.config_map(job, packed, namespace)) + "---")
+        print("note: the ConfigMap outlives the job if kubectl applies it; topkube submit deletes it", file=sys.stderr)
+    print(write(data), end="")
+    return 0
+
+
+def _written(job: TrainingJob) -> dict[str, Any]:
+    """Return the part of a job that people write."""
+    data = job.to_dict()
+    data.pop("status", None)
+    data["metadata"] = {key: value for key, value in data["metadata"].items() if key in _WRITTEN}
+    return data
+
+
+def apply_job(
+    api: Api,
+    job: TrainingJob,
+    packed: PackedSource | None = None,
+    *,
+    dry_run: bool = False,
+    force_conflicts: bool = False,
+) -> dict[str, Any]:
+    """Apply the job in the connection's namespace, with the ConfigMap of its code, and return the stored job.
+
+    The ConfigMap exists before the job, so that no pod waits for it, and then belongs to the job. If the job is
+    refused, a ConfigMap that did not exist before is deleted again. Raises ClusterError, JobError.
+    """
+    data = _written(job)
+    data["metadata"]["namespace"] = api.namespace
+    if packed is None:
+        return _apply(api, data, dry_run, force_conflicts)
+    code = sync.config_map(job, packed, api.namespace)
+    existed = sync.has_config_map(api, code)
+    sync.apply_config_map(api, code, dry_run)
+    try:
+        applied = _apply(api, data, dry_run, force_conflicts)
+    except TopKubeError:
+        if not existed and not dry_run:
+            sync.delete_config_map(api, code)
+        raise
+    if not dry_run:
+        sync.apply_config_map(api, sync.config_map(job, packed, api.namespace, applied["metadata"]["uid"]))
+    return applied
+
+
 def _stored(api: Api, name: str) -> dict[str, Any] | None:
     try:
         return api.get(job_path(api, name))
@@ -71,12 +158,8 @@ def _stored(api: Api, name: str) -> dict[str, Any] | None:
         return None
 
 
-def _apply(api: Api, data: dict[str, Any], options: SubmitOptions) -> dict[str, Any]:
-    query = {
-        "fieldManager": FIELD_MANAGER,
-        "force": options.force_conflicts,
-        "dryRun": "All" if options.dry_run else None,
-    }
+def _apply(api: Api, data: dict[str, Any], dry_run: bool, force_conflicts: bool) -> dict[str, Any]:
+    query = {"fieldManager": FIELD_MANAGER, "force": force_conflicts, "dryRun": "All" if dry_run else None}
     try:
         answer = api.request("PATCH", job_path(api, data["metadata"]["name"]), query, data, APPLY)
     except ClusterError as error:

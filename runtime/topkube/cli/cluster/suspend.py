@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from topkube.cli.cluster.api import FIELD_MANAGER, MERGE, Api, Where, connect
-from topkube.cli.cluster.jobs import OVER, find_job, job_path, phase, pods_of
+from topkube.cli.cluster.jobs import OVER, find_job, job_path, phase, pods_of, print_line
 from topkube.cli.cluster.status import newest_checkpoint
 from topkube.errors import ClusterError
 
@@ -26,8 +27,8 @@ class SuspendOptions:
     timeout_seconds: float = 300.0
 
 
-def set_suspended(options: SuspendOptions) -> int:
-    """Suspend or resume the jobs. If one name is wrong, no job is changed.
+def set_suspended(options: SuspendOptions, say: Callable[[str], None] = print_line) -> int:
+    """Suspend or resume the jobs, and `say` what was done. If one name is wrong, no job is changed.
 
     Raises ClusterError if a job is finished, or if the pods of a suspended job do not end in time.
     """
@@ -42,11 +43,12 @@ def set_suspended(options: SuspendOptions) -> int:
             )
     deadline = time.monotonic() + options.timeout_seconds
     for job in jobs:
-        _change(api, job, options, deadline)
+        say(_change(api, job, options, deadline))
     return 0
 
 
-def _change(api: Api, job: dict[str, Any], options: SuspendOptions, deadline: float) -> None:
+def _change(api: Api, job: dict[str, Any], options: SuspendOptions, deadline: float) -> str:
+    """Suspend or resume one job. Return what was done."""
     name = job["metadata"]["name"]
     before = bool((job["spec"].get("runPolicy") or {}).get("suspend"))
     path, query = job_path(api, name), {"fieldManager": FIELD_MANAGER}
@@ -57,7 +59,7 @@ def _change(api: Api, job: dict[str, Any], options: SuspendOptions, deadline: fl
     verb = ("is already suspended" if before else "suspended") if options.suspend else "resumed"
     if not options.suspend and not before:
         verb = "is not suspended"
-    print(f"trainingjob.topkube.dev/{name} {verb}{_continuation(job, options.suspend)}", flush=True)
+    return f"trainingjob.topkube.dev/{name} {verb}{_continuation(job, options.suspend)}"
 
 
 def _continuation(job: dict[str, Any], suspended: bool) -> str:

@@ -46,7 +46,7 @@ def tar_index(file: int, size: int, name: str) -> SampleIndex:
     builder = IndexBuilder()
     stem: str | None = None
     fields: dict[str, str] = {}
-    for path, offset, length in _read_members(file, size, name):
+    for path, offset, length, _ in read_members(file, size, name):
         folder, _, base = path.rpartition("/")
         first, dot, field = base.partition(".")
         if not first or base.startswith("."):
@@ -73,8 +73,9 @@ def tar_index(file: int, size: int, name: str) -> SampleIndex:
     return builder.finish()
 
 
-def _read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, int]]:
-    """Yield path, offset and length of every regular file."""
+def read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, int, int]]:
+    """Yield path, offset, length and mode of every regular file in the tar in `file`, which has `size` bytes. The path
+    is relative, and no part of it is `..`. Raises DatasetError for a damaged or unsafe archive."""
     read, at = _Window(file), 0
     long_name: str | None = None
     extended: dict[str, str] = {}
@@ -122,7 +123,7 @@ def _read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, i
                 end = at + length
                 if not 0 <= length <= size - at:
                     raise DatasetError(f"{name} is truncated inside {path!r}", next_step="upload the shard again")
-            yield path.removeprefix("./"), at, length
+            yield path.removeprefix("./"), at, length, max(0, _parse_number(header[100:108]))
             long_name, extended = None, {}
         else:
             long_name, extended = None, {}

@@ -43,6 +43,8 @@ class Hello(Message):
     """The Python interpreter that runs the rank shim."""
     mpi: str = Field(default="", max_length=256)
     """The MPI and its version, such as 'MPICH 5.0.2'; empty if the worker has no MPI."""
+    source: str = Field(default="", max_length=64)
+    """The digest of the source that this worker has fetched; empty if its code is in the image."""
     problem: str = Field(default="", max_length=4096)
     """Why this worker cannot run ranks; empty if it can."""
     problem_code: int = 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pwd
+from collections.abc import Mapping
+from pathlib import Path
 
 from topkube.processors import cores, threads_per_rank
-from topkube.settings import process_environment
+from topkube.settings import Settings, process_environment
 
 
 def set_defaults(environment: dict[str, str], ranks: int) -> None:
@@ -20,7 +22,7 @@ def set_defaults(environment: dict[str, str], ranks: int) -> None:
 def container_environment() -> dict[str, str]:
     """Return the environment that ranks inherit from the worker's container: all variables, except those for the worker
     itself."""
-    own = {"TOPKUBE_WORKER", "TOPKUBE_LAUNCH", "TOPKUBE_CREDENTIALS", "TOPKUBE_TERMINATION_LOG"}
+    own = {"TOPKUBE_WORKER", "TOPKUBE_LAUNCH", "TOPKUBE_SOURCE", "TOPKUBE_CREDENTIALS", "TOPKUBE_TERMINATION_LOG"}
     return {name: value for name, value in process_environment().items() if name not in own}
 
 
@@ -45,3 +47,34 @@ def set_home(environment: dict[str, str], temporary: str) -> None:
     except KeyError:
         environment.setdefault("USER", "topkube")
         environment.setdefault("LOGNAME", environment["USER"])
+
+
+def source_variables(settings: Settings, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return PYTHONPATH and PATH of ranks whose code and packages are not in the image: the folders of the source and
+    of its packages come before the entries of `inherited`. Return nothing if the job has neither.
+
+    Only the ranks' commands get these variables. TopKube's own processes must not import the job's modules."""
+    variables = {}
+    folders = [folder for folder in (settings.source_directory, settings.packages_directory) if folder]
+    if folders:
+        variables["PYTHONPATH"] = _joined([*folders, inherited.get("PYTHONPATH", "")])
+    if settings.packages_directory:
+        variables["PATH"] = _joined([f"{settings.packages_directory}/bin", inherited.get("PATH", os.defpath)])
+    return variables
+
+
+def digest_path(source: Path) -> Path:
+    """Return the file with the digest of the fetched folder `source`. It is beside the folder."""
+    return source.with_name(source.name + ".sha256")
+
+
+def read_source_digest(source: Path) -> str:
+    """Return the digest that `topkube fetch-source` has written; empty if it has not written one."""
+    try:
+        return digest_path(source).read_text(encoding="ascii").strip()[:64]
+    except (OSError, ValueError):
+        return ""
+
+
+def _joined(paths: list[str]) -> str:
+    return os.pathsep.join(path for path in paths if path)

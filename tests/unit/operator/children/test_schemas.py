@@ -32,6 +32,12 @@ SPECS: dict[str, dict[str, Any]] = {
         "launcher": {"template": {"spec": {"nodeSelector": {"pool": "cpu"}}}},
         "runPolicy": {"schedulingPolicy": {"queue": "team", "priorityClass": "high", "minAvailable": 2}},
     },
+    "code": {
+        "source": {"configMap": {"name": "code", "archive": "code.tar.gz"}},
+        "setup": {"requirements": ["einops==0.8.0"]},
+        "template": {"spec": {"containers": [CONTAINER]}},
+    },
+    "code of git": {"source": {"git": {"url": "https://h/r", "commit": "0" * 40, "secretName": "keys"}}},
     "node cache": {"dataset": {"uri": "s3://bucket/data", "cache": {"medium": "Node"}}},
     "in memory": {"dataset": {"uri": "s3://bucket/data", "cache": {"medium": "Memory", "memoryLimit": "1Gi"}}},
     "colocated": {"launcher": {"colocate": True}, "spread": "None", "mpiImplementation": "OpenMPI"},

@@ -76,7 +76,7 @@ def test_an_avoided_node_is_used_again_after_an_hour() -> None:
     assert _avoided(world) == []
 
 
-@pytest.mark.parametrize("reason", ["OOMKilled", "SyntaxError", "Terminated"])
+@pytest.mark.parametrize("reason", ["OOMKilled", "SyntaxError", "SourceUnavailable", "SetupFailed", "Terminated"])
 def test_what_the_job_or_the_cluster_caused_does_not_count_against_the_node(reason: str) -> None:
     rules = [{"action": "Restart", "onReasons": ["SyntaxError"]}]
     world = running(workers=1, runPolicy={**BACKOFF, "failurePolicy": {"rules": rules}})

@@ -105,6 +105,7 @@ SPECS = st.fixed_dictionaries(
     {
         "workers": st.integers(1, 3),
         "launcher": st.fixed_dictionaries({"colocate": st.booleans()}),
+        "source": st.sampled_from([None, {"configMap": {"name": "code"}}]),
         "runPolicy": st.fixed_dictionaries(
             {
                 "backoffLimit": st.integers(0, 3),

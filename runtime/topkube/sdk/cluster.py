@@ -1,0 +1,68 @@
+"""Jobs on a Kubernetes cluster, by the functions of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from topkube.cli.cluster import delete, logs, submit, suspend, sync
+from topkube.cli.cluster.api import Where, connect
+from topkube.cli.cluster.jobs import Watch, all_jobs, find_job
+from topkube.errors import ClusterError
+from topkube.job import TrainingJob
+from topkube.sdk.backend import ENDED, phase_of
+from topkube.sdk.display import add_progress
+from topkube.source.packing import PackedSource
+from topkube.telemetry.history import History
+
+
+class ClusterBackend:
+    """A backend for the cluster and the namespace of `where`."""
+
+    def __init__(self, where: Where) -> None:
+        """Raises ClusterError if there is no kubeconfig, or no client for Kubernetes."""
+        self._api = connect(where)
+        self._where = Where(where.kubeconfig, where.context, self._api.namespace)
+
+    def submit(self, job: TrainingJob, code: PackedSource, packages: tuple[str, ...]) -> None:
+        if any(stored["metadata"]["name"] == job.name for stored in all_jobs(self._api)):
+            raise ClusterError(
+                f"there is a job {job.name} in namespace {self._api.namespace} already",
+                next_step=f"client.delete({job.name!r}), or choose another name",
+            )
+        submit.apply_job(self._api, sync.with_code(job, code, packages), code)
+
+    def get(self, name: str) -> TrainingJob:
+        return TrainingJob.from_cluster(find_job(self._api, name))
+
+    def list(self) -> list[TrainingJob]:
+        return [TrainingJob.from_cluster(job) for job in all_jobs(self._api)]
+
+    def watch(self, name: str, seconds: float | None, history: History) -> Iterator[TrainingJob]:
+        for stored in Watch(self._api, name, seconds).states():
+            if stored is None:
+                raise ClusterError(f"the job {name} was deleted before it ended", status=404)
+            job = TrainingJob.from_cluster(stored)
+            add_progress(history, job.status.progress if job.status is not None else None)
+            yield job
+            if phase_of(job) in ENDED:
+                return
+
+    def logs(self, name: str, follow: bool) -> Iterator[str]:
+        return logs.log_lines(logs.LogOptions(name, self._where, follow=follow))
+
+    def suspend(self, name: str, seconds: float) -> None:
+        self._set_suspended(name, True, seconds)
+
+    def resume(self, name: str) -> None:
+        self._set_suspended(name, False, 0)
+
+    def _set_suspended(self, name: str, suspended: bool, seconds: float) -> None:
+        options = suspend.SuspendOptions([name], self._where, suspended, timeout_seconds=seconds)
+        suspend.set_suspended(options, _be_silent)
+
+    def delete(self, name: str, seconds: float) -> None:
+        delete.delete_jobs(delete.DeleteOptions([name], self._where, timeout_seconds=seconds), _be_silent)
+
+
+def _be_silent(_: str) -> None:
+    """Print nothing: the caller of a method sees that it returned."""

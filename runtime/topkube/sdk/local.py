@@ -1,0 +1,277 @@
+"""Jobs on this machine: each is a `topkube run` in a folder of its own.
+
+A job belongs to the process that started it: its ranks end with that process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from topkube.errors import ClusterError
+from topkube.job import FirstFailure, Progress, Status, TrainingJob
+from topkube.launch.output.rank_report import log_path
+from topkube.sdk.backend import ENDED, phase_of
+from topkube.settings import process_environment
+from topkube.source.archive import unpack
+from topkube.source.packing import ARCHIVE_KEY, PackedSource
+from topkube.telemetry.history import History, LogFollower, ProgressReader
+
+_LOOK_SECONDS = 0.1
+_END_SECONDS = 60.0
+"""How long `topkube run` may take to end its ranks; it kills them itself after 10 to 25 s."""
+JOB_FILE, RUN_FOLDER, SOURCE_FOLDER, OUTPUT_FILE = "job.yaml", "run", "source", "topkube-run.log"
+
+
+@dataclass
+class _Started:
+    """A job of this process: its definition, its folder, its process, and if the user has suspended it."""
+
+    job: TrainingJob
+    folder: Path
+    process: subprocess.Popen[bytes]
+    suspended: bool = False
+
+    def __post_init__(self) -> None:
+        self.restart(self.process)
+
+    def restart(self, process: subprocess.Popen[bytes]) -> None:
+        """Follow another process, which replaces the files of the run."""
+        self.process, self.suspended = process, False
+        self._reader, self._history = ProgressReader(self.run_folder), History()
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / RUN_FOLDER
+
+    def read_history(self) -> History:
+        """Return the history of the run up to now. Only new records are read."""
+        for record in self._reader.read():
+            self._history.add(record)
+        return self._history
+
+
+class LocalBackend:
+    """A backend for this machine. The folders of jobs are in `directory`, by name."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.absolute()
+        self._jobs: dict[str, _Started] = {}
+        atexit.register(self._end_all)
+
+    def submit(self, job: TrainingJob, code: PackedSource, packages: tuple[str, ...]) -> None:
+        folder = self.directory / job.name
+        if job.name in self._jobs or folder.exists():
+            raise ClusterError(
+                f"there is a job {job.name} already, in {folder}",
+                next_step=f"client.delete({job.name!r}), or choose another name",
+            )
+        if missing := _missing(packages):
+            warnings.warn(
+                f"{', '.join(missing)}: not installed here, and the local backend installs nothing. "
+                f"Next: pip install {' '.join(missing)}",
+                stacklevel=4,
+            )
+        folder.mkdir(parents=True)
+        (folder / JOB_FILE).write_text(job.to_yaml(), encoding="utf-8")
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            archive = Path(scratch) / ARCHIVE_KEY
+            archive.write_bytes(code.data)
+            unpack(archive, folder / SOURCE_FOLDER, ARCHIVE_KEY)
+        self._jobs[job.name] = _Started(job, folder, _start(folder))
+
+    def get(self, name: str) -> TrainingJob:
+        started = self._find(name)
+        return started.job.model_copy(update={"status": _status(started, started.read_history())})
+
+    def list(self) -> list[TrainingJob]:
+        return [self.get(name) for name in self._jobs]
+
+    def watch(self, name: str, seconds: float | None, history: History) -> Iterator[TrainingJob]:
+        started = self._find(name)
+        process, reader = started.process, ProgressReader(started.run_folder)
+        deadline = time.monotonic() + seconds if seconds is not None else float("inf")
+        shown = None
+        while True:
+            job = self.get(name)
+            if process is not started.process:  # resumed: the files are those of another process
+                process, reader = started.process, ProgressReader(started.run_folder)
+            for record in reader.read():
+                history.add(record)
+            if job.status != shown:
+                shown = job.status
+                yield job
+            if phase_of(job) in ENDED:
+                return
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            time.sleep(_LOOK_SECONDS)
+
+    def logs(self, name: str, follow: bool) -> Iterator[str]:
+        started = self._find(name)
+        slots, ranks = started.job.spec.slots_per_worker, started.job.ranks
+        followers = [LogFollower(log_path(started.run_folder, rank)) for rank in range(ranks)]
+
+        def prefixed(rank: int, lines: list[str]) -> Iterator[str]:
+            yield from (f"[worker{rank // slots}.rank{rank}] {line}" for line in lines)
+
+        while follow:
+            over = started.process.poll() is not None and not started.suspended
+            for rank, follower in enumerate(followers):
+                yield from prefixed(rank, follower.read())
+            if over:
+                break
+            time.sleep(_LOOK_SECONDS)
+        for rank, follower in enumerate(followers):
+            for lines in follower.finish():
+                yield from prefixed(rank, lines)
+
+    def suspend(self, name: str, seconds: float) -> None:
+        started = self._find(name)
+        self._refuse_ended(started)
+        started.suspended = True
+        _end(started.process, seconds)
+
+    def resume(self, name: str) -> None:
+        started = self._find(name)
+        self._refuse_ended(started)
+        if started.suspended:
+            started.restart(_start(started.folder))
+
+    def delete(self, name: str, seconds: float) -> None:
+        started = self._find(name)
+        _end(started.process, seconds)
+        del self._jobs[name]
+        shutil.rmtree(started.folder)
+
+    def _refuse_ended(self, started: _Started) -> None:
+        phase = phase_of(self.get(started.job.name))
+        if phase in ENDED:
+            name = started.job.name
+            raise ClusterError(
+                f"the job {name} is {phase}: a finished job cannot be suspended or resumed",
+                next_step=f"client.delete({name!r}), and train again",
+            )
+
+    def _find(self, name: str) -> _Started:
+        if name not in self._jobs:
+            known = f"; jobs are {', '.join(self._jobs)}" if self._jobs else "; there are no jobs"
+            raise ClusterError(
+                f"there is no job {name} of this process{known}",
+                status=404,
+                cause="local jobs belong to the client that started them",
+                next_step=f"look into {self.directory} for earlier runs",
+            )
+        return self._jobs[name]
+
+    def _end_all(self) -> None:
+        for started in self._jobs.values():
+            with contextlib.suppress(ClusterError):
+                _end(started.process, _END_SECONDS)
+
+
+def _start(folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "topkube.cli", "run", str(folder / JOB_FILE)]
+    with (folder / OUTPUT_FILE).open("wb") as output:
+        return subprocess.Popen(
+            [*command, "--run-directory", str(folder / RUN_FOLDER), "--no-plot"],
+            cwd=folder / SOURCE_FOLDER,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C in a notebook interrupts the cell, not the job
+        )
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of `topkube run`. Its Python finds the topkube of this process, also from a checkout."""
+    environment = process_environment()
+    paths = [path for path in sys.path if path and os.path.isdir(os.path.join(path, "topkube"))]
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH", "")])])
+    return environment
+
+
+def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """End the run: its ranks may save a checkpoint. Raises ClusterError if it does not end within `seconds`."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        raise ClusterError(
+            f"the ranks did not end within {seconds:g} s", cause="they save a large checkpoint", next_step="try again"
+        ) from None
+
+
+def _status(started: _Started, history: History) -> Status:
+    """Return the status of a job in the words of a cluster's status."""
+    code = started.process.poll()
+    last = history.last
+    progress = None
+    if last is not None:
+        total, eta = last.total_steps, history.eta_seconds()
+        progress = Progress(
+            step=last.step,
+            total_steps=total,
+            percent=min(100, 100 * last.step // total) if total else None,
+            eta_seconds=round(eta) if eta is not None else None,
+            loss=f"{last.loss:.6g}" if last.loss is not None else None,
+            samples_per_second=last.samples_per_second,
+            checkpoint_step=last.checkpoint_step,
+        )
+    if code == 0:
+        return Status(phase="Succeeded", progress=progress)
+    if started.suspended:
+        return Status(phase="Suspended" if code is not None else "Running", progress=progress)
+    if code is None:
+        return Status(phase="Running" if last is not None or _has_logs(started) else "Starting", progress=progress)
+    return Status(phase="Failed", progress=progress, first_failure=_first_failure(started, code))
+
+
+def _has_logs(started: _Started) -> bool:
+    return log_path(started.run_folder, 0).exists()
+
+
+def _first_failure(started: _Started, code: int) -> FirstFailure:
+    """Return why a run failed: by its summary, or by what `topkube run` printed."""
+    code = code if code > 0 else 128 - code
+    try:
+        summary = json.loads((started.run_folder / "summary.json").read_text(encoding="utf-8"))
+        rank = summary.get("firstFailure") or {}
+        return FirstFailure(
+            rank=rank.get("rank"),
+            exit_code=rank.get("exitCode") or code,
+            reason="Error",
+            message=(summary.get("failure") or "")[:2048] or None,
+            log_tail="\n".join(rank.get("tail") or [])[-4096:] or None,
+        )
+    except (OSError, ValueError):
+        text = (started.folder / OUTPUT_FILE).read_text(encoding="utf-8", errors="replace")
+        return FirstFailure(exit_code=code, reason="LaunchFailed", message=text.strip()[-2048:] or None)
+
+
+def _missing(packages: tuple[str, ...]) -> list[str]:
+    """Return the requirements whose package is not installed here."""
+    missing = []
+    for requirement in packages:
+        name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(requirement)
+    return missing

@@ -1,0 +1,181 @@
+"""Pack a folder of code into one archive that a ConfigMap can hold.
+
+The same files give the same bytes on every machine, so that a job that is submitted again with the same code is
+unchanged. What git ignores is left out; `.topkubeignore` has the same form and comes last.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import stat
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topkube.errors import SourceError
+from topkube.installation import install_command
+
+ARCHIVE_KEY = "source.tar.gz"
+"""The key of the ConfigMap that holds the archive."""
+MOST_PACKED_BYTES = 1_000_000
+"""The largest archive. A ConfigMap holds at most 1 MiB in all."""
+IGNORE_FILES = (".gitignore", ".topkubeignore")
+USUALLY_IGNORED = (
+    *(".git/", ".hg/", ".svn/", ".gitignore", ".topkubeignore", ".DS_Store"),
+    *("__pycache__/", "*.py[co]", ".venv/", "venv/", "*.egg-info/", "node_modules/", ".ipynb_checkpoints/"),
+    *(".mypy_cache/", ".pytest_cache/", ".ruff_cache/", ".hypothesis/", ".tox/", ".idea/", ".vscode/"),
+    *("runs/", "wandb/", "mlruns/", "lightning_logs/"),
+    *(".env", ".env.*", ".netrc", "*.pem", "*.key", ".ssh/", ".aws/", ".kube/"),
+)
+"""Patterns of files that are no code, or that may hold credentials: everybody who can read the ConfigMap would see
+them. `!PATTERN` in .topkubeignore packs a file all the same."""
+_MOST_FILES, _MOST_BYTES = 20_000, 64 << 20
+_LARGEST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class PackedSource:
+    """An archive of code: its bytes, their checksum, and how many files it holds."""
+
+    data: bytes
+    sha256: str
+    files: int
+
+
+def pack_source(folder: Path | None, added: Mapping[str, bytes] | None = None) -> PackedSource:
+    """Return an archive of the files in `folder` and of `added` (bytes by path), which replace files of the folder.
+
+    Raises SourceError if the folder cannot be read, is empty, contains a link that leaves it, or becomes larger than
+    MOST_PACKED_BYTES.
+    """
+    files: dict[str, tuple[Path | None, int]] = {}
+    if folder is not None:
+        if not folder.is_dir():
+            raise SourceError(f"{folder} is not a folder", next_step="pass the folder of your code: --sync .")
+        for path, name in _list_files(folder.resolve()):
+            files[name] = (path, path.stat().st_size)
+            if len(files) > _MOST_FILES or sum(size for _, size in files.values()) > _MOST_BYTES:
+                raise _too_large_error(folder, files, f"more than {_MOST_FILES:,} files or {_MOST_BYTES >> 20} MiB")
+    for name, data in (added or {}).items():
+        files[name] = (None, len(data))
+    if not files:
+        raise SourceError(
+            f"{folder} contains no files to send",
+            cause="all of them are ignored by .gitignore or .topkubeignore",
+            next_step="add lines such as !train.py to .topkubeignore",
+        )
+    data = _archive(files, added or {})
+    if len(data) > MOST_PACKED_BYTES:
+        raise _too_large_error(folder, files, f"{len(data):,} bytes when compressed, more than {MOST_PACKED_BYTES:,}")
+    return PackedSource(data, hashlib.sha256(data).hexdigest(), len(files))
+
+
+def _archive(files: Mapping[str, tuple[Path | None, int]], added: Mapping[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with (
+        gzip.GzipFile("", "wb", 9, buffer, mtime=0) as compressed,
+        tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for name, (path, _) in sorted(files.items()):
+            try:
+                content = added[name] if path is None else path.read_bytes()
+                executable = path is not None and path.stat().st_mode & stat.S_IXUSR
+            except OSError as error:
+                raise SourceError(
+                    f"{name} cannot be read: {error.strerror}", next_step="correct its rights, or ignore the file"
+                ) from None
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(content), 0o755 if executable else 0o644
+            tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def _list_files(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the files to pack and their paths below `root`, in order."""
+    specs = [("", _spec(list(USUALLY_IGNORED)))]
+    above = [root, *root.parents]
+    repository = next((index for index, parent in enumerate(above) if (parent / ".git").exists()), 0)
+    for parent in reversed(above[1 : repository + 1]):
+        specs += [(f"{root.relative_to(parent).as_posix()}/", spec) for spec in _read_specs(parent)]
+    yield from _walk(root, root, specs)
+
+
+def _walk(root: Path, folder: Path, specs: list[tuple[str, Any]]) -> Iterator[tuple[Path, str]]:
+    """Yield the files of `folder`. `specs` holds patterns with the path of `root`, seen from the patterns' folder."""
+    below = folder.relative_to(root).as_posix()
+    specs = [*specs, *((f"-{below}", spec) for spec in _read_specs(folder))]
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise SourceError(
+            f"{folder} cannot be read: {error.strerror}", next_step="correct its rights, or ignore it in .topkubeignore"
+        ) from None
+    for entry in entries:
+        path = Path(entry.path)
+        name = path.relative_to(root).as_posix()
+        is_folder = entry.is_dir(follow_symlinks=False)
+        if _is_ignored(name + ("/" if is_folder else ""), specs):
+            continue
+        if is_folder:
+            yield from _walk(root, path, specs)
+        elif path.is_file() and path.resolve().is_relative_to(root):
+            yield path, name
+        else:
+            kind = "a link that leaves the folder or leads to a folder" if path.is_symlink() else "no regular file"
+            raise SourceError(
+                f"{name} is {kind}",
+                cause="pods get copies of files, without what is elsewhere on this machine",
+                next_step=f"copy the file into the folder, or add the line /{name} to .topkubeignore",
+            )
+
+
+def _is_ignored(name: str, specs: list[tuple[str, Any]]) -> bool:
+    """Return the decision of the last pattern that matches `name`, as in git."""
+    ignored = False
+    for place, spec in specs:
+        if place.startswith("-"):  # patterns of a folder below the root see paths from there
+            seen = name if place == "-." else name.removeprefix(f"{place[1:]}/")
+        else:
+            seen = place + name
+        decision = spec.check_file(seen).include
+        if decision is not None:
+            ignored = decision
+    return ignored
+
+
+def _read_specs(folder: Path) -> list[Any]:
+    specs = []
+    for name in IGNORE_FILES:
+        try:
+            lines = (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        specs.append(_spec(lines))
+    return specs
+
+
+def _spec(lines: list[str]) -> Any:
+    try:
+        import pathspec
+    except ImportError:
+        raise SourceError(
+            "the library pathspec, which reads .gitignore, is not installed here",
+            cause="topkube was installed for local runs only",
+            next_step=install_command("cluster"),
+        ) from None
+    return pathspec.GitIgnoreSpec.from_lines(lines)
+
+
+def _too_large_error(folder: Path | None, files: Mapping[str, tuple[Path | None, int]], how: str) -> SourceError:
+    largest = sorted(files.items(), key=lambda entry: -entry[1][1])[:_LARGEST_SHOWN]
+    shown = ", ".join(f"{name} ({size:,} bytes)" for name, (_, size) in largest)
+    return SourceError(
+        f"the code in {folder} has {how}; the largest files are {shown}",
+        cause="the folder contains data or results besides the code",
+        next_step="name them in .topkubeignore, or upload an archive and set spec.source.archive (docs/code.md)",
+    )

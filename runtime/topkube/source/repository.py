@@ -1,0 +1,140 @@
+"""Fetch one commit of a git repository. The image must have git."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+from topkube.errors import SourceError
+from topkube.job import GitSource
+from topkube.job.failure_policy import SOURCE_UNAVAILABLE
+from topkube.settings import process_environment
+from topkube.source.archive import MOST_BYTES, MOST_FILES
+
+FETCH_SECONDS = 1800.0
+"""How long one git command may take."""
+_TAIL_CHARACTERS = 600
+_OPTIONS = (
+    *("-c", "protocol.allow=never"),
+    *("-c", "protocol.https.allow=always"),
+    *("-c", "protocol.ssh.allow=always"),
+    *("-c", "core.hooksPath=/dev/null"),
+    *("-c", "http.followRedirects=initial"),
+    *("-c", "advice.detachedHead=false"),
+)
+"""Only https and ssh: an address must neither run a program nor read a file of the pod."""
+
+
+def fetch_commit(source: GitSource, folder: Path, secret: Path | None, scratch: Path) -> None:
+    """Check the commit out into the new folder `folder`, without its history. `secret` is the folder of the mounted
+    Secret. Private files are written to `scratch`.
+
+    Raises SourceError if git is missing, if the repository cannot be read, or if it does not contain the commit.
+    """
+    git = shutil.which("git")
+    if git is None:
+        raise SourceError(
+            "the worker's image has no git, which spec.source.git needs",
+            cause="TopKube's runtime image does not contain git, to stay small",
+            next_step="use an image with git, or spec.source.archive: git archive --format=tar.gz -o code.tar.gz "
+            f"{source.commit[:12]}",
+        )
+    environment = {
+        **process_environment(),
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        **_credentials(secret, scratch),
+    }
+    folder.mkdir()
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [git, *_OPTIONS, *arguments],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=FETCH_SECONDS,
+        )
+
+    try:
+        checked(run("init", "--quiet"), source)
+        # Most servers send a single commit. Others send branches and tags only.
+        if run("fetch", "--quiet", "--depth=1", "--no-tags", "--", source.url, source.commit).returncode:
+            checked(run("fetch", "--quiet", "--no-tags", "--", source.url, source.ref), source)
+        if run("cat-file", "-e", f"{source.commit}^{{commit}}").returncode:
+            raise SourceError(
+                f"{source.ref} of {source.url} does not contain the commit {source.commit}",
+                cause="the commit was never pushed, or it is on another branch",
+                next_step="push it (git push), or set spec.source.git.ref to the branch that contains it",
+            )
+        checked(run("checkout", "--quiet", "--detach", source.commit), source)
+        head = checked(run("rev-parse", "HEAD"), source).strip()
+    except subprocess.TimeoutExpired:
+        raise _unavailable_error(source, f"git needed more than {FETCH_SECONDS:g} s") from None
+    if head != source.commit:
+        raise SourceError(f"git checked out {head} instead of {source.commit}", next_step="report this as a bug")
+    shutil.rmtree(folder / ".git")
+    _check_size(folder, source)
+
+
+def checked(result: subprocess.CompletedProcess[str], source: GitSource) -> str:
+    """Return the output of a git command. Raises SourceError if it failed."""
+    if result.returncode:
+        raise _unavailable_error(source, " ".join(result.stderr.split())[-_TAIL_CHARACTERS:])
+    return result.stdout
+
+
+def _unavailable_error(source: GitSource, text: str) -> SourceError:
+    return SourceError(
+        f"the repository {source.url} cannot be fetched: {text}",
+        reason=SOURCE_UNAVAILABLE,
+        cause="the address is wrong, the repository is private, or the pod's network does not reach it",
+        next_step="try git fetch from a pod of this namespace; set spec.source.git.secretName for a private repository",
+    )
+
+
+def _check_size(folder: Path, source: GitSource) -> None:
+    sizes = [path.lstat().st_size for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()]
+    if len(sizes) > MOST_FILES or sum(sizes) > MOST_BYTES:
+        raise SourceError(
+            f"{source.url} has {len(sizes):,} files of {sum(sizes):,} bytes, more than {MOST_FILES:,} files or "
+            f"{MOST_BYTES >> 20:,} MiB",
+            cause="the repository contains data besides the code",
+            next_step="pack the code only: git archive, and spec.source.archive",
+        )
+
+
+def _credentials(secret: Path | None, scratch: Path) -> dict[str, str]:
+    """Return the variables by which git finds the credentials in the Secret. git needs a program and, for ssh, a key
+    that nobody else can read."""
+    if secret is None:
+        return {}
+    key = secret / "ssh-privatekey"
+    if key.exists():
+        known_hosts = secret / "known_hosts"
+        if not known_hosts.exists():
+            raise SourceError(
+                "the Secret of spec.source.git has ssh-privatekey but no known_hosts",
+                cause="without the host's key, anybody on the network could send other code",
+                next_step="add known_hosts to the Secret: ssh-keyscan HOST, compared with the keys that HOST publishes",
+            )
+        private = scratch / "ssh-key"
+        private.touch(mode=0o600)
+        private.write_bytes(key.read_bytes())
+        words = ["ssh", "-i", str(private), "-o", "IdentitiesOnly=yes", "-o", "StrictHostKeyChecking=yes"]
+        return {"GIT_SSH_COMMAND": shlex.join([*words, "-o", f"UserKnownHostsFile={known_hosts}"])}
+    program = scratch / "askpass"
+    program.touch(mode=0o700)
+    folder = shlex.quote(str(secret))
+    program.write_text(
+        "#!/bin/sh\n"
+        f'case "$1" in Username*) cat {folder}/username 2>/dev/null || echo token ;;\n'
+        f"*) cat {folder}/password ;; esac\n",
+        encoding="utf-8",
+    )
+    return {"GIT_ASKPASS": str(program)}

@@ -1,0 +1,143 @@
+"""The init container that fetches a job's code, and what the worker gets of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from children import environment, launcher, stored, worker
+
+from topkube.job.changes import change_problems
+from topkube.launch import contract
+from topkube_operator.children import inheritance, pods
+from topkube_operator.children.pod_sets import pod_requests
+
+CONFIG_MAP = {"configMap": {"name": "code", "archive": "source.tar.gz", "sha256": "0" * 64}}
+GIT = {"git": {"url": "https://host/repository", "commit": "0" * 40, "ref": "main", "secretName": "git-keys"}}
+ARCHIVE = {"archive": {"uri": "s3://bucket/code.tar.gz", "sha256": "0" * 64, "secretName": "store-keys"}}
+
+
+def _fetcher(pod: dict[str, Any]) -> dict[str, Any]:
+    [container] = [entry for entry in pod["spec"]["initContainers"] if entry["name"] == contract.SOURCE_CONTAINER]
+    return dict(container)
+
+
+def _mounts(container: dict[str, Any]) -> dict[str, str]:
+    return {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+
+
+def _template(**container: Any) -> dict[str, Any]:
+    return {
+        "spec": {"containers": [{"name": "worker", "image": "image:1", "command": ["python", "t.py"], **container}]}
+    }
+
+
+def test_a_job_without_a_source_has_no_init_container() -> None:
+    pod, container = worker(stored())
+    assert "initContainers" not in pod["spec"]
+    assert "workingDir" not in container
+    assert "TOPKUBE_SOURCE_DIRECTORY" not in environment(container)
+
+
+@pytest.mark.parametrize("source", [CONFIG_MAP, GIT, ARCHIVE])
+def test_the_ranks_run_in_the_folder_that_the_init_container_fills(source: dict[str, Any]) -> None:
+    pod, container = worker(stored(source=source, setup={"requirements": ["einops"]}), 1)
+    fetcher = _fetcher(pod)
+    assert (fetcher["image"], fetcher["command"]) == ("image:1", ["topkube", "fetch-source"])
+    assert container["workingDir"] == contract.SOURCE_DIRECTORY
+    assert container["command"] == ["topkube", "worker", "--", "python", "train.py"]
+    variables = environment(container)
+    assert variables["TOPKUBE_SOURCE_DIRECTORY"] == contract.SOURCE_DIRECTORY
+    assert variables["TOPKUBE_PACKAGES_DIRECTORY"] == contract.PACKAGES_DIRECTORY
+    plan = contract.SourcePlan.read(environment(fetcher)[contract.SOURCE_VARIABLE])
+    assert (plan.index, plan.attempt, plan.pod) == (1, 1, pod["metadata"]["name"])
+    assert json.loads(plan.text())["source"] == source
+    assert _mounts(fetcher)[contract.CODE_DIRECTORY] == _mounts(container)[contract.CODE_DIRECTORY]
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    assert volumes[_mounts(container)[contract.CODE_DIRECTORY]]["emptyDir"] == {}
+    assert set(_mounts(fetcher).values()) | set(_mounts(container).values()) == set(volumes)
+    assert "initContainers" not in launcher(stored(source=source))[0]["spec"], "a launcher runs no code of the job"
+
+
+def test_only_the_init_container_gets_the_credentials() -> None:
+    pod, container = worker(stored(source=GIT))
+    [secret] = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "topkube-source-credentials"]
+    assert secret["secret"]["secretName"] == "git-keys"
+    assert contract.SOURCE_SECRET_DIRECTORY in _mounts(_fetcher(pod))
+    assert contract.SOURCE_SECRET_DIRECTORY not in _mounts(container)
+    pod, container = worker(stored(source=ARCHIVE))
+    assert _fetcher(pod)["envFrom"] == [{"secretRef": {"name": "store-keys"}}]
+    assert "envFrom" not in container
+
+
+def test_a_config_map_is_mounted_with_its_keys() -> None:
+    pod, container = worker(stored(source=CONFIG_MAP))
+    [volume] = [volume for volume in pod["spec"]["volumes"] if "configMap" in volume]
+    assert volume["configMap"]["items"] == [{"key": "source.tar.gz", "path": "source.tar.gz"}]
+    items = [{"key": "train", "path": "pkg/train.py"}]
+    pod, _ = worker(stored(source={"configMap": {"name": "code", "items": items}}))
+    [volume] = [volume for volume in pod["spec"]["volumes"] if "configMap" in volume]
+    assert volume["configMap"] == {"name": "code", "items": items}
+    assert volume["name"] not in _mounts(container).values()
+
+
+def test_the_init_container_is_restricted_and_has_the_workers_user() -> None:
+    security = {"runAsUser": 4321, "privileged": True, "capabilities": {"add": ["IPC_LOCK"]}}
+    pod, _ = worker(stored(source=CONFIG_MAP, template=_template(securityContext=security)))
+    restricted = _fetcher(pod)["securityContext"]
+    assert restricted["runAsUser"] == 4321
+    assert restricted["readOnlyRootFilesystem"] is True
+    assert restricted["allowPrivilegeEscalation"] is False
+    assert restricted["capabilities"] == {"drop": ["ALL"]}
+    assert "privileged" not in restricted
+    assert {"/tmp", pods.HOME} <= set(_mounts(_fetcher(pod)))
+
+
+def test_the_init_container_sees_the_workers_variables_and_volumes_but_no_gpu() -> None:
+    container = {
+        "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}, {"name": "TOPKUBE_SOURCE", "value": "mine"}],
+        "volumeMounts": [{"name": "wheels", "mountPath": "/wheels"}],
+        "resources": {"limits": {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": 2}, "requests": {"cpu": "4"}},
+    }
+    job = stored(source=CONFIG_MAP, template=_template(**container))
+    pod, _ = worker(job)
+    fetcher = _fetcher(pod)
+    assert environment(fetcher)["HTTPS_PROXY"] == "http://proxy:3128"
+    assert environment(fetcher)["TOPKUBE_SOURCE"] != "mine"
+    assert _mounts(fetcher)["/wheels"] == "wheels"
+    assert fetcher["resources"] == {"limits": {"cpu": "4", "memory": "8Gi"}, "requests": {"cpu": "4"}}
+    without = worker(stored(template=_template(**container)))[0]
+    assert pod_requests(pod["spec"]) == pod_requests(without["spec"]), "the scheduler counts no more than before"
+
+
+def test_a_guaranteed_pod_stays_guaranteed() -> None:
+    amounts = {"cpu": "4", "memory": "8Gi"}
+    resources = {"requests": amounts, "limits": amounts}
+    job = stored(source=CONFIG_MAP, launcher={"colocate": True}, template=_template(resources=resources))
+    pod = pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], pods.Policy())
+    assert inheritance.is_guaranteed(pod)
+
+
+def test_the_working_directory_of_the_template_is_kept() -> None:
+    _, container = worker(stored(source=CONFIG_MAP, template=_template(workingDir="/work")))
+    assert container["workingDir"] == "/work"
+
+
+def test_dollars_in_a_plan_are_not_expanded() -> None:
+    requirement = "einops @ https://host/$(HOME)/einops-1-py3-none-any.whl"
+    pod, _ = worker(stored(setup={"requirements": [requirement]}))
+    text = environment(_fetcher(pod))[contract.SOURCE_VARIABLE]
+    assert "$$(HOME)" in text
+    plan = contract.SourcePlan.read(text.replace("$$", "$"))
+    assert plan.setup is not None
+    assert plan.setup.requirements == [requirement]
+
+
+def test_pods_of_another_source_are_replaced_and_old_jobs_keep_their_shape() -> None:
+    changed = {"configMap": {**CONFIG_MAP["configMap"], "sha256": "1" * 64}}
+    jobs = [stored(), stored(source=CONFIG_MAP), stored(source=changed), stored(setup={"requirements": ["a"]})]
+    assert len({pods.shape(job) for job in jobs}) == 4
+    assert pods.shape(stored()) == pods.shape(stored(source=None))
+    problems = change_problems(stored(source=CONFIG_MAP).spec, stored(source=changed).spec)
+    assert "spec.source" in problems[0]
