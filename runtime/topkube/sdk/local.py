@@ -30,6 +30,7 @@ from topkube.settings import process_environment
 from topkube.source.archive import unpack
 from topkube.source.packing import ARCHIVE_KEY, PackedSource
 from topkube.telemetry.history import History, LogFollower, ProgressReader
+from topkube.telemetry.progress import PROGRESS_FILE
 
 _LOOK_SECONDS = 0.1
 _END_SECONDS = 60.0
@@ -96,7 +97,8 @@ class LocalBackend:
 
     def get(self, name: str) -> TrainingJob:
         started = self._find(name)
-        return started.job.model_copy(update={"status": _status(started, started.read_history())})
+        code = started.process.poll()  # before the records: those of a run that has ended are complete
+        return started.job.model_copy(update={"status": _status(started, code, started.read_history())})
 
     def list(self) -> list[TrainingJob]:
         return [self.get(name) for name in self._jobs]
@@ -150,6 +152,7 @@ class LocalBackend:
         started = self._find(name)
         self._refuse_ended(started)
         if started.suspended:
+            (started.run_folder / PROGRESS_FILE).unlink(missing_ok=True)  # nobody takes old records for new
             started.restart(_start(started.folder))
 
     def delete(self, name: str, seconds: float) -> None:
@@ -218,9 +221,8 @@ def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
         ) from None
 
 
-def _status(started: _Started, history: History) -> Status:
-    """Return the status of a job in the words of a cluster's status."""
-    code = started.process.poll()
+def _status(started: _Started, code: int | None, history: History) -> Status:
+    """Return the status of a job in the words of a cluster's status. `code` is None while the process runs."""
     last = history.last
     progress = None
     if last is not None:

@@ -11,7 +11,7 @@ from children import environment, launcher, stored, worker
 from topkube.job.changes import change_problems
 from topkube.launch import contract
 from topkube_operator.children import inheritance, pods
-from topkube_operator.children.pod_sets import pod_requests
+from topkube_operator.children.pod_sets import sum_pod_requests
 
 CONFIG_MAP = {"configMap": {"name": "code", "archive": "source.tar.gz", "sha256": "0" * 64}}
 GIT = {"git": {"url": "https://host/repository", "commit": "0" * 40, "ref": "main", "secretName": "git-keys"}}
@@ -108,7 +108,9 @@ def test_the_init_container_sees_the_workers_variables_and_volumes_but_no_gpu() 
     assert _mounts(fetcher)["/wheels"] == "wheels"
     assert fetcher["resources"] == {"limits": {"cpu": "4", "memory": "8Gi"}, "requests": {"cpu": "4"}}
     without = worker(stored(template=_template(**container)))[0]
-    assert pod_requests(pod["spec"]) == pod_requests(without["spec"]), "the scheduler counts no more than before"
+    assert sum_pod_requests(pod["spec"]) == sum_pod_requests(without["spec"]), (
+        "the scheduler counts no more than before"
+    )
 
 
 def test_a_guaranteed_pod_stays_guaranteed() -> None:
@@ -137,7 +139,7 @@ def test_dollars_in_a_plan_are_not_expanded() -> None:
 def test_pods_of_another_source_are_replaced_and_old_jobs_keep_their_shape() -> None:
     changed = {"configMap": {**CONFIG_MAP["configMap"], "sha256": "1" * 64}}
     jobs = [stored(), stored(source=CONFIG_MAP), stored(source=changed), stored(setup={"requirements": ["a"]})]
-    assert len({pods.shape(job) for job in jobs}) == 4
-    assert pods.shape(stored()) == pods.shape(stored(source=None))
+    assert len({pods.hash_worker(job) for job in jobs}) == 4
+    assert pods.hash_worker(stored()) == pods.hash_worker(stored(source=None))
     problems = change_problems(stored(source=CONFIG_MAP).spec, stored(source=changed).spec)
     assert "spec.source" in problems[0]
