@@ -301,7 +301,7 @@ def _accepted(namespace: Namespace, invalid: dict[str, Any]) -> bool:
 
 
 @pytest.mark.alone
-def test_a_job_that_is_nonsense(unguarded: Namespace) -> None:
+def test_a_job_with_an_invalid_spec(unguarded: Namespace) -> None:
     """The Failed condition and an Event report the mistake, and no pod is made."""
     nonsense = job("nonsense", steps(1))
     del nonsense["spec"]["template"]["spec"]["containers"][0]["command"]
@@ -315,7 +315,7 @@ def test_a_job_that_is_nonsense(unguarded: Namespace) -> None:
 
 
 @pytest.mark.alone
-def test_a_running_job_is_edited_to_nonsense(unguarded: Namespace) -> None:
+def test_a_running_job_gets_an_invalid_spec(unguarded: Namespace) -> None:
     """The job reports the mistake, and its pods do not change. After the correction it continues."""
     running(unguarded, "edited")
     before = unguarded.uids("worker") | unguarded.uids("launcher")

@@ -121,7 +121,7 @@ class TrainingClient:
         return self._backend.get(name)
 
     def list(self) -> list[TrainingJob]:
-        """Return all jobs of the namespace, or of this process."""
+        """Return all jobs of the namespace, or, on this machine, those that this client has started."""
         return self._backend.list()
 
     def wait(self, name: str, timeout: float | None = None, *, show: bool = True) -> TrainingJob:

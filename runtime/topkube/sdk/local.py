@@ -32,7 +32,7 @@ from topkube.source.packing import ARCHIVE_KEY, PackedSource
 from topkube.telemetry.history import History, LogFollower, ProgressReader
 from topkube.telemetry.progress import PROGRESS_FILE
 
-_LOOK_SECONDS = 0.1
+_CHECK_SECONDS = 0.1
 _END_SECONDS = 60.0
 """How long `topkube run` may take to end its ranks; it kills them itself after 10 to 25 s."""
 JOB_FILE, RUN_FOLDER, SOURCE_FOLDER, OUTPUT_FILE = "job.yaml", "run", "source", "topkube-run.log"
@@ -121,7 +121,7 @@ class LocalBackend:
                 return
             if time.monotonic() >= deadline:
                 raise TimeoutError
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
 
     def logs(self, name: str, follow: bool) -> Iterator[str]:
         started = self._find(name)
@@ -137,7 +137,7 @@ class LocalBackend:
                 yield from prefixed(rank, follower.read())
             if over:
                 break
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
         for rank, follower in enumerate(followers):
             for lines in follower.finish():
                 yield from prefixed(rank, lines)
@@ -177,7 +177,7 @@ class LocalBackend:
                 f"there is no job {name} of this process{known}",
                 status=404,
                 cause="local jobs belong to the client that started them",
-                next_step=f"look into {self.directory} for earlier runs",
+                next_step=f"the folders in {self.directory} hold earlier runs",
             )
         return self._jobs[name]
 

@@ -33,7 +33,7 @@ def install_packages(setup: Setup, folder: Path, source: Path, scratch: Path) ->
     requirements.write_text("\n".join(setup.requirements) + "\n", encoding="utf-8")
     origin = _wheel_options(setup, source)
     _run_pip(["--dry-run", "--quiet", "--report", str(report), *origin, "-r", str(requirements)], setup)
-    wanted = [entry for entry in json.loads(report.read_text(encoding="utf-8")).get("install", [])]
+    wanted: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8")).get("install", [])
     names = {_normalized(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in wanted}
     _check_kept(names, setup)
     if wanted:

@@ -68,7 +68,7 @@ def assert_unchanged(pair: Any, before: Any) -> None:
 
 
 class Fussy:
-    """A thing of the script that does not load."""
+    """An object of the script with a state. After `refuse` is set, its state cannot be loaded."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"a": 1}
@@ -78,7 +78,7 @@ class Fussy:
             raise KeyError("b")
 
 
-@pytest.mark.parametrize("problem", ["another width", "a thing that does not load"])
+@pytest.mark.parametrize("problem", ["another width", "an object that does not load"])
 def test_a_resume_that_fails_leaves_model_and_optimizer_as_they_were(problem: str, tmp_path: Path) -> None:
     train(tmp_path, 4, more={"fussy": Fussy()})
     pair, fussy = training(width=32 if problem == "another width" else 64), Fussy()
@@ -94,7 +94,9 @@ def test_a_resume_that_fails_leaves_model_and_optimizer_as_they_were(problem: st
     assert_unchanged(pair, before)
 
 
-def test_a_thing_that_the_checkpoint_does_not_hold_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_object_without_a_state_in_the_checkpoint_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     train(tmp_path, 2)
     train(tmp_path, 4, more={"fussy": Fussy()})
     assert "contains no state of fussy, which starts from the beginning" in capfd.readouterr().err

@@ -54,7 +54,7 @@ def test_the_plan_of_ten_thousand_workers_fits_a_variable(name: str, attempts: t
     subprocess.run(["true"], env={"TOPKUBE_LAUNCH": text}, check=True)
 
 
-def test_attempts_of_nonsense_are_named_too() -> None:
+def test_invalid_attempts_are_named_too() -> None:
     with pytest.raises(LaunchError, match=r"workers\.1\.attempt"):
         LaunchPlan.read('{"name": "a", "namespace": "n", "uid": "u", "attempt": 1, "made": [1, "x"]}')
 
@@ -108,6 +108,6 @@ def test_ranks_are_ordered_by_domain() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "0,1,2", "0,x", "0,-1", "0,1e5", "0,123456", "0," + "1" * 9000])
-def test_domains_of_nonsense_are_ignored(text: str) -> None:
+def test_invalid_domains_are_ignored(text: str) -> None:
     assert parse_domains(text, 2) is None
     assert parse_domains("1,0", 2) == (1, 0)

@@ -20,14 +20,14 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def images(count: int, seed: int) -> Batch:
-    """Images with a mean far from 0, different for every batch."""
+    """Return `count` images (count, 3, 6, 5), whose mean is far from 0 and differs by `seed`, and their targets."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 3, 6, 5, generator=generator, dtype=torch.float64) * (1 + seed % 3) + seed % 5
     return x, x.mean((1, 2, 3)).sin()[:, None]
 
 
 def network(momentum: float | None = 0.1, tracks: bool = True) -> nn.Module:
-    """Float64 weights that float32 holds exactly."""
+    """Return a network with float64 weights that have the same values in float32."""
     torch.manual_seed(0)
     layers = nn.Sequential(
         nn.BatchNorm2d(3, momentum=momentum, track_running_stats=tracks),
@@ -70,7 +70,7 @@ def copy_with_gradients(model: nn.Module) -> nn.Module:
 
 
 def assert_equal_to(reference: nn.Module, model: nn.Module, tolerance: float = 1e-5) -> None:
-    """All weights, buffers and gradients; the reference's are float64."""
+    """Compare all weights, buffers and gradients with those of `reference`, which are float64."""
     wanted = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert wanted.keys() == tensors.keys()
@@ -86,7 +86,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, name: 
 
 
 def case_synchronized_statistics_are_those_of_the_union(world: World) -> None:
-    """Uneven batches by `join`, ranks that run out and replay, every way to track: one process has the union."""
+    """Ranks have uneven batches, and some have a batch less (`join`); the reference trains with the union."""
     rank, size = topkube.rank(), topkube.size()
     for momentum, tracks in ((0.1, True), (None, True), (0.1, False)):
         reference = network(momentum, tracks)
@@ -115,7 +115,7 @@ def case_synchronized_statistics_are_those_of_the_union(world: World) -> None:
             close(loss_of(model, held_out), loss_of(reference, held_out), 1e-5, "evaluation")
 
 
-def case_without_join_ranks_count_alike_as_in_ddp(world: World) -> None:
+def case_without_join_all_ranks_have_the_same_weight_as_in_ddp(world: World) -> None:
     """Statistics count samples; gradients are means over ranks."""
     rank, size = topkube.rank(), topkube.size()
     reference = network()
@@ -232,7 +232,7 @@ def case_replays_leave_running_statistics_alone(world: World) -> None:
 
 
 def case_a_rank_without_a_batch_trains_a_normalized_model(world: World) -> None:
-    """It computes with samples of the dataset, and its statistics stay as they began."""
+    """It computes with samples of the dataset, and its statistics do not change."""
     data = torch.utils.data.TensorDataset(*(part.float() for part in images(3, 1)))
     sampler: Any = [0, 1, 2] if topkube.rank() == 0 else []
     loader = torch.utils.data.DataLoader(data, batch_size=3, sampler=sampler)
@@ -248,7 +248,7 @@ def case_a_rank_without_a_batch_trains_a_normalized_model(world: World) -> None:
 # ---- buffers of rank 0
 
 
-def case_buffers_are_rank_0_s_before_each_forward(world: World) -> None:
+def case_each_forward_begins_with_the_buffers_of_rank_0(world: World) -> None:
     rank = topkube.rank()
 
     class Model(nn.Module):

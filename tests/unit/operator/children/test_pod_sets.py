@@ -57,7 +57,7 @@ def test_init_containers_count_if_they_need_more_and_native_sidecars_always() ->
         st.none() | st.text(max_size=3) | st.integers(), lambda x: st.lists(x) | st.dictionaries(st.text(max_size=3), x)
     )
 )
-def test_nonsense_requests_nothing(value: Any) -> None:
+def test_invalid_resources_request_nothing(value: Any) -> None:
     spec = {"containers": [{"resources": {"requests": value, "limits": value}}], "initContainers": [value]}
     assert all(isinstance(amount, Decimal) for amount in pod_sets.sum_pod_requests(spec).values())
 

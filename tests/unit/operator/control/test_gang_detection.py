@@ -59,7 +59,7 @@ def test_it_is_looked_for_while_jobs_ask_for_it_and_followed_once(
 
 
 @pytest.mark.parametrize("policy", [None, "x", {}, {"schedulingPolicy": "x"}, {"schedulingPolicy": {"queue": None}}])
-def test_nonsense_asks_for_nothing(policy: Any) -> None:
+def test_an_invalid_policy_asks_for_nothing(policy: Any) -> None:
     assert not stored_job.asks_for_pod_group(job(runPolicy=policy))
     assert not stored_job.asks_for_pod_group({"spec": policy})
 

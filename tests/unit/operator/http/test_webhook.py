@@ -100,7 +100,7 @@ def test_another_name_or_authority_is_not_trusted() -> None:
         '{"request": {"uid": "1", "object": "x"}}',
     ],
 )
-def test_nonsense_is_answered(body: str) -> None:
+def test_an_invalid_body_is_answered(body: str) -> None:
     """Whatever comes, the server lives on."""
 
     async def scenario() -> None:

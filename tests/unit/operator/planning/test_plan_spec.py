@@ -41,19 +41,19 @@ def test_suspended_at_creation_then_resumed_then_suspended_again() -> None:
     assert world.events.count("Resumed") == 2
 
 
-def test_while_suspended_ranks_save_their_state_nobody_else_may_reach_them() -> None:
+def test_network_policies_stay_until_the_pods_of_a_suspended_job_have_ended() -> None:
     world = running()
     guards = set(world.children)
     world.policy_edit(suspend=True)
     world.reconcile()
     assert all(pod.deletion is not None for pod in world.pods.values())
-    assert set(world.children) == guards, "they guard pods that still run"
+    assert set(world.children) == guards, "the policies protect pods that still run"
     world.run()
     world.reconcile()
     assert (world.pods, world.children) == ({}, {})
 
 
-def test_a_lost_node_does_not_keep_what_a_suspended_job_has() -> None:
+def test_a_suspended_job_frees_everything_but_its_pod_on_a_lost_node() -> None:
     world = running()
     world.change("train-worker-1-1", node="node-x")
     world.lost.add("node-x")
@@ -64,7 +64,7 @@ def test_a_lost_node_does_not_keep_what_a_suspended_job_has() -> None:
     assert (list(world.pods), world.children) == (["train-worker-1-1"], {})
 
 
-def test_somebody_elses_job_is_left_alone() -> None:
+def test_a_job_that_another_controller_manages_is_left_alone() -> None:
     world = Simulated(job(runPolicy={"managedBy": "kueue.x-k8s.io/multikueue"}))
     assert world.reconcile().is_empty
     assert (world.status(), world.pods) == ({}, {})
@@ -85,7 +85,7 @@ def test_a_foreign_object_with_our_name_is_reported_and_not_touched() -> None:
     assert world.events.count("ForeignObject") == 1
 
 
-def test_what_the_api_server_refuses_is_shown() -> None:
+def test_a_refusal_of_the_api_server_is_in_the_status() -> None:
     world = Simulated(job())
     world.reconcile()
     world.remove("train-launcher-1")
@@ -98,19 +98,19 @@ def test_what_the_api_server_refuses_is_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "nonsense",
+    "invalid",
     [{"workers": 0}, {"workers": "two"}, {"template": {}}, {"template": "x"}, {"aggregation": {"density": 2}}],
 )
-def test_an_invalid_spec_is_reported_and_nothing_is_made_until_it_is_corrected(nonsense: dict[str, Any]) -> None:
+def test_an_invalid_spec_is_reported_and_nothing_is_made_until_it_is_corrected(invalid: dict[str, Any]) -> None:
     world = Simulated(job())
     valid_spec = dict(world.job["spec"]) if world.job else {}
-    world.edit(**nonsense)
+    world.edit(**invalid)
     assert world.reconcile().is_empty
     failed = world.condition("Failed")
     assert (world.status()["phase"], failed["reason"], world.pods) == ("Failed", "InvalidSpec", {})
-    assert f"spec.{next(iter(nonsense))}" in failed["message"]
+    assert f"spec.{next(iter(invalid))}" in failed["message"]
     assert world.events == ["InvalidSpec"]
-    world.edit(**{name: valid_spec.get(name, {}) for name in nonsense})
+    world.edit(**{name: valid_spec.get(name, {}) for name in invalid})
     world.to_running()
     assert world.status()["phase"] == "Running"
     assert world.condition("Failed")["status"] == "False"
@@ -127,11 +127,11 @@ def test_a_running_job_with_an_invalid_edit_keeps_its_pods_and_continues_when_co
     assert (world.status()["phase"], world.status()["attempt"], world.pods) == ("Running", 1, pods)
 
 
-@pytest.mark.parametrize("nonsense", [None, "x", [], {"attempt": "many", "conditions": "x", "phase": 3}])
-def test_a_stored_status_of_nonsense_is_written_anew(nonsense: Any) -> None:
+@pytest.mark.parametrize("invalid", [None, "x", [], {"attempt": "many", "conditions": "x", "phase": 3}])
+def test_an_invalid_stored_status_is_replaced(invalid: Any) -> None:
     world = running()
     assert world.job is not None
-    world.job["status"] = nonsense
+    world.job["status"] = invalid
     plan = world.plan()
     assert plan.status["attempt"] == 1
     assert not [manifest for stage in plan.apply for manifest in stage if manifest["kind"] == "Pod"]
@@ -150,7 +150,7 @@ def test_an_invalid_job_is_deleted_after_its_time_to_live() -> None:
 
 
 @pytest.mark.parametrize("ttl", ["soon", -1, True, None, 2.5])
-def test_a_time_to_live_of_nonsense_is_none(ttl: Any) -> None:
+def test_an_invalid_time_to_live_deletes_nothing(ttl: Any) -> None:
     world = Simulated(job(workers=0, runPolicy={"ttlSecondsAfterFinished": ttl}))
     world.wait(10**6)
     assert world.reconcile().is_empty
@@ -169,7 +169,7 @@ def test_a_corrected_job_has_not_ended() -> None:
     assert world.job is not None
 
 
-def test_a_job_that_trains_on_behind_a_nonsensical_spec_is_not_deleted_under_it() -> None:
+def test_a_job_whose_edited_spec_is_invalid_is_not_deleted_while_its_pods_run() -> None:
     world = running(runPolicy={"ttlSecondsAfterFinished": 10})
     world.edit(workers=0)
     world.wait(1000)
@@ -183,7 +183,7 @@ def test_a_job_that_trains_on_behind_a_nonsensical_spec_is_not_deleted_under_it(
     assert world.job is None
 
 
-def test_a_finished_job_edited_to_nonsense_is_still_cleaned_up_and_deleted() -> None:
+def test_a_finished_job_with_an_invalid_edit_is_still_cleaned_up_and_deleted() -> None:
     world = running(runPolicy={"cleanPodPolicy": "All", "ttlSecondsAfterFinished": 100})
     world.end_launcher(0)
     world.reconcile(rounds=1)
@@ -197,7 +197,7 @@ def test_a_finished_job_edited_to_nonsense_is_still_cleaned_up_and_deleted() -> 
     assert world.job is None
 
 
-def test_a_change_that_admission_would_refuse_is_refused_in_its_words_and_not_followed() -> None:
+def test_a_change_that_admission_would_refuse_is_refused_with_the_same_message() -> None:
     world = running(runPolicy={"backoffLimit": 5})
     assert world.job is not None
     before = dict(world.job)
@@ -220,7 +220,7 @@ def test_a_change_that_admission_would_refuse_is_refused_in_its_words_and_not_fo
     assert world.condition("Failed")["reason"] == "Corrected"
 
 
-def test_beside_a_refused_change_what_takes_effect_at_once_does() -> None:
+def test_changes_of_policies_take_effect_beside_a_refused_change() -> None:
     world = running()
     world.edit(workers=3)
     world.policy_edit(suspend=True, backoffLimit=0)
@@ -240,7 +240,7 @@ def test_beside_a_refused_change_what_takes_effect_at_once_does() -> None:
     assert world.condition("Failed")["reason"] == "BackoffLimitExceeded"
 
 
-def test_where_pods_go_may_change_while_the_job_is_suspended_and_only_then() -> None:
+def test_placement_may_change_only_while_the_job_is_suspended() -> None:
     placed = {"spec": {**job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}}
     world = running()
     world.edit(template=placed)
@@ -253,7 +253,7 @@ def test_where_pods_go_may_change_while_the_job_is_suspended_and_only_then() -> 
     world.run()
     world.to_running()
     assert world.status()["acceptedSpec"]["template"] == placed
-    world.edit(template=job()["spec"]["template"])  # and what goes, goes from the stored copy too
+    world.edit(template=job()["spec"]["template"])  # a removed field is removed from the stored copy too
     world.policy_edit(suspend=True)
     world.reconcile()
     assert "nodeSelector" not in world.status()["acceptedSpec"]["template"]["spec"]
@@ -267,7 +267,7 @@ def test_null_and_absent_are_the_same_and_no_change() -> None:
     assert world.condition("Failed") == {}
 
 
-def test_nothing_of_an_earlier_failure_stays_in_the_status() -> None:
+def test_a_new_first_failure_has_no_field_of_an_earlier_one() -> None:
     """The status is written as a merge patch, in which a field that is left out stays."""
     world = running()
     world.end_launcher(1, {**RANK_FAILED, "logTail": "old words"})
@@ -300,7 +300,7 @@ def test_a_large_spec_does_not_block_its_first_status() -> None:
     assert len(json.dumps(world.status())) < 16 << 10
 
 
-def test_of_a_large_spec_what_may_change_may_change() -> None:
+def test_mutable_fields_of_a_large_spec_may_change() -> None:
     world = running(template=large_template())
     world.policy_edit(backoffLimit=7)
     world.reconcile()
@@ -327,7 +327,7 @@ def test_of_a_large_spec_what_may_change_may_change() -> None:
         (large_template(nodeSelector={"pool": "spot"}), "spec.template: where pods go can be changed only while"),
     ],
 )
-def test_a_refused_change_of_a_large_template_stops_the_job_where_it_is_until_it_is_taken_back(
+def test_after_a_refused_change_of_a_large_template_the_job_waits_until_it_is_reverted(
     template: dict[str, Any], words: str
 ) -> None:
     world = running(template=large_template())
@@ -348,7 +348,7 @@ def test_a_refused_change_of_a_large_template_stops_the_job_where_it_is_until_it
     assert world.status()["phase"] == "Succeeded"
 
 
-def test_a_large_launcher_template_is_held_too() -> None:
+def test_a_large_launcher_template_cannot_change_either() -> None:
     launcher = {"metadata": {"annotations": {"note": "n" * 200_000}}, "spec": {"serviceAccountName": "a"}}
     world = running(launcher={"template": launcher})
     assert len(json.dumps(world.status())) < 16 << 10
