@@ -112,7 +112,18 @@ class Settings:
         False,
         "apply momentum to every shard before selection, instead of after the exchange",
     )
-    period: int = _setting("TOPKUBE_PERIOD", 1, "steps from one exchange of the weights to the next (onebit, localsgd)")
+    period: int = _setting(
+        "TOPKUBE_PERIOD",
+        1,
+        "steps from one exchange of the weights to the next (onebit, topk1bit, localsgd, diloco)",
+    )
+    outer_learning_rate: float = _setting(
+        "TOPKUBE_OUTER_LEARNING_RATE", 0.7, "factor on the mean change of all nodes (diloco)"
+    )
+    outer_momentum: float = _setting(
+        "TOPKUBE_OUTER_MOMENTUM", 0.9, "Nesterov momentum of the mean change of all nodes (diloco)"
+    )
+    matrix_rank: int = _setting("TOPKUBE_MATRIX_RANK", 4, "rank of the approximation of each matrix (powersgd)")
     # the run
     job_name: str = _setting("TOPKUBE_JOB_NAME", "", "name of the TrainingJob, for messages and files")
     job_uid: str = _setting(
@@ -206,6 +217,7 @@ class Settings:
             ("expected_ranks", 0),
             ("warmup_steps", 0),
             ("period", 1),
+            ("matrix_rank", 1),
             ("cache_size_limit", 0),
             ("cache_free_percent", 0),
             ("cache_memory_limit", 0),

@@ -69,6 +69,8 @@ class Algorithm:
     the node's weights: gradients are then reduced within the node only, and nodes exchange the changes of their weights
     in the optimizer's step (training/node_weights/). From `two_stage_from` nodes on, these exchanges have two stages;
     `corrects_second_moment` is True if Adam's second moment is corrected for the noise of one node's gradient.
+    `has_outer_step` is True if the mean change of all nodes has a momentum of its own, and `least_period` is the
+    smallest period that makes sense.
     `implementation` is the import path "module:Class" of a subclass of `topkube.collectives.AllReduce` (with
     `in_weights`: of `topkube.collectives.codecs.CodecAllReduce`), which is loaded when the algorithm first runs.
 
@@ -89,6 +91,8 @@ class Algorithm:
     in_weights: bool = False
     two_stage_from: int | None = None
     corrects_second_moment: bool = False
+    has_outer_step: bool = False
+    least_period: int = 1
 
     def __post_init__(self) -> None:
         if len(self.name) > _LONGEST_NAME or not re.fullmatch(rf"{NAME}(\.{NAME})?", self.name):
@@ -109,6 +113,15 @@ class Algorithm:
                     next_step=f"use those of topkube.algorithms.PARAMETERS ({', '.join(PARAMETERS)}), or declare one "
                     "algorithm for each value",
                 )
+
+    def check_period(self, period: int) -> None:
+        """Raise ArgumentError if nodes must exchange less often than every `period` steps."""
+        if period < self.least_period:
+            raise ArgumentError(
+                f"the period of {self.name} is {period}, but it must be at least {self.least_period}",
+                cause=f"{self.name} is made for nodes that train alone for many steps",
+                next_step="set a period, such as 32",
+            )
 
     @property
     def compresses(self) -> bool:
@@ -134,4 +147,5 @@ WEIGHT_RESIDUAL = State(
     Scope.SHARD,
     "what was not sent; in training it is part of the node's weights, and a copy of the agreed weights is kept",
 )
+OUTER_STATE = State("outer momentum", Scope.SHARD, "the momentum of the mean change of all nodes")
 RANK_RESIDUAL = State(RESIDUAL, Scope.RANK, "what was not sent of the rank's own gradient")

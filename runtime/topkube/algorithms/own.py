@@ -15,7 +15,15 @@ from topkube.algorithms.cost import (
     two_stage_messages,
     two_stage_sent,
 )
-from topkube.algorithms.declaration import RANK_RESIDUAL, SHARD_RESIDUAL, WEIGHT_RESIDUAL, Algorithm, Family, Route
+from topkube.algorithms.declaration import (
+    OUTER_STATE,
+    RANK_RESIDUAL,
+    SHARD_RESIDUAL,
+    WEIGHT_RESIDUAL,
+    Algorithm,
+    Family,
+    Route,
+)
 
 _SPARSE = (
     parameters.DENSITY,
@@ -32,6 +40,8 @@ _TWO_STAGE_FROM = 8
 """With fewer nodes, an all-gather of signs sends at most 3.5 times the bytes of two stages, and compresses once."""
 _AVERAGE_IN_TWO_STAGES_FROM = 3
 """With two nodes, an all-gather sends as many bytes as two stages."""
+_MATRIX_SIDE = 1024
+"""The cost of a low rank depends on the shapes of matrices; costs are those of square matrices of this size."""
 
 
 def _hierarchical(load: Workload) -> Traffic:
@@ -69,6 +79,13 @@ def _onebit(load: Workload) -> Traffic:
     return _of_changes(load, bits + scales, _TWO_STAGE_FROM)
 
 
+def _topk1bit(load: Workload) -> Traffic:
+    count = -(-load.elements // 10)
+    signs, scales = count / 8, 2 * -(-count // _SIGN_BLOCK)
+    indices = (3 * count + count + load.elements / 8) / 8  # three low bits of each, and the others in unary
+    return _of_changes(load, signs + scales + indices, _TWO_STAGE_FROM)
+
+
 def _signsgd(load: Workload) -> Traffic:
     sent = (load.nodes - 1) * (load.elements / 8 + 2 * -(-load.elements // _SIGN_BLOCK))
     read_and_write_shards = 8 * load.array_bytes  # a copy, its signs, the votes, the result
@@ -89,6 +106,13 @@ def _of_changes(load: Workload, message_bytes: float, two_stage_from: int) -> Tr
     read_and_write_shards = 5 * load.array_bytes  # the change of the weights, what is sent of it, the sum of all nodes
     memory = reduce_scatter_memory(load) + all_gather_memory(load) + read_and_write_shards
     return Traffic(sent, memory, messages)
+
+
+def _powersgd(load: Workload) -> Traffic:
+    values = parameters.MATRIX_RANK.default * 2 * _MATRIX_SIDE * max(1, load.elements / _MATRIX_SIDE**2)
+    read_and_write_shards = 6 * load.array_bytes  # the gradient and the residual, both products, the result
+    memory = reduce_scatter_memory(load) + all_gather_memory(load) + read_and_write_shards
+    return Traffic(all_reduce_sent(4 * values, load.nodes), memory, 2 * all_reduce_messages(load.nodes))
 
 
 HIERARCHICAL = Algorithm(
@@ -161,7 +185,21 @@ ONEBIT = Algorithm(
     corrects_second_moment=True,
     implementation="topkube.collectives.codecs:OneBit",
 )
-
+TOPK1BIT = Algorithm(
+    name="topk1bit",
+    summary="every node steps with its own mean gradient and sends the signs of the largest tenth of the changes of its"
+    " weights",
+    family=Family.SIGN,
+    sends="the indices of the largest tenth, one bit for each, and the mean magnitude of each 256 of them",
+    route=Route.ALL_GATHER,
+    traffic=_topk1bit,
+    state=(WEIGHT_RESIDUAL,),
+    parameters=(parameters.PERIOD,),
+    in_weights=True,
+    two_stage_from=_TWO_STAGE_FROM,
+    corrects_second_moment=True,
+    implementation="topkube.collectives.top_signs:TopKOneBit",
+)
 SIGNSGD = Algorithm(
     name="signsgd",
     summary="every element takes the sign of most ranks, where each node votes for all its ranks (for comparisons)",
@@ -170,6 +208,17 @@ SIGNSGD = Algorithm(
     route=Route.ALL_GATHER,
     traffic=_signsgd,
     implementation="topkube.collectives.codecs:SignSgd",
+)
+POWERSGD = Algorithm(
+    name="powersgd",
+    summary="reduces inside each node, then sends two thin factors of each matrix, of rank `matrixRank`",
+    family=Family.LOW_RANK,
+    sends="the factors P and Q of each matrix",
+    route=Route.ALL_REDUCE,
+    traffic=_powersgd,
+    state=(SHARD_RESIDUAL,),
+    parameters=(parameters.MATRIX_RANK,),
+    implementation="topkube.collectives.low_rank:PowerSgd",
 )
 LOCALSGD = Algorithm(
     name="localsgd",
@@ -184,7 +233,22 @@ LOCALSGD = Algorithm(
     two_stage_from=_AVERAGE_IN_TWO_STAGES_FROM,
     implementation="topkube.collectives.codecs:LocalSgd",
 )
+DILOCO = Algorithm(
+    name="diloco",
+    summary="as localsgd with a long period, and the mean change of all nodes has Nesterov momentum",
+    family=Family.LOCAL_UPDATE,
+    sends="the change of the weights, rounded",
+    route=Route.ALL_GATHER,
+    traffic=_localsgd,
+    state=(WEIGHT_RESIDUAL, OUTER_STATE),
+    parameters=(parameters.PERIOD, parameters.WIRE, parameters.OUTER_LEARNING_RATE, parameters.OUTER_MOMENTUM),
+    in_weights=True,
+    two_stage_from=_AVERAGE_IN_TWO_STAGES_FROM,
+    has_outer_step=True,
+    least_period=2,
+    implementation="topkube.collectives.codecs:LocalSgd",
+)
 
-OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, NAIVE, ONEBIT, SIGNSGD, LOCALSGD)
+OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, NAIVE, ONEBIT, TOPK1BIT, SIGNSGD, POWERSGD, LOCALSGD, DILOCO)
 AUTOMATIC = (HITOPK,)
 """Compressing algorithms that `auto` may choose."""

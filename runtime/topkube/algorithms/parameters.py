@@ -94,8 +94,32 @@ PERIOD = AlgorithmParameter(
     at_least=1,
     at_most=_LARGEST_COUNT,
 )
+OUTER_LEARNING_RATE = AlgorithmParameter(
+    "outer_learning_rate", "factor on the mean change of all nodes, before it is added to the weights", 0.7, above=0
+)
+OUTER_MOMENTUM = AlgorithmParameter(
+    "outer_momentum", "Nesterov momentum of the mean change of all nodes", 0.9, at_least=0, at_most=0.999
+)
+MATRIX_RANK = AlgorithmParameter(
+    "matrix_rank",
+    "rank of the approximation of each matrix: m rows of n columns are sent as (m + n) times this many values",
+    4,
+    at_least=1,
+    at_most=1024,
+)
 
 PARAMETERS = {
     parameter.name: parameter
-    for parameter in (DENSITY, WARMUP_STEPS, WIRE, DENSE_WIRE, SELECTION, MOMENTUM_CORRECTION, PERIOD)
+    for parameter in (
+        DENSITY,
+        WARMUP_STEPS,
+        WIRE,
+        DENSE_WIRE,
+        SELECTION,
+        MOMENTUM_CORRECTION,
+        PERIOD,
+        OUTER_LEARNING_RATE,
+        OUTER_MOMENTUM,
+        MATRIX_RANK,
+    )
 }

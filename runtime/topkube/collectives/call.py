@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from topkube import _kernels
+from topkube.algorithms import MATRIX_RANK
 from topkube.arrays import DTYPE_CODES, Array, as_bytes
 from topkube.collectives.request import Request
 from topkube.errors import MismatchError
@@ -61,6 +62,8 @@ class Call:
         sparse = f" density={request.density:g} wire={request.wire} selection={request.selection}"
         if request.dense_wire != "fp32":
             sparse += f" dense_wire={request.dense_wire}"
+        if request.matrix_rank != MATRIX_RANK.default:
+            sparse += f" matrix_rank={request.matrix_rank}"
         self._description = f"{algorithm} length={request.length} dtype={request.dtype} op={request.op}{sparse}"
         self._hash = xxhash.xxh3_64_intdigest(f"{world.calls} {self._description}".encode())
         self._stage = 0

@@ -1,8 +1,8 @@
 """Codecs turn float32 values into rows of bytes for other nodes, and leave in the values what the bytes do not contain.
 
-`Signs` keeps one bit per element with a scale per block, `Rounded` rounds every value. A `CodecAllReduce` is an
-algorithm whose nodes send all other nodes a row. Training with error feedback in the weights
-(training/node_weights/) uses the codecs of such an algorithm for the changes of the weights.
+`Signs` keeps one bit per element with a scale per block, `Rounded` rounds every value; top_signs.py has a codec that
+sends some elements only. A `CodecAllReduce` is an algorithm whose nodes send all other nodes a row. Training with error
+feedback in the weights (training/node_weights/) uses the codecs of such an algorithm for the changes of the weights.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Signs(Codec):
     def pack(self, values: Array, row: Array) -> bool:
         is_finite = True
         for place, offset in self._parts:
-            scales, bits = _views(row[offset:], place)
+            scales, bits = sign_views(row[offset:], place)
             is_finite = kernels.sign_pack_(values[place], scales, bits)[2] and is_finite
         return is_finite
 
     def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
         for place, offset in self._parts:
-            kernels.sign_unpack_add_(out[place], [_views(row[offset:], place) for row in rows], weights)
+            kernels.sign_unpack_add_(out[place], [sign_views(row[offset:], place) for row in rows], weights)
 
 
 class Rounded(Codec):
@@ -65,7 +65,7 @@ class Rounded(Codec):
 
     def __init__(self, length: int, wire: str) -> None:
         self._dtype, self._length = _DTYPES[wire], length
-        self.row_bytes = _aligned(self._dtype.itemsize * length)
+        self.row_bytes = aligned(self._dtype.itemsize * length)
 
     def pack(self, values: Array, row: Array) -> bool:
         if not self._length:
@@ -141,13 +141,13 @@ class SignSgd(ShardAllReduce):
         values = shard.scratch("values", len(shard.values), "float32")
         values[:] = shard.values
         rows = shard.rows(max(map(sign_row_bytes, shard.lengths)))
-        scales, bits = _views(rows[shard.world.node], slice(0, len(values)))
+        scales, bits = sign_views(rows[shard.world.node], slice(0, len(values)))
         shard.finite.append(kernels.sign_pack_(values, scales, bits)[2])
         return rows
 
     def unpack(self, shard: Shard, received: Any) -> None:
         length = len(shard.values)
-        parts = [_views(row, slice(0, length)) for row in received]
+        parts = [sign_views(row, slice(0, length)) for row in received]
         scales = np.zeros(_blocks(length), np.float32)
         for sent, _ in parts:
             scales += sent.view(BFLOAT16).astype(np.float32)
@@ -163,10 +163,10 @@ class SignSgd(ShardAllReduce):
 
 def sign_row_bytes(length: int) -> int:
     """Return the bytes of signs and scales for `length` elements: the scales, then the bits, rounded up to 8."""
-    return _aligned(2 * _blocks(length) + -(-length // 8))
+    return aligned(2 * _blocks(length) + -(-length // 8))
 
 
-def _views(row: Array, place: slice) -> tuple[Array, Array]:
+def sign_views(row: Array, place: slice) -> tuple[Array, Array]:
     """Return the scales, (blocks,) uint16, and the bits, (ceil(length / 8),) uint8, at the start of `row`."""
     length = place.stop - place.start
     blocks = _blocks(length)
@@ -177,5 +177,6 @@ def _blocks(length: int) -> int:
     return -(-length // kernels.SIGN_BLOCK)
 
 
-def _aligned(length: int) -> int:
+def aligned(length: int) -> int:
+    """Return `length` in bytes, rounded up to a multiple of 8."""
     return -(-length // _ALIGNMENT) * _ALIGNMENT

@@ -25,6 +25,9 @@ class Residual:
 
     With `momentum` above 0 the shard has a velocity as well, with copies of its own. A collective writes the gradient
     into `pending_velocity` and calls `accumulate`; what it sends it clears in both (`clear`).
+
+    `factors` are small arrays that an algorithm keeps from one exchange to the next beside the residual: the factors of
+    a low rank, one array per matrix. A collective leaves their successors in `pending_factors`.
     """
 
     def __init__(self, length: int, momentum: float = 0.0, gain: float = 1.0, device: Any = None) -> None:
@@ -34,6 +37,9 @@ class Residual:
         self.pending: Any = _zeros(length, device)
         self.velocity: Any = _zeros(length if momentum else 0, device)
         self.pending_velocity: Any = _zeros(len(self.velocity), device)
+        self.factors: list[Any] = []
+        self.pending_factors: list[Any] = []
+        self._committed_factors: list[Any] = []
         self._committed: tuple[Any, Any] | None = None
         self._spare = True
 
@@ -46,6 +52,11 @@ class Residual:
     def committed(self) -> tuple[Any, Any]:
         """The residual and the velocity as the last step left them."""
         return self._committed or (self.current, self.velocity)
+
+    @property
+    def committed_factors(self) -> list[Any]:
+        """The factors as the last step left them."""
+        return self._committed_factors if self.is_tentative else self.factors
 
     @property
     def arriving(self) -> Any:
@@ -83,11 +94,12 @@ class Residual:
         """Make `pending` the residual that the next exchange adds. `discard` can still undo it."""
         arrived = self.pending, self.pending_velocity
         if self._committed is None:
-            self._committed = self.current, self.velocity
+            self._committed, self._committed_factors = (self.current, self.velocity), self.factors
             self._spare = False
         else:
             self.pending, self.pending_velocity = self.current, self.velocity
         self.current, self.velocity = arrived
+        self.factors = self.pending_factors
 
     def commit(self) -> None:
         """Make `current` final, after the optimizer's step."""
@@ -100,6 +112,7 @@ class Residual:
         if self._committed is not None:
             self.pending, self.pending_velocity = self.current, self.velocity
             self.current, self.velocity = self._committed
+            self.factors = self._committed_factors
             self._committed, self._spare = None, True
 
     def discard_range(self, start: int, stop: int) -> None:

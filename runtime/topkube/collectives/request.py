@@ -5,11 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from topkube.algorithms import DENSE_WIRE, DENSITY, SELECTION, WIRE
+from topkube.algorithms import DENSE_WIRE, DENSITY, MATRIX_RANK, SELECTION, WIRE
 from topkube.collectives.error_feedback import Residual
 from topkube.errors import ArgumentError
 
 OPS = ("mean", "sum")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A part of an array that is a matrix: `length` elements from `start` on, row by row. The last row may be shorter
+    than `columns`."""
+
+    start: int
+    length: int
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        return -(-self.length // self.columns)
 
 
 @dataclass(frozen=True)
@@ -18,8 +32,9 @@ class Request:
 
     `array` is reduced in place: a contiguous 1-D NumPy array, or a 1-D torch tensor on a device, of float32, bfloat16
     or float16. `op` is "mean" or "sum". `density`, `wire` (format of sparse values between nodes), `dense_wire` (format
-    of dense float32 values between nodes) and `selection` matter to algorithms that declare them. Raises ArgumentError
-    if one of them is not allowed.
+    of dense float32 values between nodes), `selection` and `matrix_rank` matter to algorithms that declare them.
+    `matrices` are the parts of the array that are matrices, if the algorithm reads `matrix_rank`; without them, it
+    takes the array for a matrix. Raises ArgumentError if one of them is not allowed.
     """
 
     array: Any
@@ -29,11 +44,13 @@ class Request:
     selection: str = "topk"
     residual: Residual | None = None
     dense_wire: str = "fp32"
+    matrix_rank: int = MATRIX_RANK.default
+    matrices: tuple[Matrix, ...] = ()
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
             raise ArgumentError(f"op is {self.op!r}", next_step=f"choose one of {', '.join(OPS)}")
-        for parameter in (DENSITY, WIRE, DENSE_WIRE, SELECTION):
+        for parameter in (DENSITY, WIRE, DENSE_WIRE, SELECTION, MATRIX_RANK):
             parameter.check(getattr(self, parameter.name))
 
     @property

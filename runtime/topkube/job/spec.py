@@ -16,20 +16,27 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 
 from topkube.algorithms import (
     AUTO,
+    CHOICES,
     DENSE_WIRE,
     DENSITY,
+    MATRIX_RANK,
     MOMENTUM_CORRECTION,
+    OUTER_LEARNING_RATE,
+    OUTER_MOMENTUM,
     PERIOD,
     SELECTION,
     WARMUP_STEPS,
     WIRE,
     AlgorithmParameter,
+    find,
 )
-from topkube.job.algorithm_name import EXPLAINED, AlgorithmName
+from topkube.errors import ArgumentError
+from topkube.job.algorithm_name import EXPLAINED, AlgorithmName, is_foreign
 from topkube.job.base.part import (
     INT32,
     AbsolutePath,
@@ -160,6 +167,18 @@ class Aggregation(Part):
     selection: Annotated[str, OneOf(SELECTION.choices)] = _parameter(SELECTION)
     momentum_correction: bool = _parameter(MOMENTUM_CORRECTION)
     period: int = _parameter(PERIOD)
+    outer_learning_rate: float = _parameter(OUTER_LEARNING_RATE)
+    outer_momentum: float = _parameter(OUTER_MOMENTUM)
+    matrix_rank: int = _parameter(MATRIX_RANK)
+
+    @model_validator(mode="after")
+    def _exchanges_seldom_enough(self) -> Aggregation:
+        if self.algorithm not in CHOICES and not is_foreign(self.algorithm):
+            try:
+                find(self.algorithm).check_period(self.period)
+            except ArgumentError as error:
+                raise ValueError(f"{error.what}; {error.next_step}") from None
+        return self
 
 
 class Cache(Part):

@@ -41,7 +41,9 @@ class DistributedOptimizer(OptimizerWrapper):
     "auto", "dense" or the name of an algorithm; `density` the share of a large tensor that is sent; `warmup_steps` the
     steps over which the density falls from 1 to `density`; `wire` "fp32", "bf16" or "fp16"; `selection` "topk" or
     "mstopk"; `momentum_correction` moves the momentum of SGD, Adam or AdamW before the selection (`momentum.py`), if
-    the exchange is sparse; `period` the steps from one exchange of the weights to the next (onebit, localsgd);
+    the exchange is sparse; `period` the steps from one exchange of the weights to the next (onebit, topk1bit,
+    localsgd, diloco); `outer_learning_rate` and `outer_momentum` those of the mean change of all nodes (diloco);
+    `matrix_rank` the rank of the approximation of each matrix (powersgd);
     `bucket_bytes` the most bytes of a fused bucket (by default chosen from the sizes of the tensors and the link);
     `dense_wire` "fp32", "bf16" or "fp16", the format of dense gradients between nodes. Arguments that are None come
     from the job's spec.aggregation (`Settings`). `world` holds the ranks that exchange: all ranks by default, or a
@@ -69,6 +71,9 @@ class DistributedOptimizer(OptimizerWrapper):
         momentum_correction: bool | None = None,
         period: int | None = None,
         dense_wire: str | None = None,
+        outer_learning_rate: float | None = None,
+        outer_momentum: float | None = None,
+        matrix_rank: int | None = None,
         bucket_bytes: int | None = None,
         settings: Settings | None = None,
         world: World | None = None,
@@ -92,6 +97,9 @@ class DistributedOptimizer(OptimizerWrapper):
             momentum_correction=momentum_correction,
             period=period,
             dense_wire=dense_wire,
+            outer_learning_rate=outer_learning_rate,
+            outer_momentum=outer_momentum,
+            matrix_rank=matrix_rank,
             bucket_bytes=bucket_bytes,
         )
         names = [(p.name, p.tensor) for p in named(optimizer, named_parameters, sharded=world is not None)]

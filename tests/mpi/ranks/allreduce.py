@@ -17,6 +17,7 @@ from topkube.algorithms import OWN, Family, find
 from topkube.collectives import Request, load, residual_length
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.overlapped import MOST_PIECE_BYTES, OverlappedAllReduce
+from topkube.collectives.request import Matrix
 from topkube.errors import ArgumentError
 from topkube.telemetry import phases
 from topkube.world import World
@@ -206,6 +207,71 @@ def case_signsgd_is_a_majority_vote(world: World) -> None:
         assert (x[:512] == 0).all()
 
 
+def case_powersgd_follows_its_definition(world: World) -> None:
+    """Against float64, with error feedback and warm start, for matrices that shards cut in the middle of rows. What all
+    ranks receive has the same bits."""
+    matrices = (Matrix(0, 40 * 31, 31), Matrix(40 * 31, 9 * 200, 200), Matrix(3040, 157, 10), Matrix(3197, 3, 1))
+    length, rank = 3200, 3
+    residual = Residual(residual_length(find("powersgd"), world, length))
+    errors = [np.zeros(length) for _ in world.node_ranks]
+    warm = [np.random.default_rng([n, m.columns, min(rank, m.columns, m.rows)]) for n, m in enumerate(matrices)]
+    rights = [r.random((m.columns, min(rank, m.columns, m.rows))) - 0.5 for r, m in zip(warm, matrices, strict=True)]
+    for step in range(5):
+        arrays = inputs(world, length, seed=80 + step)
+        x = arrays[world.rank].copy()
+        x[3197:] = 0  # a matrix without a gradient
+        request = Request(x, "mean", residual=residual, matrix_rank=rank, matrices=matrices)
+        assert world.agree(load(find("powersgd")).run(world, request))
+        residual.accept()
+        residual.commit()
+        wanted = np.zeros(length)
+        shares = [np.sum([arrays[rank] for rank in ranks], axis=0, dtype=np.float64) for ranks in world.node_ranks]
+        for share, error in zip(shares, errors, strict=True):
+            share[3197:] = 0
+            error += share / world.size
+        for number, matrix in enumerate(matrices[:3]):
+            place = slice(matrix.start, matrix.start + matrix.length)
+            padded = np.zeros(matrix.rows * matrix.columns)
+            padded[: matrix.length] = np.sum(errors, axis=0)[place]
+            whole = padded.reshape(matrix.rows, matrix.columns)
+            left = np.linalg.qr(whole @ rights[number]).Q
+            rights[number] = whole.T @ left
+            wanted[place] = (left @ rights[number].T).reshape(-1)[: matrix.length]
+        for error, ranks in zip(errors, world.node_ranks, strict=True):
+            error -= wanted * len(ranks) / world.size
+        scale = float(np.abs(wanted).max())
+        np.testing.assert_allclose(x, wanted, rtol=0, atol=1e-4 * scale)
+        assert len(set(world.comm.allgather(hash_of(x.tobytes())))) == 1
+        if world.local_rank < world.shards:
+            first, last = (length * (world.local_rank + i) // world.shards for i in range(2))
+            np.testing.assert_allclose(residual.current, errors[world.node][first:last], rtol=0, atol=2e-4 * scale)
+
+
+def case_powersgd_is_exact_for_low_ranks(world: World) -> None:
+    """A matrix of rank 2 is sent exactly by rank 2, whatever the first factors are, and nothing is owed."""
+    generator = np.random.default_rng(5)
+    common = generator.standard_normal((2, 50))
+    matrix = (np.random.default_rng([6, world.rank]).standard_normal((60, 2)) @ common).astype(np.float32)
+    total = np.sum(world.comm.allgather(matrix), axis=0, dtype=np.float64)
+    x = matrix.reshape(-1).copy()
+    residual = Residual(residual_length(find("powersgd"), world, x.size))
+    load(find("powersgd")).run(
+        world, Request(x, "sum", residual=residual, matrix_rank=2, matrices=(Matrix(0, 3000, 50),))
+    )
+    np.testing.assert_allclose(x.reshape(60, 50), total, rtol=0, atol=1e-4 * np.abs(total).max())
+    owed = world.comm.allreduce(float(residual.pending.astype(np.float64).sum()))
+    assert abs(owed) < 1e-3 * np.abs(total).sum()
+
+
+def case_powersgd_sends_two_factors(world: World) -> None:
+    x = inputs(world, 512 * 512, seed=90)[world.rank]
+    phases.current.take()
+    load(find("powersgd")).run(world, Request(x, "mean", matrix_rank=4, matrices=(Matrix(0, 512 * 512, 512),)))
+    sent = float(world.sum_small(np.array([phases.current.take().inter_bytes], np.float64))[0]) / world.nodes
+    bound = 2 * (world.nodes - 1) / world.nodes * 4 * (512 + 512) * 4
+    assert abs(sent - bound) <= 64 * world.size
+
+
 class Simulation:
     """HiTopKComm as algorithms.md has it, in NumPy on one process."""
 
@@ -257,7 +323,7 @@ def case_nothing_is_lost(world: World) -> None:
                     kept[length * local // world.shards : length * (local + 1) // world.shards] += current
             worst = float(np.abs(received + kept - given).max())
             assert worst <= 1e-4 * np.abs(given).max(), f"{name} {wire}: {worst} lost"
-            is_exact = (name, wire) == ("localsgd", "fp32")
+            is_exact = name in ("localsgd", "diloco") and wire == "fp32"
             assert bool(np.abs(kept).max()) != is_exact, f"{name}: no residual was kept, or something of exact values"
 
 

@@ -188,6 +188,10 @@ def test_what_is_cached_in_memory_counts_against_the_workers_limit() -> None:
         (job(spread="node"), ["spec.spread: 'node' is not one of Node, None; did you mean Node?"]),
         (job(mpiImplementation="Intel"), ["spec.mpiImplementation: 'Intel' is not one of MPICH, OpenMPI"]),
         (job(aggregation={"density": 0}), ["spec.aggregation.density: 0 is not a number above 0 and at most 1"]),
+        (
+            job(aggregation={"algorithm": "diloco"}),
+            ["spec.aggregation: the period of diloco is 1, but it must be at least 2; set a period, such as 32"],
+        ),
         (job(aggregation={"density": 1.01}), ["spec.aggregation.density: 1.01 is not a number above 0"]),
         (job(aggregation={"density": float("nan")}), ["spec.aggregation.density: nan is not a number above 0"]),
         (

@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topkube.collectives.codecs import Codec, Rounded, Signs
+from topkube.collectives.top_signs import TopSigns
 from topkube.training.node_weights.two_stage import TwoStage
 
 BLOCK = 256
 
 
 def codec_of(kind: str, places: list[slice], length: int) -> Codec:
-    return Signs(places) if kind == "signs" else Rounded(length, kind)
+    kinds = {"signs": Signs, "top signs": TopSigns}
+    return kinds[kind](places) if kind in kinds else Rounded(length, kind)
 
 
 def exchange(stages: list[TwoStage], changes: list[Any], weights: list[float]) -> list[Any]:
@@ -60,7 +62,7 @@ def values(rng: Any, length: int, places: list[slice]) -> Any:
 
 
 @settings(deadline=None)
-@given(layouts(), st.integers(2, 12), st.integers(0, 2**32), st.sampled_from(["signs", "bf16", "fp32"]))
+@given(layouts(), st.integers(2, 12), st.integers(0, 2**32), st.sampled_from(["signs", "top signs", "bf16", "fp32"]))
 def test_nothing_is_lost(layout: tuple[int, list[slice]], nodes: int, seed: int, kind: str) -> None:
     """The mean of all changes is what x moved, what nodes have left, and what owners owe, over several exchanges."""
     length, places = layout

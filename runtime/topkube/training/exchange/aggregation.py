@@ -5,9 +5,34 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from topkube.algorithms import CHOICES, DENSE, DENSE_WIRE, DENSITY, PERIOD, SELECTION, WARMUP_STEPS, WIRE, find
+from topkube.algorithms import (
+    CHOICES,
+    DENSE,
+    DENSE_WIRE,
+    DENSITY,
+    MATRIX_RANK,
+    OUTER_LEARNING_RATE,
+    OUTER_MOMENTUM,
+    PERIOD,
+    SELECTION,
+    WARMUP_STEPS,
+    WIRE,
+    find,
+)
 from topkube.errors import ArgumentError
 from topkube.settings import Settings
+
+_CHECKED = (
+    DENSITY,
+    WIRE,
+    DENSE_WIRE,
+    SELECTION,
+    WARMUP_STEPS,
+    PERIOD,
+    OUTER_LEARNING_RATE,
+    OUTER_MOMENTUM,
+    MATRIX_RANK,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +49,9 @@ class AggregationSettings:
     """The most bytes of a bucket; None: chosen from the sizes of the tensors."""
     period: int = 1
     dense_wire: str = "fp32"
+    outer_learning_rate: float = OUTER_LEARNING_RATE.default
+    outer_momentum: float = OUTER_MOMENTUM.default
+    matrix_rank: int = MATRIX_RANK.default
 
     @classmethod
     def of(cls, settings: Settings, **arguments: object) -> AggregationSettings:
@@ -37,8 +65,8 @@ class AggregationSettings:
 
     def __post_init__(self) -> None:
         if self.algorithm not in CHOICES:
-            find(self.algorithm)
-        for parameter in (DENSITY, WIRE, DENSE_WIRE, SELECTION, WARMUP_STEPS, PERIOD):
+            find(self.algorithm).check_period(self.period)
+        for parameter in _CHECKED:
             parameter.check(getattr(self, parameter.name))
         if self.dense_wire != DENSE_WIRE.default and not self._reads_dense_wire:
             raise ArgumentError(

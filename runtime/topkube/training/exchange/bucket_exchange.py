@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from topkube import algorithms
-from topkube.algorithms import DENSE
+from topkube.algorithms import DENSE, MATRIX_RANK
 from topkube.arrays import flat_view
 from topkube.collectives import AllReduce, Request, load
 from topkube.collectives.dense import Hierarchical
@@ -151,6 +151,8 @@ class BucketExchange:
             self.aggregation.selection,
             self.residuals.of(bucket, loss_scale) if algorithm.residual is not None else None,
             "fp32" if bucket.small else self.aggregation.dense_wire,
+            self.aggregation.matrix_rank,
+            bucket.matrices if MATRIX_RANK in algorithm.parameters else (),
         )
 
     def _frozen_aside(self, bucket: Bucket, residual: Residual | None) -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from topkube.collectives.error_feedback import Residual
+from topkube.collectives.request import Matrix
 
 BUCKET_BYTES = 25 * 2**20
 """The largest size that is chosen: larger buckets hide no more latency."""
@@ -160,6 +161,14 @@ class Bucket:
     def append(self, parameter: Parameter) -> None:
         self.parameters.append(parameter)
         self.starts.append(self.starts[-1] + parameter.length)
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The parameters as matrices: one row per element of their first dimension."""
+        return tuple(
+            Matrix(start, parameter.length, parameter.length // real_view(parameter.tensor.detach()).shape[0])
+            for parameter, start in zip(self.parameters, self.starts, strict=False)
+        )
 
     @cached_property
     def parts(self) -> list[Bucket]:

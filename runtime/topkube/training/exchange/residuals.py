@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from topkube.algorithms import Algorithm
@@ -31,8 +32,8 @@ Momentum = Callable[[], tuple[float, float]]
 
 class Residuals:
     """This rank's residuals under one algorithm. The velocity of a parameter, with momentum correction, is saved
-    under the name "NAME velocity". If buckets are reduced on a `device` (collectives/device/), residuals are on that
-    device."""
+    under the name "NAME velocity", and the factor of a low rank under "NAME factor". If buckets are reduced on a
+    `device` (collectives/device/), residuals are on that device."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Residuals:
                         if low < high:
                             target = array[at + low - begin : at + high - begin]
                             target += values[low - first : high - first].to(target.device)
+            bucket.residual.factors = [self._loaded_factor(parameter) for parameter in bucket.parameters]
             self._buckets.append(bucket)
         if bucket.residual.momentum:
             bucket.residual.momentum, bucket.residual.gain = self._momentum()  # schedules may change it
@@ -67,6 +69,12 @@ class Residuals:
         bucket.residual.rescale(loss_scale)
         self._used[id(bucket)] = bucket
         return bucket.residual
+
+    def _loaded_factor(self, parameter: Parameter) -> Any:
+        """Return the factor of a low rank that was loaded for a parameter. Of factors that several nodes saved, the
+        first is as good as any: they are equal but for their scale."""
+        entries = self._loaded.pop(f"{parameter.name} factor", [])
+        return entries[0][1].numpy() if entries else np.empty(0, np.float32)
 
     def accept(self) -> None:
         """Keep what the exchange did not send, to add it to the next exchange: all ranks agree that it was finite."""
@@ -149,6 +157,9 @@ class Residuals:
                     values = array[at : at + end - begin].to("cpu", copy=True)
                     values /= bucket.residual.loss_scale
                     pieces.setdefault(key, []).append((begin, values))
+            for parameter, factor in zip(bucket.parameters, bucket.residual.committed_factors, strict=False):
+                if factor.size:
+                    pieces[f"{parameter.name} factor"] = [(0, torch.from_numpy(factor.reshape(-1).copy()))]
         return pieces
 
     def load(self, pieces: Mapping[str, Iterable[tuple[int, torch.Tensor]]]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from topkube.algorithms import Algorithm, Route
+from topkube.algorithms import Route, find
 from topkube.arrays import Array
 from topkube.collectives.all_reduce import between_nodes, load
 from topkube.collectives.call import Call, workspace
@@ -26,9 +26,11 @@ from topkube.collectives.codecs import Codec, CodecAllReduce
 from topkube.collectives.exchange import Exchange, Exchanges, all_to_all_rows
 from topkube.collectives.request import Request
 from topkube.telemetry import phases
+from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Parameter
 from topkube.training.node_weights.guard import Squares
 from topkube.training.node_weights.layout import Chunk, chunks_of
+from topkube.training.node_weights.outer_momentum import OuterMomentum
 from topkube.training.node_weights.two_stage import TwoStage
 from topkube.world import World
 
@@ -38,8 +40,8 @@ class WeightExchange:
     `capture` or `place`. All methods but `capture` are collectives of all ranks, or of the ranks of a node, and run in
     the communication thread."""
 
-    def __init__(self, world: World, parameters: Sequence[Parameter], algorithm: Algorithm, wire: str) -> None:
-        self.world, self.algorithm, self._wire = world, algorithm, wire
+    def __init__(self, world: World, parameters: Sequence[Parameter], aggregation: AggregationSettings) -> None:
+        self.world, self.algorithm, self._wire = world, find(aggregation.algorithm), aggregation.wire
         self.chunks = chunks_of(parameters, world)
         self.agreed: list[Array] = []
         self.weights = [len(ranks) / world.size for ranks in world.node_ranks]
@@ -47,6 +49,10 @@ class WeightExchange:
         self._codecs = [self._codec(chunk, [p.place for p in chunk.pieces], chunk.shard) for chunk in self.chunks]
         self.stages: list[TwoStage | None] = [self._two_stage(chunk) for chunk in self.chunks]
         """The two stages of each chunk; None if the chunk is exchanged in one stage."""
+        self.outer: OuterMomentum | None = None
+        """The momentum of the mean change of all nodes, if the algorithm has an outer step."""
+        if self.algorithm.has_outer_step:
+            self.outer = OuterMomentum(self.chunks, aggregation.outer_learning_rate, aggregation.outer_momentum)
 
     def _codec(self, chunk: Chunk, places: list[slice], length: int) -> Codec:
         implementation = load(self.algorithm)
@@ -70,6 +76,8 @@ class WeightExchange:
         for stage in self.stages:
             if stage is not None:
                 stage.owed[:] = 0
+        if self.outer is not None:
+            self.outer.reset()
 
     def sum_over_nodes(self, shard: Array) -> None:
         """Replace `shard`, this rank's shard of a chunk in float32, by the sum over all nodes. A collective of all
@@ -91,7 +99,7 @@ class WeightExchange:
             if squares is not None:
                 squares.change += Squares.of(own)
             if self.world.cross_comm is not None:
-                self._exchange(call, chunk, own, agreed)
+                self._exchange_and_step(call, chunk, own, agreed)
             if squares is not None:
                 squares.left += Squares.of(own)
                 squares.agreed += Squares.of(agreed)
@@ -120,6 +128,17 @@ class WeightExchange:
         call = Call(self.world, f"{self.algorithm.name} weights {chunk.number}", Request(staging, "sum"))
         call.same_between_nodes()
         return call
+
+    def _exchange_and_step(self, call: Call, chunk: Chunk, own: Array, agreed: Array) -> None:
+        """Exchange `own`, and let `agreed` make the outer step, if there is one."""
+        if self.outer is None:
+            self._exchange(call, chunk, own, agreed)
+            return
+        change = workspace(self.world, "mean change of weights", chunk.shard, np.float32)
+        change[:] = 0
+        self._exchange(call, chunk, own, change)
+        self.outer.step(chunk, change)
+        agreed += change
 
     def _exchange(self, call: Call, chunk: Chunk, own: Array, agreed: Array) -> None:
         """Send `own`, the change of this shard, and leave in it what was not sent. Add the mean change of all nodes to

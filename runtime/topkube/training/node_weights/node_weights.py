@@ -22,6 +22,7 @@ from topkube.training.exchange.weights_check import WeightsCheck
 from topkube.training.node_weights.exchange import WeightExchange
 from topkube.training.node_weights.guard import Guard, Squares, say
 from topkube.training.node_weights.layout import Chunk, Piece
+from topkube.training.node_weights.outer_momentum import KEY
 from topkube.training.node_weights.second_moment import SecondMoment
 from topkube.training.node_weights.two_stage import TwoStage
 from topkube.training.ranks.agreement import Agreement, agreement, differing_ranks, digest, names_of
@@ -63,7 +64,7 @@ class NodeWeights:
         algorithm = find(aggregation.algorithm)
         check_parameters(parameters, algorithm.name)
         self.world, self.node_world = world, world_of_node(world)
-        self.exchange = WeightExchange(world, parameters, algorithm, aggregation.wire)
+        self.exchange = WeightExchange(world, parameters, aggregation)
         self._parameters, self._optimizer = parameters, optimizer
         self.guard = Guard(aggregation.period, algorithm.name)
         self._second_moment = (
@@ -210,6 +211,9 @@ class NodeWeights:
             for piece in chunk.pieces:
                 own = piece.of(piece.parameter.tensor).numpy()
                 pieces[piece.parameter.name] = _difference(piece, own, agreed[piece.place])
+                if self.exchange.outer is not None:
+                    name, entries = self.exchange.outer.save(chunk, piece)
+                    pieces[name] = entries
                 for key, values in self._state_of(piece.parameter):
                     pieces[f"{piece.parameter.name} {key}"] = [(piece.begin, piece.of(values).clone())]
             if (stage := self.exchange.stages[chunk.number]) is not None:
@@ -259,6 +263,7 @@ class NodeWeights:
                 else:
                     _add(shard[piece.place], piece, entries)
             own.append(shard)
+            self._restore_outer(state, chunk)
         self.exchange.place(own)
         self._restore_optimizer(pieces, float(state.get("mass", 1.0)))
 
@@ -275,6 +280,17 @@ class NodeWeights:
             stage.owed[:] = owed[stage.segment]
         else:
             own += owed
+
+    def _restore_outer(self, state: Mapping[str, Any], chunk: Chunk) -> None:
+        """Restore the outer momentum of a chunk. In another world, the nodes add up their weighted parts: the sum has
+        the same bits on all nodes."""
+        if self.exchange.outer is None:
+            return
+        values = self.exchange.outer.values[chunk.number]
+        for piece in chunk.pieces:
+            _add(values[piece.place], piece, state["pieces"].get(f"{piece.parameter.name} {KEY}", []))
+        if "mass" in state:
+            self.exchange.sum_over_nodes(values)
 
     def _restore_optimizer(self, pieces: Mapping[str, Any], mass: float) -> None:
         keys = sorted({key for p in self._parameters for key, _ in self._state_of(p)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,8 @@ class Definition:
         self.x = [p.detach().double() for p in model.parameters()]
         self.owed = [torch.zeros_like(p) for p in self.x]
         """What the owners of segments have not sent."""
+        self.outer = [torch.zeros_like(p) for p in self.x]
+        """The outer momentum (diloco)."""
         self.own = [[p.clone().requires_grad_() for p in self.x] for _ in world.node_ranks]
         self.optimizers = [make(parameters) for parameters in self.own]
         generator = torch.Generator().manual_seed(0)
@@ -121,7 +124,7 @@ class Definition:
             self.exchange()
 
     def ratios(self, rows: list[list[torch.Tensor]], step: int) -> list[list[float]]:
-        if self.algorithm.name == "localsgd":  # plain local steps
+        if self.algorithm.name in ("localsgd", "diloco"):  # plain local steps
             return [[1.0] * len(self.x) for _ in rows]
         result: list[list[float]] = [[] for _ in rows]
         for index, entries in enumerate(self.entries):
@@ -155,20 +158,40 @@ class Definition:
 
     @property
     def has_two_stages(self) -> bool:
-        return self.world.nodes >= {"onebit": 8, "localsgd": 3}[self.algorithm.name]
+        return self.world.nodes >= {"onebit": 8, "topk1bit": 8, "localsgd": 3, "diloco": 3}[self.algorithm.name]
+
+    def parts(self, index: int) -> list[slice]:
+        """The parts of a flattened large tensor in the shards of ranks. Tensors begin at multiples of 256."""
+        starts, end = [], 0
+        for x in self.x:
+            starts.append(end)
+            end += 0 if is_small(x) else -(-x.numel() // 256) * 256
+        shards = self.world.shards
+        unit = -(-end // (256 * shards)) * 256
+        cuts = [unit * shard - starts[index] for shard in range(shards + 1)]
+        length = self.x[index].numel()
+        bounds = [min(max(cut, 0), length) for cut in cuts]
+        return [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
+
+    def compress(self, index: int, change: torch.Tensor) -> torch.Tensor:
+        """What is sent of a change of tensor `index`."""
+        if is_small(change) or self.algorithm.name in ("localsgd", "diloco"):
+            return change.float().bfloat16().double()
+        return signs(change) if self.algorithm.name == "onebit" else top_signs(change, self.parts(index))
 
     @torch.no_grad()
     def exchange(self) -> None:
         for index, x in enumerate(self.x):
-            is_rounded = x.ndim <= 1 or x.numel() < 1024 or self.algorithm.name == "localsgd"
             changes = [own[index] - x for own in self.own]
-            compress = (lambda change: change.float().bfloat16().double()) if is_rounded else signs
-            sent = [compress(change) for change in changes]
+            sent = [self.compress(index, change) for change in changes]
             mean = sum(part * share for part, share in zip(sent, self.shares, strict=True))
             if self.has_two_stages:
                 total = self.owed[index] + mean
-                mean = compress(total)
+                mean = self.compress(index, total)
                 self.owed[index].copy_(total - mean)
+            if self.algorithm.name == "diloco":
+                self.outer[index].mul_(0.9).add_(mean)
+                mean = 0.7 * (mean + 0.9 * self.outer[index])
             x += mean
             for own, change, part in zip(self.own, changes, sent, strict=True):
                 own[index].copy_(x + (change - part))
@@ -188,6 +211,21 @@ def signs(change: torch.Tensor) -> torch.Tensor:
         for block in flat.split(BLOCK)
     ]
     return torch.cat(blocks).view_as(change)
+
+
+def top_signs(change: torch.Tensor, parts: list[slice]) -> torch.Tensor:
+    """The signs of the largest tenth of each part, and their mean magnitude."""
+    flat, sent = change.reshape(-1), torch.zeros_like(change).reshape(-1)
+    for part in parts:
+        values = flat[part]
+        count = -(-len(values) // 10)
+        largest = torch.sort(torch.sort(values.abs(), descending=True, stable=True).indices[:count]).values
+        sent[part.start + largest] = signs(values[largest])
+    return sent.view_as(change)
+
+
+def is_small(x: torch.Tensor) -> bool:
+    return x.ndim <= 1 or x.numel() < 1024
 
 
 def assert_follows(weights: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
@@ -249,10 +287,35 @@ def case_a_period_of_four_follows_the_definition(world: World) -> None:
     follow(world, adamw, 4)
 
 
+def case_topk1bit_follows_its_definition(world: World) -> None:
+    follow(world, sgd, 1, steps=6, algorithm="topk1bit")
+    follow(world, adamw, 2, steps=6, algorithm="topk1bit")
+
+
 def case_localsgd_follows_its_definition(world: World) -> None:
     """Weights are averaged every few steps, in bf16, and Adam's moments stay those of the node."""
     follow(world, sgd, 4, steps=9, algorithm="localsgd")
     follow(world, adamw, 2, steps=5, algorithm="localsgd")
+
+
+def case_diloco_follows_its_definition(world: World) -> None:
+    """Nesterov momentum of the mean change; in two stages from three nodes on."""
+    follow(world, sgd, 2, steps=7, algorithm="diloco")
+    follow(world, adamw, 3, steps=7, algorithm="diloco")
+
+
+def case_diloco_without_momentum_is_localsgd(world: World) -> None:
+    results = []
+    for options in (
+        {"aggregation": "localsgd"},
+        {"aggregation": "diloco", "outer_learning_rate": 1.0, "outer_momentum": 0.0},
+    ):
+        model = network()
+        optimizer = onebit(model, adamw, period=2, **options)
+        train(world, model, optimizer, range(5))
+        results.append([tensor.numpy().tobytes() for tensor in [*weights(model), *agreed(optimizer, model)]])
+        optimizer.unwrap()
+    assert results[0] == results[1]
 
 
 # ---- what must hold around the step
@@ -484,6 +547,8 @@ def case_what_does_not_work_is_refused(world: World) -> None:
             onebit(model, wrap)
     with pytest.raises(ArgumentError, match="momentum correction does not work with onebit"):
         onebit(model, momentum_correction=True)
+    with pytest.raises(ArgumentError, match="the period of diloco is 1, but it must be at least 2"):
+        onebit(model, aggregation="diloco")
     with pytest.raises(ArgumentError, match="period is 0"):
         onebit(model, period=0)
     with pytest.raises(ArgumentError, match=r"has dtype torch\.bfloat16"):

@@ -13,7 +13,7 @@ from torch import nn
 
 import topkube
 from ranks.training.checkpoints import shared_directory
-from ranks.training.onebit import adamw, agreed, batch, onebit, owed, owed_by_owners, train
+from ranks.training.onebit import adamw, agreed, batch, onebit, owed, owed_by_owners, summed, train
 from ranks.training.scene import loss_of, network, same_on_all_ranks, weights
 from topkube.errors import CheckpointError, TrainingError
 from topkube.settings import Settings
@@ -49,6 +49,14 @@ def case_a_resumed_run_has_the_same_bits_as_an_uninterrupted_run(world: World) -
             run_to(world, f"{directory}/parts", 18, period=period)
             parts = state_of(*run_to(world, f"{directory}/parts", 23, period=period))
             assert whole == parts
+
+
+def case_a_resumed_run_of_diloco_goes_on_bit_for_bit(world: World) -> None:
+    """The outer momentum is in the checkpoint; step 5 lies between two exchanges."""
+    with shared_directory(world) as directory:
+        whole = state_of(*run_to(world, f"{directory}/whole", 9, **DILOCO))
+        run_to(world, f"{directory}/parts", 5, **DILOCO)
+        assert state_of(*run_to(world, f"{directory}/parts", 9, **DILOCO)) == whole
 
 
 def case_a_checkpoint_holds_the_agreed_weights(world: World) -> None:
@@ -108,6 +116,16 @@ def case_another_algorithm_does_not_take_the_state(world: World) -> None:
 
 # ---- another world: started by name, with the directory
 
+DILOCO = {"aggregation": "diloco", "period": 2}
+
+
+def outer_momentum(world: World, model: nn.Module, optimizer: topkube.DistributedOptimizer) -> list[torch.Tensor]:
+    """The outer momentum that all nodes have."""
+    saved = optimizer.state_dict()["topkube"]["residuals"]
+    pieces = {name: saved["pieces"].get(f"{name} outer_momentum", []) for name, _ in model.named_parameters()}
+    optimizer.unwrap()
+    return [torch.from_numpy(total) for total in summed(world, pieces, model, saved["weight"])]
+
 
 def leave(world: World, directory: str) -> None:
     """Write a checkpoint, and beside it the agreed weights and what the nodes have not sent."""
@@ -117,7 +135,9 @@ def leave(world: World, directory: str) -> None:
         torch.from_numpy(world.comm.allreduce(optimizer.state[p]["exp_avg_sq"].double().numpy()) / world.size)
         for p in model.parameters()
     ]
+    saved_momentum = outer_momentum(world, *run_to(world, f"{directory}/diloco", 6, **DILOCO))
     if world.rank == 0:
+        torch.save(saved_momentum, f"{directory}/momentum.pt")
         state = {"x": x, "owed": [torch.from_numpy(rest) for rest in left], "second": second}
         torch.save(state | {"two_stage": world.nodes >= 8}, f"{directory}/left.pt")
 
@@ -145,3 +165,18 @@ def take_up(world: World, directory: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert same_on_all_ranks(agreed(optimizer, model))
+    take_up_outer_momentum(world, directory)
+
+
+def take_up_outer_momentum(world: World, directory: str) -> None:
+    """The momentum of the mean change stays the same, on all nodes."""
+    if world.nodes == 1:
+        return  # without other nodes there is no outer step
+    wanted = torch.load(f"{directory}/momentum.pt", weights_only=True)
+    model, optimizer = run_to(world, f"{directory}/diloco", 6, **DILOCO)
+    for mine, before in zip(outer_momentum(world, model, optimizer), wanted, strict=True):
+        torch.testing.assert_close(mine, before, rtol=1e-5, atol=1e-9)
+        assert before.any()
+    model, optimizer = run_to(world, f"{directory}/diloco", 10, **DILOCO)
+    assert same_on_all_ranks(agreed(optimizer, model))
+    optimizer.unwrap()
