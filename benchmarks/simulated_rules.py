@@ -12,6 +12,7 @@ import torch
 
 from topkube import kernels
 from topkube.collectives.sparse import selected_count
+from topkube.collectives.top_signs import TOP_SHARE, TopSigns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Bucket, Parameter, plan
 
@@ -336,6 +337,35 @@ class TopKWeights(WeightFeedback):
         return 4.0 * min(selected_count(elements, self.options.density), elements)
 
 
+class TopSignWeights(WeightFeedback):
+    """The signs of the largest tenth, a bf16 scale per 256 of them, error feedback in the weights (topk1bit)."""
+
+    has_period = True
+
+    def compress_one(self, drift: torch.Tensor) -> torch.Tensor:
+        indices = torch.topk(drift.abs(), selected_count(drift.numel(), TOP_SHARE)).indices.sort().values
+        return torch.zeros_like(drift).index_copy_(0, indices, signs(drift[indices]))
+
+    def payload_bytes(self, elements: int) -> float:
+        return float(TopSigns([slice(0, elements)]).row_bytes)
+
+
+class DiLoCo(LocalAveraging):
+    """Local averaging in bf16 with Nesterov momentum of the mean change (Douillard et al., 2023)."""
+
+    LEARNING_RATE: ClassVar[float] = 0.7
+    MOMENTUM: ClassVar[float] = 0.9
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        self._momentum = [torch.zeros_like(weight) for weight in self.weights]
+
+    def mean_of(self, index: int, sent: list[torch.Tensor]) -> torch.Tensor:
+        change, momentum = super().mean_of(index, sent), self._momentum[index]
+        momentum.mul_(self.MOMENTUM).add_(change)
+        return self.LEARNING_RATE * (change + self.MOMENTUM * momentum)
+
+
 class SignResidual(SimulatedHiTopK):
     """One bit per element with the residual beside the gradient: the control of sign-weights."""
 
@@ -383,7 +413,8 @@ class PowerSGD(Rule):
         rank = min(self.RANK, rows, columns)
         q = self._factors.get(index)
         if q is None:
-            q = torch.randn(columns, rank, generator=torch.Generator().manual_seed(index))
+            start = np.random.default_rng([columns, rank]).random((columns, rank)) - 0.5
+            q = torch.from_numpy(start.astype(np.float32))
         p = torch.linalg.qr(sum(m @ q for m in matrices) / count).Q
         q = sum(m.T @ p for m in matrices) / count
         self._factors[index] = q
@@ -412,6 +443,8 @@ RULES: dict[str, type[Rule]] = {
     "sign-weights": SignWeights,
     "sign-weights-two-stage": SignWeightsTwoStage,
     "topk-weights": TopKWeights,
+    "topk1bit": TopSignWeights,
+    "diloco": DiLoCo,
     "sign-residual": SignResidual,
 }
 """The rules by name."""

@@ -71,8 +71,9 @@ class Algorithm:
     `corrects_second_moment` is True if Adam's second moment is corrected for the noise of one node's gradient.
     `has_outer_step` is True if the mean change of all nodes has a momentum of its own, and `least_period` is the
     smallest period that makes sense.
-    `implementation` is the import path "module:Class" of a subclass of `topkube.collectives.AllReduce` (with
-    `in_weights`: of `topkube.collectives.codecs.CodecAllReduce`), which is loaded when the algorithm first runs.
+    `implementation` is the import path "module:Class" of a subclass of `topkube.collectives.AllReduce`, which is loaded
+    when the algorithm first runs. With `in_weights`, it is a subclass of
+    `topkube.collectives.codec_all_reduce.CodecAllReduce`.
 
     Raises ArgumentError if the name or the import path is malformed, or a parameter is unknown.
     """

@@ -183,7 +183,7 @@ ONEBIT = Algorithm(
     in_weights=True,
     two_stage_from=_TWO_STAGE_FROM,
     corrects_second_moment=True,
-    implementation="topkube.collectives.codecs:OneBit",
+    implementation="topkube.collectives.codec_all_reduce:OneBit",
 )
 TOPK1BIT = Algorithm(
     name="topk1bit",
@@ -198,7 +198,7 @@ TOPK1BIT = Algorithm(
     in_weights=True,
     two_stage_from=_TWO_STAGE_FROM,
     corrects_second_moment=True,
-    implementation="topkube.collectives.top_signs:TopKOneBit",
+    implementation="topkube.collectives.codec_all_reduce:TopKOneBit",
 )
 SIGNSGD = Algorithm(
     name="signsgd",
@@ -207,7 +207,7 @@ SIGNSGD = Algorithm(
     sends="one bit per element, and the mean magnitude of each block of 256",
     route=Route.ALL_GATHER,
     traffic=_signsgd,
-    implementation="topkube.collectives.codecs:SignSgd",
+    implementation="topkube.collectives.codec_all_reduce:SignSgd",
 )
 POWERSGD = Algorithm(
     name="powersgd",
@@ -231,7 +231,7 @@ LOCALSGD = Algorithm(
     parameters=(parameters.PERIOD, parameters.WIRE),
     in_weights=True,
     two_stage_from=_AVERAGE_IN_TWO_STAGES_FROM,
-    implementation="topkube.collectives.codecs:LocalSgd",
+    implementation="topkube.collectives.codec_all_reduce:LocalSgd",
 )
 DILOCO = Algorithm(
     name="diloco",
@@ -246,7 +246,7 @@ DILOCO = Algorithm(
     two_stage_from=_AVERAGE_IN_TWO_STAGES_FROM,
     has_outer_step=True,
     least_period=2,
-    implementation="topkube.collectives.codecs:LocalSgd",
+    implementation="topkube.collectives.codec_all_reduce:LocalSgd",
 )
 
 OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, NAIVE, ONEBIT, TOPK1BIT, SIGNSGD, POWERSGD, LOCALSGD, DILOCO)

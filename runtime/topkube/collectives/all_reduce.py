@@ -74,20 +74,22 @@ class ShardAllReduce(AllReduce):
         first, last = own_shard(world, request.length)
         shard = Shard(world, request, request.array[first:last], world.calls, partial(_scratch, world))
         if world.cross_comm is not None:
-            with phases.current.timed("select"):
-                packed = self.pack(shard)
-            call.same_between_nodes()
-            if world.nodes > 1:
-                exchange, sent = between_nodes(self.algorithm.route, world.cross_comm, packed)
-                exchanges = Exchanges()
-                exchanges.start(0, exchange)
-                exchanges.finish(0, call)
-                phases.current.sent(inter=sent)
-            if last > first:
-                with phases.current.timed("select"):
-                    self.unpack(shard, packed)
+            self.exchange(call, shard)
         call.all_gather(request.array)
         return finite and all(map(bool, shard.finite))
+
+    def exchange(self, call: Call, shard: Shard) -> None:
+        """Exchange the shard with those of equal local rank on other nodes."""
+        world = shard.world
+        with phases.current.timed("select"):
+            packed = self.pack(shard)
+        call.same_between_nodes()
+        if world.nodes > 1:
+            exchange, sent = between_nodes(self.algorithm.route, world.cross_comm, packed)
+            finish_exchange(call, exchange, sent)
+        if len(shard.values):
+            with phases.current.timed("select"):
+                self.unpack(shard, packed)
 
 
 def between_nodes(route: Route, comm: Any, payload: Any) -> tuple[Exchange, int]:
@@ -97,6 +99,14 @@ def between_nodes(route: Route, comm: Any, payload: Any) -> tuple[Exchange, int]
     room = np.empty(all_reduce_buffer_length(payload.size, comm.size), payload.dtype)
     reduce = ring_all_reduce if comm.size > PAIRWISE_LIMIT else pairwise_all_reduce
     return reduce(comm, payload, room, 0, _ignore), 2 * (comm.size - 1) * payload.nbytes // comm.size
+
+
+def finish_exchange(call: Call, exchange: Exchange, sent: int) -> None:
+    """Return when an exchange, in which this rank sends `sent` bytes, is complete."""
+    exchanges = Exchanges()
+    exchanges.start(0, exchange)
+    exchanges.finish(0, call)
+    phases.current.sent(inter=sent)
 
 
 def count_dense(world: World, nbytes: int) -> None:

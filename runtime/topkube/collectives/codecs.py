@@ -1,22 +1,18 @@
 """Codecs turn float32 values into rows of bytes for other nodes, and leave in the values what the bytes do not contain.
 
 `Signs` keeps one bit per element with a scale per block, `Rounded` rounds every value; top_signs.py has a codec that
-sends some elements only. A `CodecAllReduce` is an algorithm whose nodes send all other nodes a row. Training with error
-feedback in the weights (training/node_weights/) uses the codecs of such an algorithm for the changes of the weights.
+sends some elements only. The algorithms in codec_all_reduce.py send such rows.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from topkube import kernels
 from topkube.arrays import BFLOAT16, Array
-from topkube.collectives.all_reduce import ShardAllReduce
-from topkube.collectives.shard import Shard
 
 _ALIGNMENT = 8
 _DTYPES = {"fp32": np.dtype(np.float32), "bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
@@ -90,90 +86,20 @@ class Rounded(Codec):
         return values
 
 
-class CodecAllReduce(ShardAllReduce):
-    """An algorithm whose nodes send a row each to all other nodes."""
-
-    @abstractmethod
-    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
-        """Return the codec for `length` values, of which those in `places` belong to one tensor each. `small` is True
-        if the tensors are small (biases, norms)."""
-
-    def pack(self, shard: Shard) -> Any:
-        wire = shard.request.wire
-        rows = shard.rows(max(self.codec([slice(0, n)], n, wire).row_bytes for n in shard.lengths))
-        total = shard.accumulate()
-        codec = self.codec([slice(0, len(total))], len(total), wire)
-        shard.finite.append(codec.pack(total, rows[shard.world.node]))
-        return rows
-
-    def unpack(self, shard: Shard, received: Any) -> None:
-        length, is_wide = len(shard.values), shard.request.dtype == "float32"
-        total = shard.values if is_wide else shard.scratch("float32 values", length, "float32")
-        total[:] = 0
-        codec = self.codec([slice(0, length)], length, shard.request.wire)
-        codec.unpack_add(total, list(received), [1.0] * len(received))
-        if not is_wide:
-            kernels.cast_(shard.values, total)
-
-
-class OneBit(CodecAllReduce):
-    """Every node sends the signs of its values, and the mean magnitude of each block of 256. Small tensors are rounded
-    to bf16 instead."""
-
-    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
-        return Rounded(length, "bf16") if small else Signs(places)
-
-
-class LocalSgd(CodecAllReduce):
-    """Every node sends all its values, rounded to `wire`."""
-
-    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
-        return Rounded(length, wire)
-
-
-class SignSgd(ShardAllReduce):
-    """Majority vote (Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant",
-    2019). The sign of an element is that of most ranks, where a node votes for all its ranks; it is 0 if the votes are
-    even. Its magnitude is the mean |x| of its block of 256 elements, averaged over the nodes, so that the result has
-    the unit of a gradient. What was not sent is forgotten."""
-
-    def pack(self, shard: Shard) -> Any:
-        values = shard.scratch("values", len(shard.values), "float32")
-        values[:] = shard.values
-        rows = shard.rows(max(map(sign_row_bytes, shard.lengths)))
-        scales, bits = sign_views(rows[shard.world.node], slice(0, len(values)))
-        shard.finite.append(kernels.sign_pack_(values, scales, bits)[2])
-        return rows
-
-    def unpack(self, shard: Shard, received: Any) -> None:
-        length = len(shard.values)
-        parts = [sign_views(row, slice(0, length)) for row in received]
-        scales = np.zeros(_blocks(length), np.float32)
-        for sent, _ in parts:
-            scales += sent.view(BFLOAT16).astype(np.float32)
-        ones = np.ones(len(scales), np.float32).astype(BFLOAT16).view(np.uint16)
-        votes = shard.scratch("values", length, "float32")
-        votes[:] = 0
-        ranks = [float(len(ranks)) for ranks in shard.world.node_ranks]
-        kernels.sign_unpack_add_(votes, [(ones, bits) for _, bits in parts], ranks)
-        np.sign(votes, out=votes)
-        votes *= np.repeat(scales, kernels.SIGN_BLOCK)[:length]
-        shard.values[:] = votes.astype(shard.values.dtype)
-
-
 def sign_row_bytes(length: int) -> int:
     """Return the bytes of signs and scales for `length` elements: the scales, then the bits, rounded up to 8."""
-    return aligned(2 * _blocks(length) + -(-length // 8))
+    return aligned(2 * sign_blocks(length) + -(-length // 8))
 
 
 def sign_views(row: Array, place: slice) -> tuple[Array, Array]:
     """Return the scales, (blocks,) uint16, and the bits, (ceil(length / 8),) uint8, at the start of `row`."""
     length = place.stop - place.start
-    blocks = _blocks(length)
+    blocks = sign_blocks(length)
     return row[: 2 * blocks].view("uint16"), row[2 * blocks : 2 * blocks + -(-length // 8)]
 
 
-def _blocks(length: int) -> int:
+def sign_blocks(length: int) -> int:
+    """Return the number of blocks of 256 in `length` elements."""
     return -(-length // kernels.SIGN_BLOCK)
 
 

@@ -122,7 +122,7 @@ class _Factorization:
                 part[:] = warm[number].reshape(part.shape)
             empty = ~part.any(axis=0)
             if empty.any():
-                part[:, empty] = np.random.default_rng([number, *part.shape]).random(part.shape)[:, empty] - 0.5
+                part[:, empty] = np.random.default_rng(part.shape).random(part.shape)[:, empty] - 0.5
         return rights
 
     def add_lefts(self, rights: Array) -> Array:

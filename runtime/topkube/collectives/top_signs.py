@@ -15,7 +15,7 @@ import numpy as np
 
 from topkube import kernels
 from topkube.arrays import Array
-from topkube.collectives.codecs import Codec, CodecAllReduce, Rounded, aligned, sign_row_bytes, sign_views
+from topkube.collectives.codecs import Codec, aligned, sign_row_bytes, sign_views
 from topkube.collectives.sparse import selected_count
 from topkube.errors import WireError
 
@@ -113,11 +113,3 @@ class _IndexCode:
             cause="the message was damaged, or the nodes run different versions of TopKube",
             next_step="run the same version of TopKube on all nodes",
         )
-
-
-class TopKOneBit(CodecAllReduce):
-    """Every node sends the indices, the signs and the mean magnitude of the largest tenth of its values. Small tensors
-    are rounded to bf16 instead."""
-
-    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
-        return Rounded(length, "bf16") if small else TopSigns(places)

@@ -214,8 +214,8 @@ def case_powersgd_follows_its_definition(world: World) -> None:
     length, rank = 3200, 3
     residual = Residual(residual_length(find("powersgd"), world, length))
     errors = [np.zeros(length) for _ in world.node_ranks]
-    warm = [np.random.default_rng([n, m.columns, min(rank, m.columns, m.rows)]) for n, m in enumerate(matrices)]
-    rights = [r.random((m.columns, min(rank, m.columns, m.rows))) - 0.5 for r, m in zip(warm, matrices, strict=True)]
+    shapes = [(m.columns, min(rank, m.columns, m.rows)) for m in matrices]
+    rights = [np.random.default_rng(shape).random(shape) - 0.5 for shape in shapes]
     for step in range(5):
         arrays = inputs(world, length, seed=80 + step)
         x = arrays[world.rank].copy()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from topkube.collectives.codecs import Codec, Rounded, Signs
 from topkube.collectives.top_signs import TopSigns
-from topkube.training.node_weights.two_stage import TwoStage
+from topkube.collectives.two_stage import TwoStage
 
 BLOCK = 256
 

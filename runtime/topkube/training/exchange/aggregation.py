@@ -65,9 +65,11 @@ class AggregationSettings:
 
     def __post_init__(self) -> None:
         if self.algorithm not in CHOICES:
-            find(self.algorithm).check_period(self.period)
+            find(self.algorithm)
         for parameter in _CHECKED:
             parameter.check(getattr(self, parameter.name))
+        if self.algorithm not in CHOICES:
+            find(self.algorithm).check_period(self.period)
         if self.dense_wire != DENSE_WIRE.default and not self._reads_dense_wire:
             raise ArgumentError(
                 f"dense_wire is {self.dense_wire}, but {self.algorithm} does not read it",

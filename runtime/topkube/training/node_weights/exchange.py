@@ -2,13 +2,14 @@
 
 x are the weights that all nodes agree on. Node i trains x_i = x + e_i, and e_i is what node i has not sent. In an
 exchange, node i sends c_i = C(x_i - x). All nodes add the mean of all c_i to x, weighted by the ranks per node. Then
-e_i = (x_i - x_before) - c_i, and x_i = x + e_i. C is the codec of the algorithm (collectives/codecs.py): onebit keeps
-the sign of each element and the mean magnitude of each block of 256, and rounds small tensors to bf16 instead.
+e_i = (x_i - x_before) - c_i, and x_i = x + e_i. C is the codec of the algorithm (collectives/codec_all_reduce.py):
+onebit keeps the sign of each element and the mean magnitude of each block of 256, and rounds small tensors to bf16
+instead.
 
 Every rank works on its shard: it keeps x of its shard only. The ranks of equal local rank on all nodes send each other
 their shards, and add them up in the order of the nodes: x has the same bits on all nodes. The ranks of a node gather
 the shards of x_i, so they have the same weights. From `two_stage_from` nodes on (the algorithm declares it), the
-exchange has two stages, and x moves by what the owners of segments send of the mean (two_stage.py).
+exchange has two stages, and x moves by what the owners of segments send of the mean (collectives/two_stage.py).
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ import torch
 
 from topkube.algorithms import Route, find
 from topkube.arrays import Array
-from topkube.collectives.all_reduce import between_nodes, load
+from topkube.collectives.all_reduce import between_nodes, finish_exchange, load
 from topkube.collectives.call import Call, workspace
-from topkube.collectives.codecs import Codec, CodecAllReduce
-from topkube.collectives.exchange import Exchange, Exchanges, all_to_all_rows
+from topkube.collectives.codec_all_reduce import CodecAllReduce
+from topkube.collectives.codecs import Codec
 from topkube.collectives.request import Request
+from topkube.collectives.two_stage import TwoStage
 from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Parameter
 from topkube.training.node_weights.guard import Squares
 from topkube.training.node_weights.layout import Chunk, chunks_of
 from topkube.training.node_weights.outer_momentum import OuterMomentum
-from topkube.training.node_weights.two_stage import TwoStage
 from topkube.world import World
 
 
@@ -86,7 +87,7 @@ class WeightExchange:
         call.same_between_nodes()
         if self.world.nodes > 1 and self.world.cross_comm is not None:
             exchange, sent = between_nodes(Route.ALL_REDUCE, self.world.cross_comm, shard)
-            self._finish(exchange, call, sent)
+            finish_exchange(call, exchange, sent)
 
     @torch.no_grad()
     def run(self, squares: Squares | None = None) -> None:
@@ -152,33 +153,14 @@ class WeightExchange:
         with phases.current.timed("select"):
             codec.pack(own, rows[world.node])
         exchange, sent = between_nodes(Route.ALL_GATHER, world.cross_comm, rows)
-        self._finish(exchange, call, sent)
+        finish_exchange(call, exchange, sent)
         with phases.current.timed("select"):
             codec.unpack_add(agreed, list(rows), self.weights)
 
     def _exchange_in_two_stages(self, call: Call, stage: TwoStage, own: Array, agreed: Array) -> None:
-        world, comm, me = self.world, self.world.cross_comm, self.world.node
-        row_bytes = stage.codecs[me].row_bytes
-        rows = stage.rows(workspace(world, "rows of weights", stage.total_bytes, np.uint8))
-        arrived = workspace(world, "rows of the segment", world.nodes * row_bytes, np.uint8)
-        segments = list(arrived.reshape(world.nodes, row_bytes))
-        with phases.current.timed("select"):
-            stage.pack(own, rows)
-            segments[me] = rows[me]
-        self._finish(all_to_all_rows(comm, rows, segments, 0), call, stage.total_bytes - row_bytes)
-        sums = stage.rows(workspace(world, "rows of means", stage.total_bytes, np.uint8))
-        with phases.current.timed("select"):
-            stage.reduce(segments, self.weights, sums[me])
-        self._finish(all_to_all_rows(comm, [sums[me]] * world.nodes, sums, 1), call, (world.nodes - 1) * row_bytes)
+        sums = stage.exchange(call, own, self.weights)
         with phases.current.timed("select"):
             stage.add(agreed, sums)
-
-    @staticmethod
-    def _finish(exchange: Exchange, call: Call, sent: int) -> None:
-        exchanges = Exchanges()
-        exchanges.start(0, exchange)
-        exchanges.finish(0, call)
-        phases.current.sent(inter=sent)
 
     def _staging(self, chunk: Chunk) -> tuple[Array, Array]:
         """Return a work buffer for the chunk, and this rank's shard of it."""

@@ -13,6 +13,7 @@ import xxhash
 
 from topkube.algorithms import find
 from topkube.arrays import Array
+from topkube.collectives.two_stage import TwoStage
 from topkube.errors import ArgumentError, TrainingError
 from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
@@ -24,7 +25,6 @@ from topkube.training.node_weights.guard import Guard, Squares, say
 from topkube.training.node_weights.layout import Chunk, Piece
 from topkube.training.node_weights.outer_momentum import KEY
 from topkube.training.node_weights.second_moment import SecondMoment
-from topkube.training.node_weights.two_stage import TwoStage
 from topkube.training.ranks.agreement import Agreement, agreement, differing_ranks, digest, names_of
 from topkube.training.ranks.communication_thread import schedule
 from topkube.world import World, sub_world

@@ -71,8 +71,9 @@ def case_the_warm_up_is_simulated(world: World) -> None:
     compare(world, "hitopk", 6)
 
 
-def compare_weights(world: World, kind: str, period: int, tolerance: float) -> None:
-    """Train with onebit and with the rule sign-weights: the agreed weights must be equal to rounding."""
+def compare_weights(world: World, kind: str, period: int, tolerance: float, name: str = "onebit") -> None:
+    """Train with onebit and with the rule sign-weights, or with the rule of the algorithm's name: the agreed weights
+    must be equal to rounding."""
     makes = {
         "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.05, 0.9),
         "adamw": lambda model: torch.optim.AdamW(model.parameters(), 1e-3),
@@ -80,10 +81,10 @@ def compare_weights(world: World, kind: str, period: int, tolerance: float) -> N
     model = network()
     start = [parameter.detach().clone() for parameter in model.parameters()]
     nodes = Nodes(network(), world.nodes, makes[kind])
-    rule = "sign-weights" if world.nodes < 8 else "sign-weights-two-stage"
+    rule = name if name != "onebit" else "sign-weights" if world.nodes < 8 else "sign-weights-two-stage"
     simulated = RULES[rule](nodes, RuleOptions(world.nodes, period=period))
     optimizer = topkube.DistributedOptimizer(
-        makes[kind](model), model.named_parameters(), aggregation="onebit", period=period
+        makes[kind](model), model.named_parameters(), aggregation=name, period=period
     )
     for step in range(STEPS):
         loss_of(model, *batch(world.node, step)).backward()
@@ -102,6 +103,20 @@ def compare_weights(world: World, kind: str, period: int, tolerance: float) -> N
     # Compressed twice: the sum of eight nodes' signs is near zero more often than one change is (measured: 1.3%).
     assert float((error > 10 * tolerance).float().mean()) < (0.01 if world.nodes < 8 else 0.03), float(error.max())
     optimizer.unwrap()
+
+
+def case_powersgd_is_simulated(world: World) -> None:
+    compare(world, "powersgd", 0)
+
+
+def case_topk1bit_is_simulated(world: World) -> None:
+    if world.nodes < 8:  # from there on it has two stages, which are not simulated
+        compare_weights(world, "sgd", 2, 1e-6, "topk1bit")
+
+
+def case_diloco_is_simulated(world: World) -> None:
+    if world.nodes < 3:
+        compare_weights(world, "adamw", 4, 1e-6, "diloco")
 
 
 def case_onebit_is_simulated(world: World) -> None:

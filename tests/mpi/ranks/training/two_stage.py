@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+import topkube
 from ranks.training import onebit, onebit_checkpoints
 from ranks.training.onebit import adamw, agreed, follow, sgd, train
 from ranks.training.scene import network, same_on_all_ranks, weights
+from topkube import collectives
+from topkube.algorithms import Workload, find
+from topkube.telemetry import phases
 from topkube.world import World
 
 
@@ -29,6 +35,31 @@ def case_a_nan_on_one_rank_changes_nothing_anywhere(world: World) -> None:
 
 def case_consensus_gives_equal_weights_and_takes_them_back(world: World) -> None:
     onebit.case_consensus_gives_equal_weights_and_takes_them_back(world)
+
+
+def case_allreduce_has_two_stages_too(world: World) -> None:
+    """`topkube.allreduce_`: the same bits on all ranks, nothing is lost, and the bytes do not grow with the nodes."""
+    length = 20_011
+    for name in ("onebit", "topk1bit", "localsgd"):
+        residual = collectives.new_residual(name, length)
+        received, given = np.zeros(length), np.zeros(length)
+        phases.current.take()
+        for step in range(3):
+            arrays = [np.random.default_rng([step, rank]).standard_normal(length) for rank in range(world.size)]
+            given += np.sum(arrays, axis=0)
+            x = arrays[world.rank].astype(np.float32)
+            topkube.allreduce_(x, op="sum", algorithm=name, wire="bf16", residual=residual)
+            assert len(set(world.comm.allgather(x.tobytes()))) == 1, name
+            received += x
+        sent = float(world.sum_small(np.array([phases.current.take().inter_bytes], np.float64))[0])
+        first, last = (length * (world.local_rank + i) // world.shards for i in range(2))
+        owed = np.zeros(length)
+        owed[first:last] = residual.current
+        kept = world.comm.allreduce(owed)
+        np.testing.assert_allclose(received + kept, given, rtol=0, atol=1e-4 * np.abs(given).max())
+        assert kept.any()
+        bound = find(name).traffic(Workload(world.nodes, 1, length)).sent
+        assert abs(sent / world.nodes / 3 / bound - 1) < 0.1, (name, sent / world.nodes / 3, bound)
 
 
 def case_runs_repeat_bit_for_bit(world: World) -> None:

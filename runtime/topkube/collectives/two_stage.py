@@ -5,7 +5,7 @@ The owner adds the weighted mean of all nodes to what it still owes, compresses 
 that leaves, and sends the row to all nodes. (Tang et al., "DoubleSqueeze: Parallel stochastic gradient descent with
 double-pass error-compensated compression", 2019, with owners in place of one server.)
 
-This module does not communicate: `pack`, `reduce` and `add` are the work before, between and after the two stages.
+`pack`, `reduce` and `add` are the work before, between and after the two stages; `exchange` sends the rows.
 """
 
 from __future__ import annotations
@@ -15,29 +15,35 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from topkube.arrays import Array
+from topkube.collectives.all_reduce import finish_exchange
+from topkube.collectives.call import Call, workspace
 from topkube.collectives.codecs import Codec
+from topkube.collectives.exchange import all_to_all_rows
 from topkube.kernels import SIGN_BLOCK
+from topkube.telemetry import phases
 
 CodecOf = Callable[[list[slice], int], Codec]
 """(places of tensors, length) -> the codec for that many values."""
 
 
 class TwoStage:
-    """The two stages for one shard of `length` elements, a multiple of 256, on node number `node` of `nodes`.
+    """The two stages for one shard of `length` elements, on node number `node` of `nodes`.
 
     `places` are the slices of the shard that belong to one tensor each. `codecs[i]` is the codec of node i's segment,
     which is [bounds[i], bounds[i + 1]) of the shard. `owed` is what this node, as an owner, has not sent of the mean
-    change of all nodes: float32, one value per element of its own segment.
+    change of all nodes: float32, one value per element of its own segment. `is_finite` is False if something that this
+    node sent was not finite.
     """
 
     def __init__(self, codec_of: CodecOf, places: Sequence[slice], length: int, node: int, nodes: int) -> None:
-        blocks = length // SIGN_BLOCK
-        self.bounds = [SIGN_BLOCK * (blocks * i // nodes) for i in range(nodes + 1)]
+        blocks = -(-length // SIGN_BLOCK)
+        self.bounds = [min(SIGN_BLOCK * (blocks * i // nodes), length) for i in range(nodes + 1)]
         self.codecs = [
             codec_of(_cut(places, start, stop), stop - start)
             for start, stop in zip(self.bounds, self.bounds[1:], strict=False)
         ]
-        self._node = node
+        self._node, self._nodes = node, nodes
+        self.is_finite = True
         self.owed: Array = np.zeros(self.segment.stop - self.segment.start, np.float32)
 
     @property
@@ -58,17 +64,36 @@ class TwoStage:
         """The bytes of one row per segment."""
         return sum(codec.row_bytes for codec in self.codecs)
 
+    def exchange(self, call: Call, change: Array, weights: Sequence[float]) -> list[Array]:
+        """Exchange `change` among the nodes of `call` in both stages. Leave in it what was not sent; return what all
+        owners sent of the mean, for `add`."""
+        world, me = call.world, self._node
+        row_bytes = self.codecs[me].row_bytes
+        rows = self.rows(workspace(world, "rows of owners", self.total_bytes, np.uint8))
+        arrived = workspace(world, "rows of the segment", self._nodes * row_bytes, np.uint8)
+        segments = list(arrived.reshape(self._nodes, row_bytes))
+        with phases.current.timed("select"):
+            self.pack(change, rows)
+            segments[me] = rows[me]
+        finish_exchange(call, all_to_all_rows(world.cross_comm, rows, segments, 0), self.total_bytes - row_bytes)
+        means = self.rows(workspace(world, "rows of means", self.total_bytes, np.uint8))
+        with phases.current.timed("select"):
+            self.reduce(segments, weights, means[me])
+        second = all_to_all_rows(world.cross_comm, [means[me]] * self._nodes, means, 1)
+        finish_exchange(call, second, (self._nodes - 1) * row_bytes)
+        return means
+
     def pack(self, change: Array, rows: Sequence[Array]) -> None:
         """Write what is sent of `change`, the whole shard, into one row per segment, and subtract it from `change`."""
         for codec, row, start, stop in zip(self.codecs, rows, self.bounds, self.bounds[1:], strict=False):
-            codec.pack(change[start:stop], row)
+            self.is_finite = codec.pack(change[start:stop], row) and self.is_finite
 
     def reduce(self, rows: Sequence[Array], weights: Sequence[float], sent: Array) -> None:
         """Add the weighted mean of all nodes' rows for the own segment to what is owed. Write what is sent of it into
         `sent`; the rest stays owed."""
         codec = self.codecs[self._node]
         codec.unpack_add(self.owed, rows, weights)
-        codec.pack(self.owed, sent)
+        self.is_finite = codec.pack(self.owed, sent) and self.is_finite
 
     def add(self, out: Array, rows: Sequence[Array]) -> None:
         """Add what all owners sent to `out`, the whole shard."""

@@ -1,0 +1,137 @@
+"""Algorithms whose nodes send each other rows of bytes, which a codec (codecs.py, top_signs.py) writes and reads.
+
+Training with error feedback in the weights (training/node_weights/) uses the codecs of such an algorithm for the
+changes of the weights.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from topkube import kernels
+from topkube.arrays import BFLOAT16, Array
+from topkube.collectives.all_reduce import ShardAllReduce
+from topkube.collectives.call import Call
+from topkube.collectives.codecs import Codec, Rounded, Signs, sign_blocks, sign_row_bytes, sign_views
+from topkube.collectives.shard import Shard
+from topkube.collectives.top_signs import TopSigns
+from topkube.collectives.two_stage import TwoStage
+
+
+class CodecAllReduce(ShardAllReduce):
+    """An algorithm whose nodes send a row each to all other nodes; from `two_stage_from` nodes on, in two stages
+    (two_stage.py). What the owner of a segment has not sent of the sum becomes a part of its own residual."""
+
+    @abstractmethod
+    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
+        """Return the codec for `length` values, of which those in `places` belong to one tensor each. `small` is True
+        if the tensors are small (biases, norms)."""
+
+    def exchange(self, call: Call, shard: Shard) -> None:
+        world, least_nodes = shard.world, self.algorithm.two_stage_from
+        if least_nodes is None or world.nodes < max(least_nodes, 2):
+            super().exchange(call, shard)
+        else:
+            self._exchange_in_two_stages(call, shard)
+
+    def _exchange_in_two_stages(self, call: Call, shard: Shard) -> None:
+        world, request, length = shard.world, shard.request, len(shard.values)
+
+        def codec_of(places: list[slice], length: int) -> Codec:
+            return self.codec(places, length, request.wire)
+
+        stage = TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes)
+        change = shard.accumulate()
+        call.same_between_nodes()
+        sent = stage.exchange(call, change, [1.0] * world.nodes)
+        shard.finite.append(stage.is_finite)
+        if request.residual is not None:
+            change[stage.segment] += stage.owed
+        total = self._float32_of(shard)
+        total[:] = 0
+        stage.add(total, sent)
+        self._store(shard, total)
+
+    def pack(self, shard: Shard) -> Any:
+        wire = shard.request.wire
+        rows = shard.rows(max(self.codec([slice(0, n)], n, wire).row_bytes for n in shard.lengths))
+        total = shard.accumulate()
+        codec = self.codec([slice(0, len(total))], len(total), wire)
+        shard.finite.append(codec.pack(total, rows[shard.world.node]))
+        return rows
+
+    def unpack(self, shard: Shard, received: Any) -> None:
+        length, total = len(shard.values), self._float32_of(shard)
+        total[:] = 0
+        codec = self.codec([slice(0, length)], length, shard.request.wire)
+        codec.unpack_add(total, list(received), [1.0] * len(received))
+        self._store(shard, total)
+
+    @staticmethod
+    def _float32_of(shard: Shard) -> Array:
+        """Return the shard, or a buffer of its length if it is not float32."""
+        is_wide = shard.request.dtype == "float32"
+        values: Array = shard.values if is_wide else shard.scratch("float32 values", len(shard.values), "float32")
+        return values
+
+    @staticmethod
+    def _store(shard: Shard, total: Array) -> None:
+        if total is not shard.values:
+            kernels.cast_(shard.values, total)
+
+
+class OneBit(CodecAllReduce):
+    """Every node sends the signs of its values, and the mean magnitude of each block of 256. Small tensors are rounded
+    to bf16 instead."""
+
+    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
+        return Rounded(length, "bf16") if small else Signs(places)
+
+
+class TopKOneBit(CodecAllReduce):
+    """Every node sends the indices, the signs and the mean magnitude of the largest tenth of its values. Small tensors
+    are rounded to bf16 instead."""
+
+    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
+        return Rounded(length, "bf16") if small else TopSigns(places)
+
+
+class LocalSgd(CodecAllReduce):
+    """Every node sends all its values, rounded to `wire`."""
+
+    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
+        return Rounded(length, wire)
+
+
+class SignSgd(ShardAllReduce):
+    """Majority vote (Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant",
+    2019). The sign of an element is that of most ranks, where a node votes for all its ranks; it is 0 if the votes are
+    even. Its magnitude is the mean |x| of its block of 256 elements, averaged over the nodes, so that the result has
+    the unit of a gradient. What was not sent is forgotten."""
+
+    def pack(self, shard: Shard) -> Any:
+        values = shard.scratch("values", len(shard.values), "float32")
+        values[:] = shard.values
+        rows = shard.rows(max(map(sign_row_bytes, shard.lengths)))
+        scales, bits = sign_views(rows[shard.world.node], slice(0, len(values)))
+        shard.finite.append(kernels.sign_pack_(values, scales, bits)[2])
+        return rows
+
+    def unpack(self, shard: Shard, received: Any) -> None:
+        length = len(shard.values)
+        parts = [sign_views(row, slice(0, length)) for row in received]
+        scales = np.zeros(sign_blocks(length), np.float32)
+        for sent, _ in parts:
+            scales += sent.view(BFLOAT16).astype(np.float32)
+        ones = np.ones(len(scales), np.float32).astype(BFLOAT16).view(np.uint16)
+        votes = shard.scratch("values", length, "float32")
+        votes[:] = 0
+        ranks = [float(len(ranks)) for ranks in shard.world.node_ranks]
+        kernels.sign_unpack_add_(votes, [(ones, bits) for _, bits in parts], ranks)
+        np.sign(votes, out=votes)
+        votes *= np.repeat(scales, kernels.SIGN_BLOCK)[:length]
+        shard.values[:] = votes.astype(shard.values.dtype)
