@@ -124,6 +124,11 @@ class Settings:
         "TOPKUBE_OUTER_MOMENTUM", 0.9, "Nesterov momentum of the mean change of all nodes (diloco)"
     )
     matrix_rank: int = _setting("TOPKUBE_MATRIX_RANK", 4, "rank of the approximation of each matrix (powersgd)")
+    schedule: str = _setting(
+        "TOPKUBE_SCHEDULE",
+        "",
+        'what changes at which step, as JSON: `[{"fromStep": 2000, "algorithm": "dense"}]`; also `density`, `period`',
+    )
     # the run
     job_name: str = _setting("TOPKUBE_JOB_NAME", "", "name of the TrainingJob, for messages and files")
     job_uid: str = _setting(

@@ -44,6 +44,7 @@ from topkube.algorithms.parameters import (
     WIRE,
     AlgorithmParameter,
 )
+from topkube.algorithms.schedule import MOST_STAGES, Stage, check_schedule
 
 __all__ = [
     "AUTO",
@@ -54,6 +55,7 @@ __all__ = [
     "GROUP",
     "MATRIX_RANK",
     "MOMENTUM_CORRECTION",
+    "MOST_STAGES",
     "OUTER_LEARNING_RATE",
     "OUTER_MOMENTUM",
     "OWN",
@@ -73,6 +75,7 @@ __all__ = [
     "Package",
     "Route",
     "Scope",
+    "Stage",
     "State",
     "Traffic",
     "Workload",
@@ -80,6 +83,7 @@ __all__ = [
     "all_gather_messages",
     "all_reduce_messages",
     "all_reduce_sent",
+    "check_schedule",
     "compresses",
     "cost",
     "describe",

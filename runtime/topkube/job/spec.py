@@ -26,6 +26,7 @@ from topkube.algorithms import (
     DENSITY,
     MATRIX_RANK,
     MOMENTUM_CORRECTION,
+    MOST_STAGES,
     OUTER_LEARNING_RATE,
     OUTER_MOMENTUM,
     PERIOD,
@@ -33,6 +34,8 @@ from topkube.algorithms import (
     WARMUP_STEPS,
     WIRE,
     AlgorithmParameter,
+    Stage,
+    check_schedule,
     find,
 )
 from topkube.errors import ArgumentError
@@ -145,15 +148,24 @@ class Launcher(Part):
         return template
 
 
-def _parameter(parameter: AlgorithmParameter) -> Any:
-    """Return the field of an algorithm's parameter: its default, range and sentence."""
+def _parameter(parameter: AlgorithmParameter, is_optional: bool = False) -> Any:
+    """Return the field of an algorithm's parameter: its default (None if it is optional), range and sentence."""
     return Field(
-        default=parameter.default,
+        default=None if is_optional else parameter.default,
         gt=parameter.above,
         ge=parameter.at_least,
         le=parameter.at_most,
         description=parameter.description,
     )
+
+
+class ScheduleStage(Part):
+    """What changes when this many updates of the weights are done. What is not set stays as it was."""
+
+    from_step: int = Field(ge=1, le=INT32, description="the number of updates after which the stage begins")
+    algorithm: AlgorithmName | None = Field(default=None, description="the algorithm from this step on")
+    density: float | None = _parameter(DENSITY, is_optional=True)
+    period: int | None = _parameter(PERIOD, is_optional=True)
 
 
 class Aggregation(Part):
@@ -170,6 +182,20 @@ class Aggregation(Part):
     outer_learning_rate: float = _parameter(OUTER_LEARNING_RATE)
     outer_momentum: float = _parameter(OUTER_MOMENTUM)
     matrix_rank: int = _parameter(MATRIX_RANK)
+    schedule: list[ScheduleStage] = Field(
+        default=[],
+        max_length=MOST_STAGES,
+        description="changes during the run, in the order of their steps, such as sparse early and dense late",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_possible_schedule(self) -> Aggregation:
+        stages = [Stage(stage.from_step, stage.algorithm, stage.density, stage.period) for stage in self.schedule]
+        try:
+            check_schedule(self.algorithm, self.warmup_steps, self.momentum_correction, stages)
+        except ArgumentError as error:
+            raise ValueError(f"{error.what}; {error.next_step}") from None
+        return self
 
     @model_validator(mode="after")
     def _exchanges_seldom_enough(self) -> Aggregation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any, Literal
@@ -139,6 +140,9 @@ class TrainingJob(Part):
             outer_learning_rate=aggregation.outer_learning_rate,
             outer_momentum=aggregation.outer_momentum,
             matrix_rank=aggregation.matrix_rank,
+            schedule=json.dumps([stage.model_dump(by_alias=True, exclude_none=True) for stage in aggregation.schedule])
+            if aggregation.schedule
+            else "",
             dataset_uri=dataset.uri if dataset else "",
             dataset_mount=dataset.mount_path if dataset else "",
             cache_size_limit=in_bytes(cache.size_limit) if cache and cache.size_limit else 0,

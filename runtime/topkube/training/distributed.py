@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from topkube.algorithms import Stage
 from topkube.errors import ArgumentError, TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
@@ -43,7 +44,8 @@ class DistributedOptimizer(OptimizerWrapper):
     "mstopk"; `momentum_correction` moves the momentum of SGD, Adam or AdamW before the selection (`momentum.py`), if
     the exchange is sparse; `period` the steps from one exchange of the weights to the next (onebit, topk1bit,
     localsgd, diloco); `outer_learning_rate` and `outer_momentum` those of the mean change of all nodes (diloco);
-    `matrix_rank` the rank of the approximation of each matrix (powersgd);
+    `matrix_rank` the rank of the approximation of each matrix (powersgd); `schedule` the stages
+    (`topkube.algorithms.Stage`) of algorithms, densities and periods that follow;
     `bucket_bytes` the most bytes of a fused bucket (by default chosen from the sizes of the tensors and the link);
     `dense_wire` "fp32", "bf16" or "fp16", the format of dense gradients between nodes. Arguments that are None come
     from the job's spec.aggregation (`Settings`). `world` holds the ranks that exchange: all ranks by default, or a
@@ -74,6 +76,7 @@ class DistributedOptimizer(OptimizerWrapper):
         outer_learning_rate: float | None = None,
         outer_momentum: float | None = None,
         matrix_rank: int | None = None,
+        schedule: Sequence[Stage] | None = None,
         bucket_bytes: int | None = None,
         settings: Settings | None = None,
         world: World | None = None,
@@ -100,6 +103,7 @@ class DistributedOptimizer(OptimizerWrapper):
             outer_learning_rate=outer_learning_rate,
             outer_momentum=outer_momentum,
             matrix_rank=matrix_rank,
+            schedule=None if schedule is None else tuple(schedule),
             bucket_bytes=bucket_bytes,
         )
         names = [(p.name, p.tensor) for p in named(optimizer, named_parameters, sharded=world is not None)]
@@ -289,6 +293,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._backward.takes_step():
             self._backward.check_exchanged()
             if self._node_weights is not None:
+                self._node_weights.guard.want(self.aggregation.at(self.steps).period)
                 self._node_weights.begin_step(self.steps)
             self._backward.compare_first_weights()
             self._stepping = True
@@ -401,6 +406,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 next_step="use the algorithm that saved the state, or load only the model's weights",
             )
         if self._node_weights is not None:
+            self._node_weights.guard.want(self.aggregation.at(self.steps).period)
             self._node_weights.load({**saved, "pieces": pieces})
         elif not is_of_weights:
             self._backward.exchange.residuals.load(pieces)

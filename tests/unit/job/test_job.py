@@ -192,6 +192,14 @@ def test_what_is_cached_in_memory_counts_against_the_workers_limit() -> None:
             job(aggregation={"algorithm": "diloco"}),
             ["spec.aggregation: the period of diloco is 1, but it must be at least 2; set a period, such as 32"],
         ),
+        (
+            job(aggregation={"algorithm": "onebit", "schedule": [{"fromStep": 9, "algorithm": "dense"}]}),
+            ["spec.aggregation: stage 1 of the schedule (from step 9) changes from onebit to dense; change only"],
+        ),
+        (
+            job(aggregation={"schedule": [{"fromStep": 0, "density": 2}]}),
+            ["spec.aggregation.schedule[0].fromStep", "spec.aggregation.schedule[0].density"],
+        ),
         (job(aggregation={"density": 1.01}), ["spec.aggregation.density: 1.01 is not a number above 0"]),
         (job(aggregation={"density": float("nan")}), ["spec.aggregation.density: nan is not a number above 0"]),
         (

@@ -1,9 +1,13 @@
-"""The aggregation settings: the job's spec.aggregation, checked, and the density warm-up."""
+"""The aggregation settings: the job's spec.aggregation, checked, and the density warm-up, and
+the schedule."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from dataclasses import dataclass
+from typing import Any
 
 from topkube.algorithms import (
     CHOICES,
@@ -17,6 +21,8 @@ from topkube.algorithms import (
     SELECTION,
     WARMUP_STEPS,
     WIRE,
+    Stage,
+    check_schedule,
     find,
 )
 from topkube.errors import ArgumentError
@@ -52,6 +58,8 @@ class AggregationSettings:
     outer_learning_rate: float = OUTER_LEARNING_RATE.default
     outer_momentum: float = OUTER_MOMENTUM.default
     matrix_rank: int = MATRIX_RANK.default
+    schedule: tuple[Stage, ...] = ()
+    """What changes at which number of updates, in their order."""
 
     @classmethod
     def of(cls, settings: Settings, **arguments: object) -> AggregationSettings:
@@ -60,6 +68,7 @@ class AggregationSettings:
         values: dict[str, object] = {
             entry.name: getattr(settings, entry.name, None) for entry in dataclasses.fields(cls)
         }
+        values["schedule"] = stages_of(settings.schedule)
         values.update({name: value for name, value in arguments.items() if value is not None})
         return cls(**values)  # type: ignore[arg-type]
 
@@ -70,7 +79,8 @@ class AggregationSettings:
             parameter.check(getattr(self, parameter.name))
         if self.algorithm not in CHOICES:
             find(self.algorithm).check_period(self.period)
-        if self.dense_wire != DENSE_WIRE.default and not self._reads_dense_wire:
+        check_schedule(self.algorithm, self.warmup_steps, self.momentum_correction, self.schedule)
+        if self.dense_wire != DENSE_WIRE.default and not any(map(_reads_dense_wire, self.algorithms)):
             raise ArgumentError(
                 f"dense_wire is {self.dense_wire}, but {self.algorithm} does not read it",
                 cause="only dense gradients have this format; sparse values have the format `wire`",
@@ -86,12 +96,6 @@ class AggregationSettings:
             raise ArgumentError(f"bucket_bytes is {self.bucket_bytes}, below 1", next_step="pass 1 or more")
 
     @property
-    def _reads_dense_wire(self) -> bool:
-        return self.algorithm == DENSE or (
-            self.algorithm not in CHOICES and DENSE_WIRE in find(self.algorithm).parameters
-        )
-
-    @property
     def in_weights(self) -> bool:
         """True if what was not sent stays in the node's weights (training/node_weights/)."""
         return self.algorithm not in CHOICES and find(self.algorithm).in_weights
@@ -99,7 +103,20 @@ class AggregationSettings:
     @property
     def within_node(self) -> AggregationSettings:
         """The aggregation of gradients within a node, if what was not sent stays in the node's weights."""
-        return dataclasses.replace(self, algorithm=DENSE, warmup_steps=0)
+        return dataclasses.replace(self, algorithm=DENSE, warmup_steps=0, schedule=())
+
+    def at(self, step: int) -> AggregationSettings:
+        """Return the aggregation in force after `step` updates."""
+        return _in_force(self, sum(stage.from_step <= step for stage in self.schedule))
+
+    def begins_at(self, step: int) -> bool:
+        """Return True if a stage of the schedule begins after `step` updates."""
+        return any(stage.from_step == step for stage in self.schedule)
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """The names of the algorithms of all stages, in their order."""
+        return (self.algorithm, *(stage.algorithm for stage in self.schedule if stage.algorithm is not None))
 
     def density_at(self, step: int) -> float:
         """Return the density of step `step`, from 0. It starts at 1, falls exponentially, and reaches its target at
@@ -108,3 +125,38 @@ class AggregationSettings:
         if step >= self.warmup_steps:
             return self.density
         return float(self.density ** (step / self.warmup_steps))
+
+
+@functools.lru_cache(maxsize=64)
+def _in_force(aggregation: AggregationSettings, stages: int) -> AggregationSettings:
+    """Return the aggregation after the first `stages` stages of its schedule have begun."""
+    if stages == 0:
+        return aggregation
+    changes: dict[str, Any] = {}
+    for stage in aggregation.schedule[:stages]:
+        fields = {"algorithm": stage.algorithm, "density": stage.density, "period": stage.period}
+        changes |= {name: value for name, value in fields.items() if value is not None}
+    if not _reads_dense_wire(changes.get("algorithm", aggregation.algorithm)):
+        changes["dense_wire"] = DENSE_WIRE.default
+    return dataclasses.replace(aggregation, schedule=(), warmup_steps=0, **changes)
+
+
+def _reads_dense_wire(algorithm: str) -> bool:
+    return algorithm == DENSE or (algorithm not in CHOICES and DENSE_WIRE in find(algorithm).parameters)
+
+
+_FIELDS = {"fromStep": "from_step", "algorithm": "algorithm", "density": "density", "period": "period"}
+
+
+def stages_of(text: str) -> tuple[Stage, ...]:
+    """Return the stages that TOPKUBE_SCHEDULE holds: a JSON list of mappings with the fields of a TrainingJob. Raises
+    ArgumentError."""
+    if not text:
+        return ()
+    try:
+        return tuple(Stage(**{_FIELDS[name]: value for name, value in entry.items()}) for entry in json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArgumentError(
+            f"the schedule is not a list of stages: {type(error).__name__}: {error}",
+            next_step='set TOPKUBE_SCHEDULE to a list such as [{"fromStep": 2000, "algorithm": "dense"}]',
+        ) from None

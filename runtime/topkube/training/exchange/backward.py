@@ -8,12 +8,14 @@ discarded.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 
 import torch
 
+from topkube import algorithms
 from topkube.errors import TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
@@ -55,7 +57,7 @@ class Backward:
         is_copy: bool = False,
         node_world: World | None = None,
     ) -> None:
-        self.steps = self.skipped_steps = 0
+        self._steps = self.skipped_steps = 0
         self.density_used = 1.0
         self.synchronize, self.unsynchronized = True, False
         self.norms: Norms | None = None
@@ -80,9 +82,26 @@ class Backward:
         self.number = 0 if is_copy else backward_pass().register(self)
 
     @property
+    def steps(self) -> int:
+        """The number of updates. The aggregation follows it, by the job's schedule."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+        if not self._aggregation.schedule:
+            return
+        in_force, begins = self._aggregation.at(steps), self._aggregation.begins_at(steps)
+        self.exchange.change_to(in_force.within_node if in_force.in_weights else in_force, begins)
+        if begins and self.world.rank == 0:
+            words = algorithms.describe(in_force.algorithm, in_force.density)
+            every = f", every {in_force.period} steps" if in_force.period > 1 else ""
+            print(f"topkube: from step {steps} on, nodes exchange with {words}{every}", file=sys.stderr, flush=True)
+
+    @property
     def density(self) -> float:
         """The current density: it falls during warm-up, and is 1 if aggregation is dense."""
-        return self._aggregation.density_at(self.steps) if self.exchange.large.compresses else 1.0
+        return self._aggregation.at(self.steps).density_at(self.steps) if self.exchange.large.compresses else 1.0
 
     def sparse_parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose gradients leave residuals."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from topkube import algorithms
-from topkube.algorithms import DENSE, MATRIX_RANK
+from topkube.algorithms import DENSE, MATRIX_RANK, Algorithm
 from topkube.arrays import flat_view
 from topkube.collectives import AllReduce, Request, load
 from topkube.collectives.dense import Hierarchical
@@ -43,10 +43,9 @@ class BucketExchange:
     def __init__(
         self, world: World, aggregation: AggregationSettings, momentum: Momentum, device: torch.device | None = None
     ) -> None:
-        self.world, self.aggregation = world, aggregation
-        self.large = self._all_reduce(sys.maxsize).algorithm
-        self.dense = self._all_reduce(sys.maxsize, DENSE if self.large.compresses else self.large.name)
-        self.residuals = Residuals(world, self.large, momentum, device)
+        self.world = world
+        self.change_to(aggregation)
+        self.residuals = Residuals(world, self._keeper(aggregation), momentum, device)
         self.on_device = DeviceAllReduce(world, device) if device is not None else None
         self._overlapped = OverlappedAllReduce(world) if device is None and world.nodes > 1 else None
         self._agreement = agreement(world)
@@ -54,9 +53,31 @@ class BucketExchange:
         self._scale: tuple[torch.Tensor, float] | None = None
         self._number = 0
 
+    def change_to(self, aggregation: AggregationSettings, begins: bool = False) -> None:
+        """Exchange with these settings from the next backward on. All ranks call this between the same two steps. If
+        a stage of the schedule `begins`, and its algorithm keeps no residual, the next step sends residuals whole."""
+        self.aggregation, self._begins_stage = aggregation, begins
+        self.large = self._all_reduce(sys.maxsize).algorithm
+        self.dense = self._all_reduce(sys.maxsize, DENSE if self.large.compresses else self.large.name)
+
+    def _keeper(self, aggregation: AggregationSettings) -> Algorithm:
+        """Return the first algorithm of the schedule that keeps a residual, or else the algorithm in force."""
+        nodes, density = self.world.nodes, aggregation.density
+        stages = [algorithms.resolve(name, nodes, sys.maxsize, density) for name in aggregation.algorithms]
+        return next((algorithm for algorithm in stages if algorithm.residual is not None), self.large)
+
+    def _drains(self, bucket: Bucket) -> bool:
+        """Return True if the exchange also sends the bucket's residual, because the algorithm in force does not keep
+        it. The same on all ranks, whatever their residuals hold."""
+        if not self._begins_stage or bucket.small or not self.residuals.are_kept:
+            return False
+        return self._all_reduce(bucket.length).algorithm.residual is None
+
     def is_sparse(self, bucket: Bucket) -> bool:
-        """Return True if the bucket's exchange leaves a residual, once the warm-up has begun to lower the density."""
-        return not bucket.small and self._all_reduce(bucket.length).algorithm.residual is not None
+        """Return True if the bucket's exchange reads or leaves a residual, once the warm-up has begun to lower the
+        density."""
+        keeps = not bucket.small and self._all_reduce(bucket.length).algorithm.residual is not None
+        return keeps or self._drains(bucket)
 
     def is_overlapped(self, bucket: Bucket) -> bool:
         """Return True if a dense exchange of the bucket between nodes overlaps with the next buckets. All-reduces of
@@ -122,6 +143,10 @@ class BucketExchange:
     ) -> bool:
         trainable = [parameter for parameter in bucket.parameters if parameter.tensor.requires_grad]
         all_reduce = self._all_reduce_of(bucket, density, warming)
+        if self._drains(bucket):
+            return self._exchange_with_residual(bucket, all_reduce, density, mark, loss_scale)
+        if all_reduce.algorithm.residual is None and bucket.residual is not None:
+            self.residuals.forget_zeros(bucket)
         if self.world.size == 1 and not all_reduce.algorithm.compresses:
             return self._deliver_alone(trainable, mark)
         if bucket.dtype != torch.float64:
@@ -138,6 +163,26 @@ class BucketExchange:
         request = self._request(flat_view(flat, "bucket", writable=True), bucket, all_reduce, density, loss_scale)
         with self._frozen_aside(bucket, request.residual):
             finite = all_reduce.run(self.world, request)
+        self._deliver(bucket, flat, mark)
+        return finite
+
+    def _exchange_with_residual(
+        self, bucket: Bucket, all_reduce: AllReduce, density: float, mark: Mark | None, loss_scale: float
+    ) -> bool:
+        """Exchange the gradients with all that was not sent before, by an algorithm that keeps nothing."""
+        self._finish_overlapped()
+        flat, residual = self._collect(bucket), self.residuals.of(bucket, loss_scale)
+        with self._frozen_aside(bucket, residual):
+            start, stop = self.residuals.range_of(bucket)
+            owed = torch.as_tensor(residual.current, device=flat.device)
+            flat[start:stop] += (owed * self.world.size).to(flat.dtype)  # the mean divides by the ranks
+            residual.pending[:] = 0
+            if self.on_device is not None:
+                request = self._request(flat, bucket, all_reduce, density, loss_scale)
+                self.on_device.begin(all_reduce, request, finished=lambda: self._deliver(bucket, flat, mark))
+                return True
+            array = flat_view(flat, "bucket", writable=True)
+            finite = all_reduce.run(self.world, self._request(array, bucket, all_reduce, density, loss_scale))
         self._deliver(bucket, flat, mark)
         return finite
 

@@ -70,6 +70,22 @@ class Residuals:
         self._used[id(bucket)] = bucket
         return bucket.residual
 
+    @property
+    def are_kept(self) -> bool:
+        """True if the algorithm of these residuals keeps what was not sent."""
+        return self._algorithm.residual is not None
+
+    def forget_zeros(self, bucket: Bucket) -> None:
+        """Free the bucket's residual if it is final and zero."""
+        residual = bucket.residual
+        if residual is not None and not residual.is_tentative and not residual.current.any():
+            bucket.residual = None
+            self._buckets = [other for other in self._buckets if other is not bucket]
+
+    def range_of(self, bucket: Bucket) -> tuple[int, int]:
+        """Return the elements [start, stop) of the bucket that this rank's residual belongs to."""
+        return self._range(bucket.length)
+
     def _loaded_factor(self, parameter: Parameter) -> Any:
         """Return the factor of a low rank that was loaded for a parameter. Of factors that several nodes saved, the
         first is as good as any: they are equal but for their scale."""

@@ -54,6 +54,11 @@ class Guard:
         self.weight_spread: float | None = None
         self._algorithm, self._has_warned = algorithm, False
 
+    def want(self, period: int) -> None:
+        """Take another period from the job's schedule. It also replaces a period that the guard has shortened."""
+        if period != self._wanted:
+            self.period = self._wanted = period
+
     def is_due(self, steps: int) -> bool:
         """Return True if the exchange after `steps` steps is measured. The same on all ranks."""
         return steps // self.period % MEASURE_EVERY == 1

@@ -15,6 +15,7 @@ import topkube
 from ranks.training.checkpoints import shared_directory
 from ranks.training.onebit import adamw, agreed, batch, onebit, owed, owed_by_owners, summed, train
 from ranks.training.scene import loss_of, network, same_on_all_ranks, weights
+from topkube.algorithms import Stage
 from topkube.errors import CheckpointError, TrainingError
 from topkube.settings import Settings
 from topkube.world import World
@@ -135,6 +136,7 @@ def leave(world: World, directory: str) -> None:
         torch.from_numpy(world.comm.allreduce(optimizer.state[p]["exp_avg_sq"].double().numpy()) / world.size)
         for p in model.parameters()
     ]
+    leave_residuals_of_a_schedule(world, directory)
     saved_momentum = outer_momentum(world, *run_to(world, f"{directory}/diloco", 6, **DILOCO))
     if world.rank == 0:
         torch.save(saved_momentum, f"{directory}/momentum.pt")
@@ -166,6 +168,7 @@ def take_up(world: World, directory: str) -> None:
             optimizer.zero_grad()
         assert same_on_all_ranks(agreed(optimizer, model))
     take_up_outer_momentum(world, directory)
+    take_up_residuals_of_a_schedule(world, directory)
 
 
 def take_up_outer_momentum(world: World, directory: str) -> None:
@@ -179,4 +182,47 @@ def take_up_outer_momentum(world: World, directory: str) -> None:
         assert before.any()
     model, optimizer = run_to(world, f"{directory}/diloco", 10, **DILOCO)
     assert same_on_all_ranks(agreed(optimizer, model))
+    optimizer.unwrap()
+
+
+def scheduled(directory: str) -> tuple[nn.Module, topkube.DistributedOptimizer, Settings]:
+    """Sparse for three steps, then dense. Weights move by the gradients."""
+    model = network()
+    optimizer = onebit(
+        model,
+        lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        aggregation="hitopk",
+        density=0.05,
+        schedule=(Stage(3, "dense"),),
+    )
+    return model, optimizer, Settings(checkpoint_directory=f"{directory}/scheduled", checkpoint_every=100)
+
+
+def leave_residuals_of_a_schedule(world: World, directory: str) -> None:
+    """Write a checkpoint after the last sparse step, and beside it what was not sent."""
+    model, optimizer, settings = scheduled(directory)
+    with topkube.checkpointing(model, optimizer, settings=settings) as run:
+        for _ in run.progress([0] * 3, total=3, samples=1):
+            (0.01 * loss_of(model, *batch(world, world.rank, run.step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pieces = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
+    left = [torch.from_numpy(total) for total in summed(world, pieces, model, 1.0)]
+    if world.rank == 0:
+        torch.save({"x": weights(model), "owed": left}, f"{directory}/scheduled.pt")
+    optimizer.unwrap()
+
+
+def take_up_residuals_of_a_schedule(world: World, directory: str) -> None:
+    """In another world, a dense step with gradients of zero moves the weights by what was owed."""
+    left = torch.load(f"{directory}/scheduled.pt", weights_only=True)
+    model, optimizer, settings = scheduled(directory)
+    with topkube.checkpointing(model, optimizer, settings=settings) as run:
+        for _ in run.progress([0] * 5, total=5, samples=1):
+            (0 * loss_of(model, *batch(world, world.rank, run.step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for now, x, rest in zip(weights(model), left["x"], left["owed"], strict=True):
+        np.testing.assert_allclose(now.double(), x.double() - rest, rtol=0, atol=1e-6)
+    assert any(rest.abs().max() > 1e-4 for rest in left["owed"])
     optimizer.unwrap()

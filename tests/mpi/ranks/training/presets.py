@@ -1,10 +1,12 @@
 """Every algorithm of the catalogue trains: the loss falls, all ranks agree, a NaN changes nothing, runs repeat and
-resume bit for bit."""
+resume bit for bit. And schedules, which change the algorithm, the density or the period during a run."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -12,7 +14,8 @@ import topkube
 from ranks.training.checkpoints import shared_directory
 from ranks.training.onebit import adamw, batch, sgd
 from ranks.training.scene import loss_of, network, same_on_all_ranks, weights
-from topkube.algorithms import OWN, PERIOD
+from topkube.algorithms import OWN, PERIOD, Stage
+from topkube.errors import TrainingError
 from topkube.settings import Settings
 from topkube.world import World
 
@@ -96,3 +99,100 @@ def case_runs_repeat_and_resume_bit_for_bit(world: World) -> None:
                     optimizer.unwrap()
                 ends.append(last)
         assert ends[0] == ends[1], algorithm.name
+
+
+# ---- schedules
+
+
+def plain(parameters: Any) -> torch.optim.Optimizer:
+    """Weights move by the gradients, so their sum shows what was sent."""
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def scheduled(model: nn.Module, algorithm: str, *stages: Stage, make: Any = plain) -> topkube.DistributedOptimizer:
+    return topkube.DistributedOptimizer(
+        make(model.parameters()),
+        model.named_parameters(),
+        aggregation=algorithm,
+        density=0.05,
+        schedule=stages,
+        wire="bf16",
+        bucket_bytes=8192,
+    )
+
+
+def case_a_dense_stage_sends_all_that_was_owed(world: World) -> None:
+    """With a NaN in the first dense step, which is then skipped, and repeated."""
+    for algorithm in ("hitopk", "powersgd"):
+        model = network()
+        optimizer = scheduled(model, algorithm, Stage(3, "dense"))
+        start, total = weights(model), [np.zeros(tuple(p.shape)) for p in model.parameters()]
+        for step in range(6):
+            is_skipped = step == 3 and world.rank == world.size - 1
+            loss = 0.01 * loss_of(model, *batch(world, world.rank, step))
+            own = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            if step != 3:
+                for sum_, gradient in zip(total, own, strict=True):
+                    sum_ += world.comm.allreduce(gradient.double().numpy()) / world.size
+            (loss * torch.nan if is_skipped else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = [(a.double() - b.double()).numpy() for a, b in zip(start, weights(model), strict=True)]
+            lacks = max(float(np.abs(a - b).max()) for a, b in zip(moved, total, strict=True))
+            if step in (2, 3):
+                assert lacks > 1e-4, (algorithm, step, "nothing was owed")
+            elif step > 3:
+                assert lacks < 1e-5, (algorithm, step, lacks)
+        assert (optimizer.steps, optimizer.skipped_steps) == (5, 1)
+        owed = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
+        assert not any(values.any() for entries in owed.values() for _, values in entries)
+        assert same_on_all_ranks(weights(model))
+        optimizer.unwrap()
+
+
+def case_scheduled_runs_resume_bit_for_bit(world: World) -> None:
+    """The checkpoints lie before a change, at the change, and after it."""
+    schedules: list[tuple[str, tuple[Stage, ...]]] = [
+        ("hitopk", (Stage(4, density=0.3), Stage(6, "dense"))),
+        ("dense", (Stage(3, "powersgd"), Stage(6, "hitopk"))),
+        ("onebit", (Stage(3, period=3), Stage(6, period=1))),
+    ]
+    for algorithm, stages in schedules:
+        ends = []
+        for parts in ([9], [2, 6, 9]):
+            with shared_directory(world) as directory:
+                for total in parts:
+                    model = network()
+                    optimizer = scheduled(model, algorithm, *stages, make=adamw)
+                    settings = Settings(checkpoint_directory=directory, checkpoint_every=100)
+                    with topkube.checkpointing(model, optimizer, settings=settings) as run:
+                        for _ in run.progress([0] * total, total=total, samples=1):
+                            loss_of(model, *batch(world, world.rank, run.step)).backward()
+                            optimizer.step()
+                            optimizer.zero_grad()
+                    last = [tensor.numpy().tobytes() for tensor in [*weights(model), *agreed(optimizer, model)]]
+                    optimizer.unwrap()
+                ends.append(last)
+        assert ends[0] == ends[1], algorithm
+
+
+def case_a_scheduled_period_decides_when_nodes_exchange(world: World) -> None:
+    model = network()
+    optimizer = scheduled(model, "onebit", Stage(3, period=4), Stage(8, period=2), make=sgd)
+    exchanged = []
+    for step in range(12):
+        before = agreed(optimizer, model) if step else None
+        train(world, model, optimizer, range(step, step + 1))
+        after = agreed(optimizer, model)
+        if before is None or any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+            exchanged.append(step + 1)
+    assert exchanged == [1, 2, 3, 4, 8, 10, 12]
+    optimizer.unwrap()
+
+
+def case_ranks_with_other_schedules_are_told(world: World) -> None:
+    model = network()
+    optimizer = scheduled(model, "hitopk", Stage(3 if world.rank == 0 else 4, "dense"))
+    with pytest.raises(TrainingError, match="aggregation settings"):
+        train(world, model, optimizer, range(1))
+    optimizer._backward.end()

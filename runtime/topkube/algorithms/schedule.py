@@ -1,0 +1,118 @@
+"""The schedule of an aggregation: from a step on, another algorithm, density or period.
+
+A schedule is checked here, so that admission and the ranks refuse the same mistakes with the same words. The steps are
+the updates of the optimizer; skipped steps do not count. All ranks count the same updates, so they change together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from topkube.algorithms.catalogue import find, known
+from topkube.algorithms.choice import AUTO, CHOICES
+from topkube.algorithms.declaration import Algorithm
+from topkube.algorithms.own import AUTOMATIC
+from topkube.algorithms.parameters import DENSITY, PERIOD
+from topkube.errors import ArgumentError
+
+MOST_STAGES = 32
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What changes when `from_step` updates are done. What is None stays as it was."""
+
+    from_step: int
+    algorithm: str | None = None
+    density: float | None = None
+    period: int | None = None
+
+
+def check_schedule(algorithm: str, warmup_steps: int, momentum_correction: bool, stages: Sequence[Stage]) -> None:
+    """Raise ArgumentError for the first mistake of a schedule that follows `algorithm`.
+
+    Algorithms of packages that are not installed here are not checked: the workers check them when they start.
+    """
+    before = 0
+    current = algorithm
+    for number, stage in enumerate(stages):
+        where = f"stage {number + 1} of the schedule (from step {stage.from_step})"
+        if stage.from_step <= before:
+            raise ArgumentError(
+                f"{where} does not begin after {'the first step' if before == 0 else f'step {before}'}",
+                next_step="order the stages by their steps, from 1 on",
+            )
+        if stage.from_step < warmup_steps:
+            raise ArgumentError(
+                f"{where} begins within the warm-up of {warmup_steps} steps",
+                next_step="let it begin after the warm-up, or leave the warm-up out",
+            )
+        if (stage.algorithm, stage.density, stage.period) == (None, None, None):
+            raise ArgumentError(f"{where} changes nothing", next_step="set its algorithm, its density or its period")
+        _check_change(where, current, stage, momentum_correction)
+        before, current = stage.from_step, stage.algorithm or current
+    _check_residuals([algorithm, *(stage.algorithm for stage in stages if stage.algorithm)])
+
+
+def _check_change(where: str, current: str, stage: Stage, momentum_correction: bool) -> None:
+    following = stage.algorithm or current
+    changes = stage.algorithm is not None and stage.algorithm != current
+    is_known = following in CHOICES or known(following)
+    if "." not in following and not is_known:
+        find(following)  # raises, and names the nearest algorithm
+    for name in (current, following):
+        if changes and _keeps_weights(name):
+            raise ArgumentError(
+                f"{where} changes from {current} to {following}",
+                cause=f"with {name}, every node has weights and an optimizer state of its own, which another algorithm"
+                " cannot take over",
+                next_step="change only its period, or start another job from the weights",
+            )
+    if changes and momentum_correction:
+        raise ArgumentError(
+            f"{where} changes the algorithm, which does not work with momentum correction",
+            cause="the velocity of each node cannot be taken over",
+            next_step="turn off momentum correction",
+        )
+    if not is_known:
+        return
+    for parameter, value in ((DENSITY, stage.density), (PERIOD, stage.period)):
+        if value is None:
+            continue
+        parameter.check(value)
+        if following != AUTO and not any(parameter in reader.parameters for reader in _algorithms(following)):
+            raise ArgumentError(
+                f"{where} sets the {parameter.name}, but {following} does not read it",
+                next_step=f"leave the {parameter.name} out of this stage",
+            )
+        if parameter is PERIOD and following not in CHOICES:
+            find(following).check_period(int(value))
+
+
+def _check_residuals(names: Sequence[str]) -> None:
+    """Raise ArgumentError if two algorithms keep residuals of different ranks."""
+    scopes = {
+        algorithm.residual.scope: algorithm.name
+        for name in names
+        for algorithm in _algorithms(name)
+        if algorithm.residual is not None
+    }
+    if len(scopes) > 1:
+        first, second = list(scopes.values())[:2]
+        raise ArgumentError(
+            f"the schedule has {first} and {second}, which keep what was not sent in different ways",
+            cause="the residual of a node and that of a rank cannot replace each other",
+            next_step="choose one of them, together with dense",
+        )
+
+
+def _keeps_weights(name: str) -> bool:
+    return any(algorithm.in_weights for algorithm in _algorithms(name))
+
+
+def _algorithms(name: str) -> list[Algorithm]:
+    """Return the algorithms that a name may stand for, without those of packages that are not installed here."""
+    if name in CHOICES:
+        return list(AUTOMATIC) if name == AUTO else []
+    return [find(name)] if known(name) else []
