@@ -127,6 +127,7 @@ def _warn_of_aggregation(job: TrainingJob) -> Iterator[str]:
             "package, or the ranks fail when they start"
         )
         return
+    stages = [aggregation.algorithm, *(stage.algorithm for stage in aggregation.schedule if stage.algorithm)]
     is_compressed = aggregation.algorithm != AUTO and compresses(aggregation.algorithm)
     if is_compressed and job.spec.workers == 1:
         yield f"spec.aggregation.algorithm: {aggregation.algorithm} with one worker loses entries and saves no traffic"
@@ -135,7 +136,7 @@ def _warn_of_aggregation(job: TrainingJob) -> Iterator[str]:
             f"spec.aggregation.density: {aggregation.density:g} with indices is about as much traffic as dense: "
             "use dense, or 0.01"
         )
-    elif not compresses(aggregation.algorithm) and aggregation.density != DENSITY.default:
+    elif not any(map(compresses, stages)) and aggregation.density != DENSITY.default:
         yield f"spec.aggregation.density: has no effect: {aggregation.algorithm} sends everything"
 
 

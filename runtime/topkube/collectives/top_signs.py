@@ -52,14 +52,13 @@ class TopSigns(Codec):
     def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
         for place, count, code, offset in self._parts:
             signs = sign_row_bytes(count)
-            total = np.zeros(place.stop - place.start, np.float32)
             sent: Array = np.empty(count, np.float32)
             for row, weight in zip(rows, weights, strict=True):
                 sent[:] = 0
                 part = sign_views(row[offset:], slice(0, count))
                 kernels.sign_unpack_add_(sent, [part], [weight])
-                total[code.read(row[offset + signs : offset + signs + code.nbytes])] += sent
-            out[place] += total
+                indices = code.read(row[offset + signs : offset + signs + code.nbytes])
+                kernels.scatter_add_(out[place], indices, sent)
 
 
 @dataclass(frozen=True)
@@ -98,15 +97,17 @@ class _IndexCode:
         out[start + octets.size :] = 0
 
     def read(self, data: Array) -> Array:
-        """Return the indices, (count,) int64, that `write` wrote. Raises WireError if `data` is not such a code."""
+        """Return the indices, (count,) uint32, that `write` wrote. Raises WireError if `data` is not such a code."""
         start = self.low * self._plane_bytes
         high = np.flatnonzero(np.unpackbits(data[start:], count=self.high))
         if high.size == self.count:
-            indices = (high - np.arange(self.count)) << self.low
+            indices: Array = high.astype(np.uint32)
+            indices -= np.arange(self.count, dtype=np.uint32)
+            indices <<= np.uint32(self.low)
             for plane in range(self.low):
                 octets = data[plane * self._plane_bytes :][: self._plane_bytes]
-                indices |= np.unpackbits(octets, count=self.count).astype(np.int64) << plane
-            if indices[-1] < self.length and (np.diff(indices) > 0).all():
+                indices |= np.unpackbits(octets, count=self.count).astype(np.uint32) << np.uint32(plane)
+            if indices[-1] < self.length and (indices[1:] > indices[:-1]).all():
                 return indices
         raise WireError(
             f"{self.count} indices below {self.length} were expected, but the message holds others",
