@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from topkube import algorithms
-from topkube.algorithms import Algorithm
+from topkube.algorithms import MATRIX_RANK, Algorithm
 from topkube.arrays import Array, flat_view, is_tensor
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, load
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.collectives.error_feedback import Residual
-from topkube.collectives.request import Request
+from topkube.collectives.request import Matrix, Request
 from topkube.collectives.shard import Shard, residual_length, residual_range
 from topkube.errors import ArgumentError
 from topkube.world import World, current
@@ -42,6 +43,7 @@ def allreduce_(
     residual: Residual | Any | None = None,
     world: World | None = None,
     dense_wire: str = "fp32",
+    matrix_rank: int = MATRIX_RANK.default,
 ) -> Any:
     """Reduce `array` over all ranks in place and return it.
 
@@ -50,7 +52,8 @@ def allreduce_(
     is a float32 tensor on the same device. `op` is "mean" or "sum". `algorithm` is a name of the catalogue
     (`topkube.algorithms.names()`), or "dense" or "auto" (`resolve`). Sparse algorithms send the share `density` of the
     entries, their values as `wire` ("fp32", "bf16", "fp16"), chosen by `selection` ("topk" or "mstopk"). `hierarchical`
-    sends float32 values between nodes as `dense_wire` ("fp32", "bf16", "fp16"). Without
+    sends float32 values between nodes as `dense_wire` ("fp32", "bf16", "fp16"). `powersgd` approximates the array by
+    rank `matrix_rank`, as a matrix with one row per element of its first dimension. Without
     `residual` nothing is kept between calls. With a residual (`new_residual`, or a float32 array of that length, zeros
     at first), what was not sent is added to the next call's array. If any rank meets NaN or Inf, the residual stays as
     it was on all ranks. `world` is a sub-world (`topkube.new_world`) whose ranks alone take part.
@@ -64,13 +67,20 @@ def allreduce_(
     view = flat_view(array, "array", writable=True)
     chosen = resolve(algorithm, world, view.size, density)
     state = _as_residual(residual, chosen, world, view.size)
-    finite = load(chosen).run(world, Request(view, op, density, wire, selection, state, dense_wire))
+    matrices = _matrices(tuple(array.shape)) if MATRIX_RANK in chosen.parameters else ()
+    request = Request(view, op, density, wire, selection, state, dense_wire, matrix_rank, matrices)
+    finite = load(chosen).run(world, request)
     if state is not None and world.agree(finite):
         state.accept()
         state.commit()
         if state is not residual:
             flat_view(residual, "residual", writable=True)[:] = state.current
     return array
+
+
+def _matrices(shape: tuple[int, ...]) -> tuple[Matrix, ...]:
+    length = math.prod(shape)
+    return (Matrix(0, length, length // shape[0]),) if len(shape) > 1 and length else ()
 
 
 def _on_device(

@@ -259,6 +259,9 @@ def case_powersgd_is_exact_for_low_ranks(world: World) -> None:
         world, Request(x, "sum", residual=residual, matrix_rank=2, matrices=(Matrix(0, 3000, 50),))
     )
     np.testing.assert_allclose(x.reshape(60, 50), total, rtol=0, atol=1e-4 * np.abs(total).max())
+    y = matrix.copy()
+    topkube.allreduce_(y, "sum", "powersgd", matrix_rank=2)
+    assert y.tobytes() == x.tobytes(), "the array's own shape is the matrix"
     owed = world.comm.allreduce(float(residual.pending.astype(np.float64).sum()))
     assert abs(owed) < 1e-3 * np.abs(total).sum()
 
