@@ -30,7 +30,7 @@ class Codec(ABC):
 
     @abstractmethod
     def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
-        """Add to `out`, float32, what the rows say times `weights`, in the order of the rows."""
+        """Add to `out`, float32, the decoded rows times `weights`, in the order of the rows."""
 
 
 class Signs(Codec):
