@@ -114,3 +114,13 @@ def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_digest(digest: str, wanted: str, what: str, field: str) -> None:
+    """Raise SourceError if `digest` is not the `wanted` checksum of the archive `what`."""
+    if digest != wanted:
+        raise SourceError(
+            f"{what} has the checksum {digest}, and {field} is {wanted}",
+            cause="the archive was replaced after the job was written, or it was damaged on its way",
+            next_step=f"upload the right archive, or set {field} to its checksum (sha256sum FILE)",
+        )

@@ -13,7 +13,7 @@ from topkube.data.remote.retry import Absent, Patience, build_final_error, is_wo
 from topkube.errors import SourceError, TopKubeError
 from topkube.job import ArchiveSource
 from topkube.job.failure_policy import SOURCE_UNAVAILABLE
-from topkube.source.archive import MOST_BYTES
+from topkube.source.archive import MOST_BYTES, check_digest
 
 LONGEST_SECONDS = 3600.0
 """How long a download may take with all its retries, even if bytes arrive."""
@@ -39,16 +39,6 @@ def download_archive(source: ArchiveSource, path: Path, patience: Patience | Non
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause *= 2
     check_digest(digest, source.sha256, source.uri, "spec.source.archive.sha256")
-
-
-def check_digest(digest: str, wanted: str, what: str, field: str) -> None:
-    """Raise SourceError if `digest` is not the `wanted` checksum of the archive `what`."""
-    if digest != wanted:
-        raise SourceError(
-            f"{what} has the checksum {digest}, and {field} is {wanted}",
-            cause="the archive was replaced after the job was written, or it was damaged on its way",
-            next_step=f"upload the right archive, or set {field} to its checksum (sha256sum FILE)",
-        )
 
 
 def _read(uri: str, path: Path, patience: Patience, deadline: float) -> str:

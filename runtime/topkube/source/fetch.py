@@ -18,8 +18,7 @@ from topkube.launch import contract
 from topkube.launch.host.environment import digest_path
 from topkube.launch.termination_message import ending_before_start, write_ending
 from topkube.settings import Settings
-from topkube.source.archive import file_digest, folder_digest, unpack
-from topkube.source.download import check_digest, download_archive
+from topkube.source.archive import check_digest, file_digest, folder_digest, unpack
 
 EXIT_CODE = 65
 """EX_DATAERR of sysexits.h."""
@@ -89,6 +88,8 @@ def _fetch(source: Source, folder: Path, files: Path, secret: Path, scratch: Pat
     if source.config_map is not None:
         _copy_config_map(source.config_map, folder, files, scratch)
     elif source.archive is not None:
+        from topkube.source.download import download_archive  # loads the libraries of stores
+
         archive = scratch / "archive"
         download_archive(source.archive, archive)
         unpack(archive, folder, source.archive.uri.partition("?")[0].rpartition("/")[2])
