@@ -273,22 +273,22 @@ def one_test(alert: Alert, case: Case) -> dict[str, Any]:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
 def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
-    groups = yaml.safe_load(RULES.read_text())
-    for group in groups["groups"]:
-        for rule in group["rules"]:
-            rule["annotations"] = {}  # the words are not what is tested
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(groups))
-    tests = [one_test(alert, case) for alert in ALERTS for case in CASES[alert.name]]
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump({"rule_files": ["rules.yaml"], "tests": tests}))
-    ended = subprocess.run(
-        ["promtool", "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    """Each alert has a file with its own rule only: promtool evaluates all rules of a file in each minute of a test."""
+    rules = {rule["alert"]: rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
+    for alert in ALERTS:
+        rule = {**rules[alert.name], "annotations": {}}  # the words are not what is tested
+        (tmp_path / f"{alert.name}.rules").write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": [rule]}]}))
+        tests = [one_test(alert, case) for case in CASES[alert.name]]
+        file = {"rule_files": [f"{alert.name}.rules"], "tests": tests}
+        (tmp_path / f"{alert.name}.yaml").write_text(yaml.safe_dump(file))
+    command = ["promtool", "test", "rules", *(f"{alert.name}.yaml" for alert in ALERTS)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
 def test_the_rules_are_valid() -> None:
-    ended = subprocess.run(["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, timeout=250)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
