@@ -129,7 +129,9 @@ def metric(name: str) -> float | None:
         text = urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=5).read().decode()
     except OSError:
         return None
-    return next((float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + " ")), None)
+    return next(
+        (float(line.split()[-1]) for line in text.splitlines() if line.startswith((name + " ", name + "{"))), None
+    )
 
 
 @contextmanager

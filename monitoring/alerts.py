@@ -1,23 +1,73 @@
-"""The alerts and their runbooks. The thresholds are explained in the runbooks."""
+"""The alerts and their runbooks. The thresholds are explained in the runbooks.
+
+An expression contains `<jobs>`, `<operator>` or `<agents>` in the selectors of its series, and `<NAME>` for each of
+its thresholds. The chart puts the namespaces and the name of its release there, and the admin's thresholds. Without
+them the expression is right for all releases of a cluster, because every aggregation keeps the labels that tell them
+apart.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import yaml
 
+RUNBOOK_BASE_URL = "https://topkube.dev/docs"
+"""The default of the chart's value metrics.alerts.runbookBaseUrl."""
+SELECTORS = ("jobs", "operator", "agents")
+"""Placeholders of selectors: series about jobs, about the operator, about the agents of nodes."""
+
 _BY_JOB = "by (namespace, training_job)"
 _ON_JOB = "on (namespace, training_job)"
-_SINCE_STEP = f"time() - max {_BY_JOB} (topkube_last_step_timestamp_seconds)"
-_SINCE_PHASE = f"time() - max {_BY_JOB} (topkube_job_phase_timestamp_seconds)"
-_MEAN_STEP = f"sum {_BY_JOB} (topkube_step_seconds_sum) / sum {_BY_JOB} (topkube_step_seconds_count)"
+_BY_RELEASE = "by (namespace, release)"
+_ON_RELEASE = "on (namespace, release)"
+_BY_NODE = "by (release, node)"
 _JOB = "{{ $labels.namespace }}/{{ $labels.training_job }}"
+_RELEASE = "release {{ $labels.release }} in namespace {{ $labels.namespace }}"
+
+
+def _select(placeholder: str, series: str, selector: str) -> str:
+    return f"{series}{{<{placeholder}>{selector}}}"
+
+
+def _job(series: str, selector: str = "") -> str:
+    """Return a series of jobs, with a place for the chart's namespaces."""
+    return _select("jobs", series, selector)
+
+
+def _operator(series: str, selector: str = "") -> str:
+    """Return a series of the operator, with a place for the chart's release."""
+    return _select("operator", series, selector)
+
+
+def _agent(series: str, selector: str = "") -> str:
+    """Return a series of the nodes' agents, with a place for the chart's release."""
+    return _select("agents", series, selector)
+
+
+_SINCE_STEP = f"time() - max {_BY_JOB} ({_job('topkube_last_step_timestamp_seconds')})"
+_SINCE_PHASE = f"time() - max {_BY_JOB} ({_job('topkube_job_phase_timestamp_seconds')})"
+_MEAN_STEP = (
+    f"sum {_BY_JOB} ({_job('topkube_step_seconds_sum')}) / sum {_BY_JOB} ({_job('topkube_step_seconds_count')})"
+)
+_WEBHOOK = f"group {_BY_RELEASE} ({_operator('topkube_admission_reviews_total')})"
+_API_FAILED = 'code=~"unreachable|401|429|5.."'
+_REVIEW_FAILED, _REVIEWED = 'outcome="error"', 'outcome=~"allowed|denied"'
+
+
+def _rate(series: str, window: str) -> str:
+    return f"rate({series}[{window}])"
+
+
+def _increase(series: str, window: str) -> str:
+    return f"increase({series}[{window}])"
 
 
 @dataclass(frozen=True)
 class Alert:
-    """One alert. `runbook` names docs/runbooks/RUNBOOK.md; `summary` may use the labels of `expression`."""
+    """An alert. `runbook` names docs/runbooks/RUNBOOK.md; `summary` may use the labels of `expression`."""
 
     name: str
     expression: str
@@ -26,160 +76,302 @@ class Alert:
     severity: Literal["critical", "warning", "info"]
     summary: str
     runbook: str
+    meaning: str
+    """When the alert fires with the default thresholds, for the docs."""
+    thresholds: Mapping[str, float] = field(default_factory=dict)
+    """The default of each threshold in the expression, by name."""
 
     def rule(self) -> dict[str, Any]:
-        """Return Prometheus's alerting rule."""
+        """Return Prometheus's alerting rule, for all releases and with the default thresholds."""
         return {
             "alert": self.name,
-            "expr": self.expression,
+            "expr": self.expression_for_all(),
             "for": self.lasting,
             "labels": {"severity": self.severity},
-            "annotations": {"summary": self.summary, "runbook_url": f"runbooks/{self.runbook}"},
+            "annotations": {
+                "summary": self.summary,
+                "runbook_url": f"{RUNBOOK_BASE_URL}/runbooks/{self.runbook}/",
+            },
         }
+
+    def template(self) -> dict[str, Any]:
+        """Return the rule with its placeholders, from which the chart makes the rule of a release."""
+        rule = {**self.rule(), "expr": self.expression}
+        rule["annotations"] = {**rule["annotations"], "runbook_url": f"runbooks/{self.runbook}/"}
+        return {**rule, "thresholds": dict(self.thresholds)}
+
+    def expression_for_all(self) -> str:
+        """Return the expression for all releases, with the default thresholds."""
+        expression = self.expression
+        for placeholder in SELECTORS:
+            expression = expression.replace(f"<{placeholder}>", "")
+        for name, value in self.thresholds.items():
+            expression = expression.replace(f"<{name}>", f"{value:g}")
+        return expression.replace("{}", "")
 
 
 JOBS = (
     Alert(
         "TopKubeJobStalled",
-        f"({_SINCE_STEP} > 600 and {_ON_JOB} {_SINCE_STEP} > 10 * {_MEAN_STEP}) "
-        f"unless {_ON_JOB} max {_BY_JOB} (topkube_job_progress_ratio) >= 1",
+        f"({_SINCE_STEP} > <seconds> and {_ON_JOB} {_SINCE_STEP} > <factor> * {_MEAN_STEP}) "
+        f"unless {_ON_JOB} max {_BY_JOB} ({_job('topkube_job_progress_ratio')}) >= 1",
         "1m",
         "critical",
         f"{_JOB} has finished no step for {{{{ $value | humanizeDuration }}}}",
         "job-stalled",
+        "no step for ten minutes and for ten times the usual duration of a step",
+        {"seconds": 600, "factor": 10},
     ),
     Alert(
         "TopKubeJobReportsNoSteps",
-        f'({_SINCE_PHASE} > 1800 and {_ON_JOB} topkube_job_phase{{phase="Running"}} == 1) '
-        f"unless {_ON_JOB} max {_BY_JOB} (topkube_last_step_timestamp_seconds)",
+        f"({_SINCE_PHASE} > <seconds> and {_ON_JOB} "
+        + _job("topkube_job_phase", 'phase="Running"')
+        + f" == 1) unless {_ON_JOB} max {_BY_JOB} ({_job('topkube_last_step_timestamp_seconds')})",
         "1m",
         "info",
         f"{_JOB} has been running for {{{{ $value | humanizeDuration }}}} and has reported no step",
         "job-stalled",
+        "a job is Running for half an hour without a step",
+        {"seconds": 1800},
     ),
     Alert(
         "TopKubeJobFailed",
-        f"time() - max {_BY_JOB} (topkube_job_failed_timestamp_seconds) < 3600",
+        f"time() - max {_BY_JOB} ({_job('topkube_job_failed_timestamp_seconds')}) < <seconds>",
         "0m",
         "warning",
         f"{_JOB} failed {{{{ $value | humanizeDuration }}}} ago",
         "job-failed",
+        "a job failed within the last hour",
+        {"seconds": 3600},
     ),
     Alert(
         "TopKubeCheckpointFailed",
-        f"max {_BY_JOB} (topkube_job_checkpoint_failed) == 1",
+        f"max {_BY_JOB} ({_job('topkube_job_checkpoint_failed')}) == 1",
         "0m",
         "warning",
         f"{_JOB} could not write a checkpoint, and has written none since",
         "checkpoint-failed",
+        "a checkpoint could not be written, and there is no newer checkpoint",
     ),
     Alert(
         "TopKubeCheckpointTooOld",
-        f"time() - max {_BY_JOB} (topkube_job_last_checkpoint_timestamp_seconds) > 7200",
+        f"time() - max {_BY_JOB} ({_job('topkube_job_last_checkpoint_timestamp_seconds')}) > <seconds>",
         "5m",
         "warning",
         f"{_JOB} has written no checkpoint for {{{{ $value | humanizeDuration }}}}",
         "checkpoint-failed",
+        "a running job has written no checkpoint for two hours",
+        {"seconds": 7200},
     ),
     Alert(
         "TopKubeRestartStorm",
-        f"max {_BY_JOB} (max_over_time(topkube_job_restarts[1h]) - min_over_time(topkube_job_restarts[1h])) >= 3",
+        f"max {_BY_JOB} (max_over_time({_job('topkube_job_restarts')}[1h]) "
+        f"- min_over_time({_job('topkube_job_restarts')}[1h])) >= <restarts>",
         "0m",
         "warning",
         f"{_JOB} has restarted {{{{ $value }}}} times within an hour",
         "restart-storm",
+        "three restarts within an hour",
+        {"restarts": 3},
     ),
     Alert(
         "TopKubeJobPendingTooLong",
-        f'({_SINCE_PHASE} > 1800) and {_ON_JOB} topkube_job_phase{{phase=~"Pending|Starting"}} == 1',
+        f"({_SINCE_PHASE} > <seconds>) and {_ON_JOB} "
+        + _job("topkube_job_phase", 'phase=~"Pending|Starting"')
+        + " == 1",
         "1m",
         "warning",
         f"{_JOB} has been waiting to run for {{{{ $value | humanizeDuration }}}}",
         "pending-too-long",
+        "a job is in Pending or Starting for half an hour",
+        {"seconds": 1800},
     ),
     Alert(
         "TopKubeGradientSkipped",
-        f"sum {_BY_JOB} (increase(topkube_skipped_steps_total[15m])) "
-        f"/ max {_BY_JOB} (increase(topkube_step_seconds_count[15m])) > 0.05",
+        f"sum {_BY_JOB} ({_increase(_job('topkube_skipped_steps_total'), '15m')}) "
+        f"/ max {_BY_JOB} ({_increase(_job('topkube_step_seconds_count'), '15m')}) > <ratio>",
         "5m",
         "warning",
         f"{_JOB} skips {{{{ $value | humanizePercentage }}}} of its steps because of NaN or infinite gradients",
         "gradient-skipped",
+        "one step in twenty is skipped",
+        {"ratio": 0.05},
     ),
     Alert(
         "TopKubeWeightsDiffer",
-        f"max {_BY_JOB} (topkube_differing_ranks) > 0",
+        f"max {_BY_JOB} ({_job('topkube_differing_ranks')}) > 0",
         "0m",
         "critical",
         f"{{{{ $value }}}} rank(s) of {_JOB} have other weights than most ranks",
         "weights-differ",
+        "ranks train with different weights",
     ),
     Alert(
         "TopKubeCommunicationSlow",
-        f"(sum {_BY_JOB} (rate(topkube_exchange_bound_seconds_total[10m])) "
-        f'/ sum {_BY_JOB} (rate(topkube_step_phase_seconds_total{{phase="inter"}}[10m])) < 0.25) '
-        f'and {_ON_JOB} sum {_BY_JOB} (rate(topkube_step_phase_seconds_total{{phase="inter"}}[10m])) '
-        f"/ sum {_BY_JOB} (rate(topkube_step_seconds_sum[10m])) > 0.3",
+        f"(sum {_BY_JOB} ({_rate(_job('topkube_exchange_bound_seconds_total'), '10m')}) / sum {_BY_JOB} ("
+        + _rate(_job("topkube_step_phase_seconds_total", 'phase="inter"'), "10m")
+        + f") < <ratio>) and {_ON_JOB} sum {_BY_JOB} ("
+        + _rate(_job("topkube_step_phase_seconds_total", 'phase="inter"'), "10m")
+        + f") / sum {_BY_JOB} ({_rate(_job('topkube_step_seconds_sum'), '10m')}) > <share>",
         "15m",
         "warning",
         f"{_JOB} reaches {{{{ $value | humanizePercentage }}}} of the bandwidth that its link had at the start",
         "communication-slow",
+        "the exchange reaches less than a quarter of the link's rate and takes over 30% of the step",
+        {"ratio": 0.25, "share": 0.3},
     ),
 )
 CACHE = (
     Alert(
         "TopKubeCacheCorruption",
-        f"sum {_BY_JOB} (increase(topkube_cache_corruptions_total[1h])) > 0",
+        f"sum {_BY_JOB} ({_increase(_job('topkube_cache_corruptions_total'), '1h')}) > 0",
         "0m",
         "warning",
         f"{_JOB} has found shards with a wrong checksum and has fetched them again",
         "cache-corruption",
+        "a checksum was wrong",
     ),
     Alert(
         "TopKubeCacheHitRatioLow",
-        f'(sum {_BY_JOB} (rate(topkube_cache_hits_total{{tier="disk"}}[30m])) '
-        f'/ sum {_BY_JOB} (rate(topkube_cache_requests_total{{tier="disk"}}[30m])) < 0.5) '
-        f'and {_ON_JOB} sum {_BY_JOB} (increase(topkube_cache_requests_total{{tier="disk"}}[30m])) > 1000',
+        f"(sum {_BY_JOB} ("
+        + _rate(_job("topkube_cache_hits_total", 'tier="disk"'), "30m")
+        + f") / sum {_BY_JOB} ("
+        + _rate(_job("topkube_cache_requests_total", 'tier="disk"'), "30m")
+        + f") < <ratio>) and {_ON_JOB} sum {_BY_JOB} ("
+        + _increase(_job("topkube_cache_requests_total", 'tier="disk"'), "30m")
+        + ") > <requests>",
         "1h",
         "info",
         f"{_JOB} finds only {{{{ $value | humanizePercentage }}}} of its samples in the nodes' disk tier",
         "cache-hit-ratio-low",
+        "less than half of the samples are on disk, for an hour",
+        {"ratio": 0.5, "requests": 1000},
+    ),
+    Alert(
+        "TopKubeCacheDiskFull",
+        f"sum {_BY_JOB} (" + _job("topkube_cache_tier_state", 'tier="disk",state=~"frozen|dropped"') + ") > <pods>",
+        "10m",
+        "warning",
+        f"{{{{ $value }}}} worker(s) of {_JOB} store no more shards: the disk of their cache is full or fails",
+        "cache-disk-full",
+        "the cache of a worker stores no more shards for ten minutes",
+        {"pods": 0},
+    ),
+    Alert(
+        "TopKubeNodeCacheFull",
+        f"max {_BY_NODE} ({_agent('topkube_node_cache_missing_bytes')}) > <bytes>",
+        "10m",
+        "warning",
+        "the cache of node {{ $labels.node }} exceeds its limits by {{ $value | humanize1024 }}B, and no dataset may "
+        "be evicted",
+        "cache-disk-full",
+        "a node's cache exceeds its limits for ten minutes, and no dataset may be evicted",
+        {"bytes": 0},
+    ),
+    Alert(
+        "TopKubeNodeCacheStuck",
+        f"time() - max {_BY_NODE} ({_agent('topkube_node_cache_last_pass_timestamp_seconds')}) > <seconds>",
+        "5m",
+        "warning",
+        "the cache agent of node {{ $labels.node }} has finished no pass for {{ $value | humanizeDuration }}",
+        "node-cache-stuck",
+        "the agent of a node's cache has finished no pass for ten minutes",
+        {"seconds": 600},
     ),
 )
 NODES = (
     Alert(
         "TopKubeNodeAvoided",
-        "count by (node) (max by (namespace, training_job, node) (topkube_job_avoided_node_info))",
+        "count by (namespace, node) (max by (namespace, training_job, node) "
+        f"({_job('topkube_job_avoided_node_info')})) > <jobs_of_node>",
         "5m",
         "warning",
-        "{{ $value }} job(s) avoid the node {{ $labels.node }}: it has a fault, or attempts failed there first",
+        "{{ $value }} job(s) in {{ $labels.namespace }} avoid the node {{ $labels.node }}: it has a fault, or attempts "
+        "failed there first",
         "node-avoided",
+        "unfinished jobs avoid a node for five minutes",
+        {"jobs_of_node": 0},
     ),
 )
 OPERATOR = (
     Alert(
         "TopKubeOperatorDown",
-        'absent(topkube_build_info{component="operator"})',
+        f"(group {_BY_RELEASE} (last_over_time({_operator('topkube_operator_build_info')}[1d])) "
+        f"unless group {_BY_RELEASE} ({_operator('topkube_operator_build_info')})) "
+        f"or absent_over_time({_operator('topkube_operator_build_info')}[1d])",
         "5m",
         "critical",
-        "Prometheus scrapes no operator: jobs continue, but nothing starts, restarts or ends them",
+        "Prometheus scrapes no operator{{ with $labels.release }} of release {{ . }}{{ end }}: jobs continue, but "
+        "nothing starts, restarts or ends them",
         "operator-down",
+        "no operator was scraped for five minutes",
     ),
     Alert(
         "TopKubeNoLeader",
-        "sum(topkube_leader) == 0",
+        f"sum {_BY_RELEASE} ({_operator('topkube_leader')}) == 0",
         "2m",
         "critical",
-        "No operator replica leads: jobs continue, but nothing starts, restarts or ends them",
+        f"No operator replica of {_RELEASE} leads: jobs continue, but nothing starts, restarts or ends them",
         "no-leader",
+        "no replica leads for two minutes",
     ),
     Alert(
         "TopKubeReconcileErrors",
-        'sum(rate(topkube_reconciles_total{outcome="error"}[10m])) / sum(rate(topkube_reconciles_total[10m])) > 0.1',
+        f"sum {_BY_RELEASE} ("
+        + _rate(_operator("topkube_reconciles_total", 'outcome="error"'), "10m")
+        + f") / sum {_BY_RELEASE} ({_rate(_operator('topkube_reconciles_total'), '10m')}) > <ratio>",
         "10m",
         "warning",
-        "{{ $value | humanizePercentage }} of the operator's reconciles fail",
+        f"{{{{ $value | humanizePercentage }}}} of the reconciles of {_RELEASE} fail",
         "reconcile-errors",
+        "one reconcile in ten fails",
+        {"ratio": 0.1},
+    ),
+    Alert(
+        "TopKubeWorkQueueSlow",
+        f"max {_BY_RELEASE} ({_operator('topkube_work_queue_oldest_seconds')}) > <seconds>",
+        "5m",
+        "warning",
+        f"a job has been in the work queue of {_RELEASE} for {{{{ $value | humanizeDuration }}}}",
+        "work-queue-slow",
+        "a job is in the operator's work queue for a minute, for five minutes in a row",
+        {"seconds": 60},
+    ),
+    Alert(
+        "TopKubeApiErrors",
+        f"sum {_BY_RELEASE} ({_rate(_operator('topkube_api_requests_total', _API_FAILED), '10m')}) "
+        f"/ sum {_BY_RELEASE} ({_rate(_operator('topkube_api_requests_total'), '10m')}) > <ratio>",
+        "10m",
+        "warning",
+        f"the API server fails {{{{ $value | humanizePercentage }}}} of the calls of {_RELEASE}",
+        "api-errors",
+        "the API server does not answer, limits or fails one call in twenty",
+        {"ratio": 0.05},
+    ),
+    Alert(
+        "TopKubeAdmissionFailing",
+        f"(sum {_BY_RELEASE} ({_increase(_operator('topkube_admission_reviews_total', _REVIEW_FAILED), '10m')}) "
+        f"> <failures>) or (max {_BY_RELEASE} ({_operator('topkube_admission_published')}) == 0) "
+        f"or (max {_BY_RELEASE} ({_increase(_operator('topkube_jobs_created_total'), '30m')}) > 0 "
+        f"and {_ON_RELEASE} {_WEBHOOK} unless {_ON_RELEASE} "
+        f"sum {_BY_RELEASE} ({_increase(_operator('topkube_admission_reviews_total', _REVIEWED), '30m')}) > 0)",
+        "5m",
+        "warning",
+        f"the webhook of {_RELEASE} does not review jobs: invalid jobs are accepted and fail later",
+        "admission-failing",
+        "the webhook fails, its caBundle could not be written, or jobs appear that it has not reviewed",
+        {"failures": 0},
+    ),
+    Alert(
+        "TopKubeAdmissionCertificateExpires",
+        f"min {_BY_RELEASE} ({_operator('topkube_admission_certificate_expiry_timestamp_seconds')}) - time() "
+        "< <seconds>",
+        "10m",
+        "warning",
+        f"the certificate of the webhook of {_RELEASE} expires in {{{{ $value | humanizeDuration }}}}",
+        "admission-failing",
+        "the webhook's certificate expires within a week",
+        {"seconds": 604800},
     ),
 )
 GROUPS = {"topkube-jobs": JOBS, "topkube-cache": CACHE, "topkube-nodes": NODES, "topkube-operator": OPERATOR}
@@ -187,6 +379,58 @@ ALERTS = tuple(alert for group in GROUPS.values() for alert in group)
 
 
 def rules() -> str:
-    """Return the rules file, which Prometheus loads and the chart puts into a PrometheusRule."""
+    """Return the rules file, which Prometheus loads as it is."""
     groups = [{"name": name, "rules": [alert.rule() for alert in group]} for name, group in GROUPS.items()]
-    return yaml.safe_dump({"groups": groups}, sort_keys=False, width=10_000)
+    return _as_yaml({"groups": groups})
+
+
+def templates() -> str:
+    """Return the file from which the chart makes the rules of a release."""
+    groups = [{"name": name, "rules": [alert.template() for alert in group]} for name, group in GROUPS.items()]
+    return _as_yaml({"groups": groups})
+
+
+def markdown() -> str:
+    """Return docs/alerts.md."""
+    lines = [_HEAD]
+    for alert in ALERTS:
+        thresholds = ", ".join(f"`{name}: {value:g}`" for name, value in alert.thresholds.items())
+        runbook = f"[{alert.runbook.replace('-', ' ')}](runbooks/{alert.runbook}.md)"
+        lines.append(
+            f"| {alert.name} | {alert.severity} | {alert.meaning} | {alert.lasting} | {thresholds} | {runbook} |\n"
+        )
+    return "".join(lines)
+
+
+_HEAD = """# Alerts
+
+`charts/topkube/files/alerts.yaml` has the rules as Prometheus, vmalert and Mimir load them. They are right for all
+releases of a cluster. The chart makes a PrometheusRule from the same rules for its own release, and takes
+changes of single alerts:
+
+```yaml
+metrics:
+  alerts:
+    runbookBaseUrl: https://wiki.example.org/topkube
+    extraLabels: {team: ml-platform}      # labels of all alerts
+    severities: {critical: page}          # other names of severities
+    disabled: [TopKubeCacheHitRatioLow]
+    rules:
+      TopKubeCheckpointTooOld:
+        severity: critical
+        for: 10m
+        labels: {team: research}
+        thresholds: {seconds: 3600}
+```
+
+The chart refuses names of alerts and thresholds that do not exist.
+
+This page is generated: `python -m monitoring` writes it.
+
+| alert | severity | fires if | for | thresholds | runbook |
+|---|---|---|---|---|---|
+"""
+
+
+def _as_yaml(value: Any) -> str:
+    return str(yaml.safe_dump(value, sort_keys=False, width=10_000))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from topkube.telemetry import metrics as runtime
 from topkube.telemetry.metrics import Metric
 from topkube_operator.control import metrics as operator
+from topkube_operator.node_cache import metrics as node_cache
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,16 @@ SOURCES = (
     ),
     MetricSource(
         "Operator",
-        "Each operator pod. Per-job series carry the job's own `namespace` (scrape with `honor_labels`) and end with "
-        "the job; finished jobs are counted only.",
+        "Each operator pod on port 8080. Series about jobs carry the job's own `namespace` (scrape with "
+        "`honor_labels`); the replica that acts serves them, and they end with the job; finished jobs are counted "
+        "only. Other series carry the operator's own `namespace` and the `release`.",
         operator.METRICS,
+    ),
+    MetricSource(
+        "Caches of nodes",
+        "Each node's agent on port 8080, if `cache.node.enabled` is set. Series about datasets carry the `namespace` "
+        "of their jobs (scrape with `honor_labels`).",
+        node_cache.METRICS,
     ),
 )
 

@@ -18,6 +18,8 @@ def files() -> dict[str, str]:
         "docs/chart-values.md": values.markdown(ROOT / "charts/topkube/values.yaml"),
         **dashboards,
         "charts/topkube/files/alerts.yaml": alerts.rules(),
+        "charts/topkube/files/alert-templates.yaml": alerts.templates(),
+        "docs/alerts.md": alerts.markdown(),
     }
 
 

@@ -129,9 +129,8 @@ class Variable:
             "refresh": 2,
             "sort": 1,
             "multi": self.several,
-            "includeAll": True,
-            "allValue": ".*",
-            "current": everything,
+            "includeAll": self.several,
+            **({"allValue": ".*", "current": everything} if self.several else {"current": {}}),
         }
 
 

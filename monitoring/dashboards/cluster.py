@@ -109,7 +109,13 @@ CLUSTER = Dashboard(
                     "Preempted and "
                     "NodeLost.",
                     "short",
-                    (Query("sum by (reason) (increase(topkube_job_restarts_total[$__rate_interval]))", "{{reason}}"),),
+                    (
+                        Query(
+                            "sum by (reason) "
+                            f"(increase(topkube_job_restarts_total{{{IN_NAMESPACE}}}[$__rate_interval]))",
+                            "{{reason}}",
+                        ),
+                    ),
                     width=12,
                 ),
                 Panel(
@@ -118,7 +124,8 @@ CLUSTER = Dashboard(
                     "includes the wait for nodes and image pulls.",
                     "s",
                     tuple(
-                        Query(quantile(share, "topkube_job_start_seconds", ""), f"{share:.0%}") for share in (0.5, 0.95)
+                        Query(quantile(share, "topkube_job_start_seconds", IN_NAMESPACE), f"{share:.0%}")
+                        for share in (0.5, 0.95)
                     ),
                     width=12,
                 ),

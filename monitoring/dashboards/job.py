@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monitoring.dashboards.selection import NAMESPACE, OF_JOB, ONE_JOB, quantile, rate
+from monitoring.dashboards.selection import OF_JOB, ONE_JOB, ONE_NAMESPACE, quantile, rate
 from monitoring.grafana import Dashboard, Panel, Query, Row
 
 _STEPS = f"avg({rate('topkube_step_seconds_count')})"
@@ -177,5 +177,5 @@ JOB = Dashboard(
             ),
         ),
     ),
-    (NAMESPACE, ONE_JOB),
+    (ONE_NAMESPACE, ONE_JOB),
 )

@@ -1,16 +1,24 @@
-"""The variables of all dashboards: the namespace and the job that the user selects."""
+"""The variables of all dashboards: the namespace, the job and the release that the user selects."""
 
 from __future__ import annotations
 
 from monitoring.grafana import Variable
 
-NAMESPACE = Variable("namespace", "namespace", "topkube_job_progress_ratio")
-TRAINING_JOB = Variable("training_job", "training_job", 'topkube_job_progress_ratio{namespace=~"$namespace"}')
-ONE_JOB = Variable("training_job", "training_job", 'topkube_job_progress_ratio{namespace=~"$namespace"}', several=False)
+_WITH_JOB = '__name__=~"topkube_job_phase|topkube_job_step"'
+"""Series that every job has: from the operator before its first step, from its ranks on a laptop."""
+_OF_NAMESPACE = f'{{{_WITH_JOB},namespace=~"$namespace"}}'
+NAMESPACE = Variable("namespace", "namespace", f"{{{_WITH_JOB}}}")
+TRAINING_JOB = Variable("training_job", "training_job", _OF_NAMESPACE)
+ONE_NAMESPACE = Variable("namespace", "namespace", f"{{{_WITH_JOB}}}", several=False)
+ONE_JOB = Variable("training_job", "training_job", _OF_NAMESPACE, several=False)
+OPERATOR_NAMESPACE = Variable("operator_namespace", "namespace", "topkube_operator_build_info")
+RELEASE = Variable("release", "release", 'topkube_operator_build_info{namespace=~"$operator_namespace"}')
 
 IN_NAMESPACE = 'namespace=~"$namespace"'
 OF_JOB = 'namespace=~"$namespace",training_job=~"$training_job"'
+OF_RELEASE = 'namespace=~"$operator_namespace",release=~"$release"'
 BY_JOB = "by (namespace, training_job)"
+BY_RELEASE = "by (namespace, release)"
 
 
 def rate(series: str, selector: str = OF_JOB) -> str:
@@ -18,6 +26,7 @@ def rate(series: str, selector: str = OF_JOB) -> str:
     return f"rate({series}{{{selector}}}[$__rate_interval])"
 
 
-def quantile(share: float, histogram: str, selector: str) -> str:
-    """Return the quantile `share` (0 to 1) of a histogram."""
-    return f"histogram_quantile({share}, sum by (le) ({rate(f'{histogram}_bucket', selector)}))"
+def quantile(share: float, histogram: str, selector: str, by: str = "") -> str:
+    """Return a quantile of a histogram, over all series or for each value of the labels `by`."""
+    labels = f"{by}, le" if by else "le"
+    return f"histogram_quantile({share}, sum by ({labels}) ({rate(f'{histogram}_bucket', selector)}))"

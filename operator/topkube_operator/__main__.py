@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from topkube.errors import TopKubeError
+from topkube_operator.children.objects import PROMETHEUS
 from topkube_operator.control.operator import Operator, OperatorOptions
+from topkube_operator.http.scrape_access import add_scrape_options, read_scrape_options
 from topkube_operator.model import names
 from topkube_operator.model.observed import Policy
 
@@ -18,7 +22,9 @@ _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the operator until a signal stops it. Return the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    scrape = read_scrape_options(parser, options)
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
@@ -35,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backoff_seconds=options.backoff_seconds,
         check_address=options.check_address,
         cache_free_percent=options.cache_free_percent,
+        metrics_from=tuple(options.metrics_from),
     )
     from topkube_operator import handlers  # loaded late, because kopf takes long to load and --help should not
 
@@ -47,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 metrics_port=options.metrics_port,
                 lease_name=options.lease_name,
                 secret_name=options.secret_name,
+                release=options.release,
+                scrape=scrape,
                 leader_election=options.leader_election,
                 in_cluster=in_cluster,
                 fault_conditions=tuple(dict.fromkeys(options.fault_condition)),
@@ -74,8 +83,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--kubeconfig", default="", help="outside a cluster: the kubeconfig to use (default: KUBECONFIG)")
     add("--metrics-port", type=int, default=8080, help="port of /metrics, /healthz and /readyz (default: 8080)")
+    add_scrape_options(parser)
+    add(
+        "--metrics-from",
+        type=_peers,
+        default=[PROMETHEUS],
+        metavar="JSON",
+        help="who may scrape workers, as a list of NetworkPolicy peers (default: pods with the label "
+        "app.kubernetes.io/name: prometheus)",
+    )
     add("--lease-name", default="topkube-operator", help="name of the Lease by which replicas elect a leader")
     add("--secret-name", default="topkube-operator", help="name of the operator's own secret, created if it is missing")
+    add("--release", default="topkube", help="name of this installation in metrics (default: topkube)")
     add(
         "--no-leader-election",
         dest="leader_election",
@@ -140,6 +159,25 @@ def _parser() -> argparse.ArgumentParser:
     levels = ("debug", "info", "warning", "error")
     add("--log-level", choices=levels, default="info", help="lowest level that is logged (default: info)")
     return parser
+
+
+_PEER_FIELDS = {"namespaceSelector", "podSelector", "ipBlock"}
+
+
+def _peers(text: str) -> list[dict[str, Any]]:
+    """Return a list of NetworkPolicy peers from JSON."""
+    try:
+        peers = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(peers, list) or not all(
+        isinstance(peer, dict) and peer and set(peer) <= _PEER_FIELDS for peer in peers
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of peers, such as "
+            '[{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "vmagent"}}, "namespaceSelector": {}}]'
+        )
+    return peers
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ def registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorRegistry:
                     publish,
                     port=hook.port,
                     certificate=hook.certificate,
+                    observer=operator.metrics,
                 )
             )
             _log.info("the webhook serves on port %d as %s", port, ", ".join(hook.names))

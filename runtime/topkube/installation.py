@@ -11,16 +11,26 @@ from urllib.parse import unquote, urlsplit
 def install_command(extra: str) -> str:
     """Return the command that adds an extra of pyproject.toml: from the checkout, folder or wheel that TopKube was
     installed from, if it still exists; otherwise from the package index."""
+    return _command(extra, _read_origin())
+
+
+def reinstall_command() -> str:
+    """Return the command that installs TopKube again from where it came, without its dependencies."""
+    return _command("", _read_origin()).replace("pip install", "pip install --force-reinstall --no-deps", 1)
+
+
+def _read_origin() -> str | None:
     try:
-        stored = importlib.metadata.distribution("topkube").read_text("direct_url.json")
+        return importlib.metadata.distribution("topkube").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
-        stored = None
-    return _command(extra, stored)
+        return None
 
 
 def _command(extra: str, stored: str | None) -> str:
-    """Return the command. `stored` is the file direct_url.json of the installation, which pip writes if the package did
-    not come from an index (packaging.python.org, "Recording the Direct URL Origin")."""
+    """Return the command; an empty `extra` stands for none. `stored` is the file direct_url.json of the installation,
+    which pip writes if the package did not come from an index (packaging.python.org, "Recording the Direct URL
+    Origin")."""
+    suffix = f"[{extra}]" if extra else ""
     try:
         origin = json.loads(stored or "{}")
         address = urlsplit(origin.get("url", ""))
@@ -29,5 +39,5 @@ def _command(extra: str, stored: str | None) -> str:
     except (ValueError, AttributeError, TypeError):
         path, editable = "", False
     if not path or not Path(path).exists():
-        return f"pip install 'topkube[{extra}]'"
-    return f"pip install {'-e ' if editable else ''}'{path}[{extra}]'"
+        return f"pip install 'topkube{suffix}'"
+    return f"pip install {'-e ' if editable else ''}'{path}{suffix}'"

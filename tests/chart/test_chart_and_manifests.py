@@ -107,6 +107,10 @@ def test_the_node_cache_is_off_until_it_is_turned_on_and_then_the_same() -> None
         label = find_only(kind, chart)["metadata"]["labels"]["topkube.dev/node-cache"]
         assert label == find_only(kind, plain)["metadata"]["labels"]["topkube.dev/node-cache"] == "team-a"
     # The jobs' NetworkPolicies let operator pods in, and the operator's policies and budgets select them.
+    policies = [find_only("NetworkPolicy", objects, "node-cache")["spec"] for objects in (plain, chart)]
+    for policy in policies:
+        policy.pop("podSelector")
+    assert policies[0] == policies[1]
     (daemons, operator) = (find_only(kind, chart)["spec"] for kind in ("DaemonSet", "Deployment"))
     labels = daemons["template"]["metadata"]["labels"]
     assert daemons["selector"]["matchLabels"].items() <= labels.items()

@@ -182,7 +182,7 @@ def test_errors_in_the_troubleshooting_page_exist_in_the_code() -> None:
 
 
 def test_the_alerts_page_lists_every_alert_with_its_severity() -> None:
-    page = (DOCS / "monitoring.md").read_text()
+    page = (DOCS / "alerts.md").read_text()
     rows = dict(re.findall(r"^\| (TopKube\w+) \| (\w+) \|", page, re.M))
     assert rows == {alert.name: alert.severity for alert in ALERTS}
 
@@ -213,11 +213,21 @@ def test_the_plan_in_the_docs_is_the_output_of_the_command() -> None:
 
 
 def test_the_scrape_configuration_is_valid(tmp_path: Path) -> None:
-    (text,) = blocks(DOCS / "monitoring.md", "yaml")
+    (text,) = [text for text in blocks(DOCS / "monitoring.md", "yaml") if "scrape_configs" in text]
     assert [job["job_name"] for job in yaml.safe_load(text)["scrape_configs"]] == [
         "topkube-operator",
         "topkube-workers",
     ]
+
+
+def test_the_values_of_the_monitoring_pages_are_valid() -> None:
+    with helm.Chart.load(ROOT / "charts/topkube") as chart:
+        for page in ("alerts.md", "monitoring.md"):
+            examples = [text for text in blocks(DOCS / page, "yaml") if "scrape_configs" not in text]
+            assert examples, page
+            for text in examples:
+                chart.validate_schema(yaml.safe_load(text))
+                chart.render(yaml.safe_load(text), name="topkube", namespace="topkube-system")
 
 
 def test_every_row_of_the_conformance_table_has_a_test_or_a_reason() -> None:

@@ -24,6 +24,9 @@ from monitoring.prometheus import Prometheus, QueryError, fill_variables
 from monitoring.server import BINARY, INTERVAL, prometheus, target, wait_until
 from topkube_operator.control.metrics import OperatorMetrics
 from topkube_operator.http.probes import Probes
+from topkube_operator.node_cache.decisions import LocalDataset
+from topkube_operator.node_cache.metrics import AgentMetrics
+from topkube_operator.watch.work_queue import WorkQueue
 
 pytestmark = [
     pytest.mark.skipif(BINARY is None, reason="needs prometheus: apt-get install prometheus"),
@@ -57,14 +60,30 @@ def operator() -> OperatorMetrics:
     """The operator's own metrics; something happens to it whenever it is asked."""
 
     def jobs() -> list[dict[str, Any]]:
-        metrics.count_transition("Running")
-        metrics.observe_start(2.0)
-        metrics.count_restart("OOMKilled")
+        metrics.count_transition("ml", "Running")
+        metrics.observe_start("ml", 2.0)
+        metrics.count_restart("ml", "OOMKilled")
         metrics.observe_reconcile(0.01, "changed")
+        metrics.observe_queued(0.01)
+        metrics.observe_call("GET", 200, 0.01)
+        metrics.observe_review("allowed", 0.01)
+        metrics.count_created()
         return STORED
 
     metrics = OperatorMetrics(jobs)
     metrics.set_leader(True)
+    metrics.set_serving(4e9, True)
+    metrics.watch_queue(WorkQueue())
+    return metrics
+
+
+def agent() -> AgentMetrics:
+    """The metrics of a node's agent after a pass."""
+    metrics = AgentMetrics("topkube", "node-a")
+    dataset = LocalDataset("ml", "id", "s3://bucket/data", cached_bytes=1000)
+    metrics.set_disk(10_000, 5_000, 2_000)
+    metrics.set_pass(["ml"], [dataset], 0, 0)
+    metrics.observe_call("GET", 200, 0.01)
     return metrics
 
 
@@ -121,9 +140,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that has seen some seconds of two real runs of two ranks on two nodes."""
     directory = tmp_path_factory.mktemp("prometheus")
     probes = Probes(0, operator().text, str, str, "127.0.0.1")
-    probes.start()
+    agent_probes = Probes(0, agent().text, str, str, "127.0.0.1")
     with contextlib.ExitStack() as stack:
-        stack.callback(probes.stop)
+        for server in (probes, agent_probes):
+            server.start()
+            stack.callback(server.stop)
         addresses = {name: stack.enter_context(training(directory / name, name)) for name in ALGORITHMS}
         targets = [
             *(target(name, address, namespace="ml", pod=f"{name}-worker-0-1") for name, address in addresses.items()),
@@ -132,6 +153,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
                 f"127.0.0.1:{probes.port}",
                 honor_labels=True,
                 pod="topkube-operator-0",
+                namespace="topkube-system",
+            ),
+            target(
+                "node-cache",
+                f"127.0.0.1:{agent_probes.port}",
+                honor_labels=True,
+                pod="topkube-node-cache-0",
                 namespace="topkube-system",
             ),
         ]
@@ -168,7 +196,13 @@ def test_every_choice_has_values(server: Prometheus) -> None:
         for variable in dashboard.variables:
             series = fill_variables(variable.series, INTERVAL)
             values = server.ask(f"label/{variable.label}/values", **{"match[]": series})
-            assert {"namespace": "ml", "training_job": JOB}[variable.label] in values
+            known = {
+                "namespace": "ml",
+                "training_job": JOB,
+                "operator_namespace": "topkube-system",
+                "release": "topkube",
+            }
+            assert known[variable.name] in values
 
 
 def test_every_alert_is_evaluated_without_an_error(server: Prometheus) -> None:
@@ -185,7 +219,7 @@ def test_every_metric_and_label_of_dashboards_and_alerts_is_in_the_scrape(server
     for series in server.ask("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
         labels.setdefault(series["__name__"], set()).update(series)
     expressions = [query.expression for _, panel in PANELS for query in panel.queries]
-    for expression in [*expressions, *(alert.expression for alert in ALERTS)]:
+    for expression in [*expressions, *(alert.expression_for_all() for alert in ALERTS)]:
         for name, selector in re.findall(r"\b((?:topkube|process)_\w+)(\{[^}]*\})?", expression):
             assert name in labels, expression
             assert set(re.findall(r'(\w+)[=!]~?"', selector)) <= labels[name], expression

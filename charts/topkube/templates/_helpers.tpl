@@ -69,3 +69,41 @@ readOnlyRootFilesystem: true
 capabilities:
   drop: [ALL]
 {{- end -}}
+
+{{- /* How a monitor reaches a metrics port: TLS, and the token that the port asks for. */ -}}
+{{- define "topkube.scrape" -}}
+{{- $protection := .Values.metrics.protection -}}
+{{- if $protection.tls -}}
+scheme: https
+tlsConfig:
+  {{- if $protection.scrapeTlsConfig }}
+  {{- toYaml $protection.scrapeTlsConfig | nindent 2 }}
+  {{- else }}
+  insecureSkipVerify: true
+  {{- end }}
+{{- if eq $protection.authentication "kubernetes" }}
+{{- with $protection.scrapeAuthorization }}
+authorization: {{- toYaml . | nindent 2 }}
+{{- else }}
+bearerTokenFile: /var/run/secrets/kubernetes.io/serviceaccount/token
+{{- end }}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
+{{- /* The arguments by which a metrics port is protected. */ -}}
+{{- define "topkube.protectionArgs" -}}
+{{- $protection := .Values.metrics.protection -}}
+{{- if $protection.tls }}
+{{- if $protection.secretName }}
+- --metrics-certificate=/etc/topkube/metrics
+{{- else }}
+- --metrics-tls
+{{- end }}
+{{- if ne $protection.authentication "none" }}
+- --metrics-authentication={{ $protection.authentication }}
+{{- end }}
+{{- else if ne $protection.authentication "none" }}
+{{- fail "metrics.protection.authentication needs metrics.protection.tls=true: tokens are secrets" }}
+{{- end }}
+{{- end -}}

@@ -55,10 +55,23 @@
 - apiGroups: [apiextensions.k8s.io]
   resources: [customresourcedefinitions]
   verbs: [list, watch]
+{{- include "topkube.tokenRules" . }}
 {{- if and .Values.webhook.enabled (not .Values.webhook.certManager.enabled) }}
 - apiGroups: [admissionregistration.k8s.io]
   resources: [validatingwebhookconfigurations]
   resourceNames: [{{ .Values.webhook.name | quote }}]
   verbs: [get, update]
+{{- end }}
+{{- end -}}
+
+{{- /* Check the tokens of scrapers. */ -}}
+{{- define "topkube.tokenRules" -}}
+{{- if eq .Values.metrics.protection.authentication "kubernetes" }}
+- apiGroups: [authentication.k8s.io]
+  resources: [tokenreviews]
+  verbs: [create]
+- apiGroups: [authorization.k8s.io]
+  resources: [subjectaccessreviews]
+  verbs: [create]
 {{- end }}
 {{- end -}}

@@ -1,8 +1,7 @@
 """The children of a job that are not pods: credentials, Service, NetworkPolicy, PodGroup. Pure.
 
 The NetworkPolicies allow these connections: workers reach each other on every port (MPI chooses its ports), workers and
-the operator reach the launcher on one port, and Prometheus reaches the workers' metrics. All other connections are
-refused.
+the operator reach the launcher on one port, and scrapers reach the workers' metrics. All other connections are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from topkube_operator.model.observed import Gang, Policy
 
 OPERATOR_LABELS = {"app.kubernetes.io/name": "topkube", "app.kubernetes.io/component": "operator"}
 """Labels of the operator's own pods (manifests/ and the chart set them)."""
-PROMETHEUS_LABELS = {"app.kubernetes.io/name": "prometheus"}
+PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
+"""The peer that may scrape workers if the admin names no others."""
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 
 
@@ -58,13 +58,13 @@ def build_network_policies(job: TrainingJob, uid: str, policy: Policy) -> list[d
         launcher = {"matchLabels": {**own, names.WORKER_INDEX: "0"}}
     namespace = {"matchLabels": {NAMESPACE_NAME: policy.operator_namespace}} if policy.operator_namespace else {}
     operator = {"namespaceSelector": namespace, "podSelector": {"matchLabels": dict(OPERATOR_LABELS)}}
-    prometheus = {"namespaceSelector": {}, "podSelector": {"matchLabels": dict(PROMETHEUS_LABELS)}}
+    scrapers = [dict(peer) for peer in policy.metrics_from or (PROMETHEUS,)]
     peers = {"podSelector": workers}
     rules = [
         (
             names.child_name(job.name, names.WORKER),
             workers,
-            [{"from": [peers]}, {"from": [prometheus], "ports": _tcp(contract.METRICS_PORT)}],
+            [{"from": [peers]}, {"from": scrapers, "ports": _tcp(contract.METRICS_PORT)}],
         ),
         (
             names.child_name(job.name, names.LAUNCHER),

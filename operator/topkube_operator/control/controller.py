@@ -108,6 +108,7 @@ class Controller:
                 outcome = "changed" if self.reconcile(key) else "unchanged"
             except ApiError as error:
                 if error.reason == "NotLeading":
+                    outcome = "unchanged"
                     self._postpone(key)
                 else:
                     _log.warning("%s/%s: %s", *key, error)

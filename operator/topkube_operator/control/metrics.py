@@ -1,17 +1,14 @@
-"""The operator's metrics: what the operator does (counters, by event) and the state of its jobs.
+"""The operator's metrics: what the operator does, counted by event, and the state of its jobs (`job_series`).
 
-The state of jobs is read from the watch cache at every scrape, so that a job's series end with the job. Per-job series
-have the job's own `namespace`. Prometheus keeps this label only with `honor_labels`.
-
-The series of jobs are written as text here, because prometheus_client makes several objects of each sample. For a
-thousand jobs that would take longer than the rest of a scrape.
+Series about jobs carry the job's own `namespace`. Series about the operator itself carry the namespace and the
+`release` of the operator, so that the series of two releases in one cluster stay apart.
 """
 
 from __future__ import annotations
 
-from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -25,13 +22,12 @@ from prometheus_client import (
 
 from topkube import __version__
 from topkube.job.failure_policy import AVOIDED_NODE_NEEDED, PENDING_TIMEOUT
-from topkube.job.status import Phase
-from topkube.telemetry.metrics import BUILD, PROGRESS, Metric
-from topkube.timestamps import parse_timestamp
-from topkube_operator.model.status import CHECKPOINT_FAILED
+from topkube.telemetry.metrics import Metric
+from topkube_operator.control import job_series
+from topkube_operator.control.job_series import PHASES, render_jobs
+from topkube_operator.http.webhook import REVIEW_OUTCOMES
+from topkube_operator.watch.work_queue import WorkQueue
 
-PHASES: tuple[str, ...] = get_args(Phase)
-FINISHED = ("Succeeded", "Failed")
 OUTCOMES = ("changed", "unchanged", "error")
 """Outcomes of a reconcile: it wrote something, there was nothing to do, it raised an error."""
 REASONS = (
@@ -40,206 +36,223 @@ REASONS = (
 )
 """Reasons of a restart: why the attempt before it ended. "Other" stands for all reasons that are not listed, so that
 the label stays bounded."""
-JOB = ("namespace", "training_job")
+OWN = ("namespace", "release")
+"""The labels of series about the operator itself."""
+UNREACHABLE = "unreachable"
+"""The label `code` of a call that the API server did not answer."""
 
 _START_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
-_RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+_CALL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+_WAIT_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0)
+_FORGET_SECONDS = 3600.0
+"""The counters of a namespace end after this time without a job. Otherwise namespaces that come and go would fill the
+memory."""
 
-JOBS = Metric("topkube_jobs", "gauge", f"TrainingJobs by phase: {', '.join(PHASES)}.", ("namespace", "phase"))
-JOB_PHASE = Metric(
-    "topkube_job_phase",
-    "gauge",
-    f"1 for the phase that an unfinished job is in: {', '.join(phase for phase in PHASES if phase not in FINISHED)}.",
-    (*JOB, "phase"),
-)
-JOB_PHASE_SINCE = Metric(
-    "topkube_job_phase_timestamp_seconds", "gauge", "When an unfinished job entered its phase.", JOB
-)
-JOB_RESTARTS = Metric("topkube_job_restarts", "gauge", "Restarts of an unfinished job, disruptions included.", JOB)
-JOB_PROGRESS = Metric(
-    PROGRESS.name, "gauge", "Finished share of an unfinished job's steps, from 0 to 1, according to its status.", JOB
-)
-JOB_FAILURE = Metric(
-    "topkube_job_first_failure_info",
-    "gauge",
-    "1 for a job with a failed attempt: the pod and rank that failed first, and the reason.",
-    (*JOB, "pod", "rank", "reason"),
-)
-JOB_AVOIDED_NODE = Metric(
-    "topkube_job_avoided_node_info",
-    "gauge",
-    "1 for each node that new pods of an unfinished job avoid, with the node's condition or the reason of a failure.",
-    (*JOB, "node", "reason"),
-)
-JOB_FAILED_AT = Metric(
-    "topkube_job_failed_timestamp_seconds", "gauge", "When a failed job failed. Absent for other jobs.", JOB
-)
-JOB_CHECKPOINT_FAILED = Metric(
-    "topkube_job_checkpoint_failed",
-    "gauge",
-    "1 if the condition CheckpointFailed of an unfinished job is true: a checkpoint could not be written, and there is "
-    "no newer checkpoint. Absent without spec.checkpoint.",
-    JOB,
-)
-JOB_CHECKPOINT_AT = Metric(
-    "topkube_job_last_checkpoint_timestamp_seconds",
-    "gauge",
-    "When a checkpoint of a running job was last reported, or when the job started if it has none. Absent without "
-    "spec.checkpoint.",
-    JOB,
-)
-_OF_JOBS = (
-    *(JOBS, JOB_PHASE, JOB_PHASE_SINCE, JOB_RESTARTS, JOB_PROGRESS, JOB_FAILURE, JOB_FAILED_AT),
-    *(JOB_CHECKPOINT_FAILED, JOB_CHECKPOINT_AT, JOB_AVOIDED_NODE),
-)
 TRANSITIONS = Metric(
-    "topkube_job_transitions_total", "counter", f"Jobs that entered a phase: {', '.join(PHASES)}.", ("phase",)
+    "topkube_job_transitions_total",
+    "counter",
+    f"Jobs that entered a phase: {', '.join(PHASES)}.",
+    ("namespace", "phase"),
 )
-RESTARTS = Metric("topkube_job_restarts_total", "counter", f"Restarts by reason: {', '.join(REASONS)}.", ("reason",))
+RESTARTS = Metric(
+    "topkube_job_restarts_total", "counter", f"Restarts by reason: {', '.join(REASONS)}.", ("namespace", "reason")
+)
 START_SECONDS = Metric(
     "topkube_job_start_seconds",
     "histogram",
     "Seconds from a job's start to phase Running, for first attempts.",
+    ("namespace",),
 )
+BUILD = Metric("topkube_operator_build_info", "info", "Always 1. `version` is the operator's.", (*OWN, "version"))
+LEADER = Metric("topkube_leader", "gauge", "1 on the replica that acts, 0 on those that stand by.", OWN)
 RECONCILES = Metric(
-    "topkube_reconciles_total", "counter", f"Reconciles by outcome: {', '.join(OUTCOMES)}.", ("outcome",)
+    "topkube_reconciles_total", "counter", f"Reconciles by outcome: {', '.join(OUTCOMES)}.", (*OWN, "outcome")
 )
-RECONCILE_SECONDS = Metric("topkube_reconcile_seconds", "histogram", "Seconds of one reconcile, calls included.")
-LEADER = Metric("topkube_leader", "gauge", "1 on the replica that acts, 0 on those that stand by.")
+RECONCILE_SECONDS = Metric("topkube_reconcile_seconds", "histogram", "Seconds of one reconcile, calls included.", OWN)
+QUEUE_WAITING = Metric("topkube_work_queue_waiting", "gauge", "Jobs that are due and wait for a thread.", OWN)
+QUEUE_WORKING = Metric("topkube_work_queue_working", "gauge", "Jobs that a thread reconciles now.", OWN)
+QUEUE_OLDEST = Metric(
+    "topkube_work_queue_oldest_seconds",
+    "gauge",
+    "Seconds for which the oldest job has been waiting or in work; 0 if there is none.",
+    OWN,
+)
+QUEUE_SECONDS = Metric(
+    "topkube_work_queue_seconds", "histogram", "Seconds from the time when a job is due to its reconcile.", OWN
+)
+API_REQUESTS = Metric(
+    "topkube_api_requests_total",
+    "counter",
+    "Calls to the API server by HTTP method and status code. Calls without an answer have the code unreachable.",
+    (*OWN, "method", "code"),
+)
+API_SECONDS = Metric(
+    "topkube_api_request_seconds", "histogram", "Seconds of a call to the API server, without watches.", OWN
+)
+JOBS_CREATED = Metric(
+    "topkube_jobs_created_total", "counter", "New TrainingJobs that this replica has seen since its start.", OWN
+)
+REVIEWS = Metric(
+    "topkube_admission_reviews_total",
+    "counter",
+    "Reviews of the validating webhook by outcome: allowed, denied, refused (the request is no review), error (the "
+    "webhook could not answer). Absent without the webhook.",
+    (*OWN, "outcome"),
+)
+REVIEW_SECONDS = Metric("topkube_admission_review_seconds", "histogram", "Seconds of one review.", OWN)
+PUBLISHED = Metric(
+    "topkube_admission_published",
+    "gauge",
+    "1 if the webhook's caBundle is in its ValidatingWebhookConfiguration, 0 if it could not be written. Absent with "
+    "cert-manager.",
+    OWN,
+)
+EXPIRY = Metric(
+    "topkube_admission_certificate_expiry_timestamp_seconds",
+    "gauge",
+    "When the certificate expires that the webhook serves.",
+    OWN,
+)
 
 METRICS = (
-    *_OF_JOBS,
-    *(TRANSITIONS, RESTARTS, START_SECONDS, RECONCILES, RECONCILE_SECONDS, LEADER),
+    *job_series.METRICS,
+    *(TRANSITIONS, RESTARTS, START_SECONDS, JOBS_CREATED, LEADER, RECONCILES, RECONCILE_SECONDS),
+    *(QUEUE_WAITING, QUEUE_WORKING, QUEUE_OLDEST, QUEUE_SECONDS, API_REQUESTS, API_SECONDS),
+    *(REVIEWS, REVIEW_SECONDS, PUBLISHED, EXPIRY, BUILD),
 )
 
 
 class OperatorMetrics:
-    """All metrics of one operator. `jobs` returns the stored TrainingJobs, as plain data, from the watch cache. It is
-    called at every scrape."""
+    """All metrics of one operator of `release` in `namespace`. `jobs` returns the TrainingJobs that this replica acts
+    for, as plain data, from the watch cache. It is called at every scrape."""
 
-    def __init__(self, jobs: Callable[[], Iterable[Mapping[str, Any]]] = tuple) -> None:
+    def __init__(
+        self,
+        jobs: Callable[[], Iterable[Mapping[str, Any]]] = tuple,
+        *,
+        namespace: str = "topkube-system",
+        release: str = "topkube",
+    ) -> None:
         disable_created_metrics()  # they would add a series to each counter, which nobody reads
-        self._jobs = jobs
+        self._jobs, self._own = jobs, (namespace, release)
+        self._queue: WorkQueue | None = None
+        self._namespaces: dict[str, float] = {}
+        """When each namespace was last seen to have a job."""
         self._events = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._events)  # processor time and memory
-        build = Gauge(BUILD.name, BUILD.help, BUILD.labels, registry=self._events)
-        build.labels("operator", __version__).set(1)
-        self._transitions = self._counter(TRANSITIONS, PHASES)
-        self._restarts = self._counter(RESTARTS, REASONS)
-        self._reconciles = self._counter(RECONCILES, OUTCOMES)
+        self._gauge(BUILD).labels(*self._own, __version__).set(1)
+        self._transitions, self._restarts = self._counter(TRANSITIONS), self._counter(RESTARTS)
         self._start = self._histogram(START_SECONDS, _START_BUCKETS)
-        self._reconcile = self._histogram(RECONCILE_SECONDS, _RECONCILE_BUCKETS)
-        self._leader = Gauge(LEADER.name, LEADER.help, registry=self._events)
+        self._reconciles = self._counter(RECONCILES, OUTCOMES)
+        self._reconcile = self._histogram(RECONCILE_SECONDS, _CALL_BUCKETS).labels(*self._own)
+        self._leader = self._gauge(LEADER).labels(*self._own)
+        self._waiting, self._working, self._oldest = (
+            self._gauge(metric).labels(*self._own) for metric in (QUEUE_WAITING, QUEUE_WORKING, QUEUE_OLDEST)
+        )
+        self._queued = self._histogram(QUEUE_SECONDS, _WAIT_BUCKETS).labels(*self._own)
+        self._calls = self._counter(API_REQUESTS)
+        self._call = self._histogram(API_SECONDS, _CALL_BUCKETS).labels(*self._own)
+        self._created = self._counter(JOBS_CREATED).labels(*self._own)
+        self._reviews = self._counter(REVIEWS)
+        self._review = self._histogram(REVIEW_SECONDS, _CALL_BUCKETS)
+        self._published, self._expiry = self._gauge(PUBLISHED), self._gauge(EXPIRY)
 
     def text(self) -> bytes:
         """Return the answer of /metrics, in Prometheus's text format."""
-        return generate_latest(self._events) + _jobs_text(self._jobs()).encode()
+        jobs = list(self._jobs())
+        self._keep_namespaces({str((job.get("metadata") or {}).get("namespace", "")) for job in jobs})
+        if self._queue is not None:
+            waiting, working = self._queue.count_waiting(), self._queue.count_working()
+            self._waiting.set(waiting)
+            self._working.set(working)
+            self._oldest.set(self._queue.oldest())
+        return generate_latest(self._events) + render_jobs(jobs).encode()
 
-    def _counter(self, metric: Metric, values: tuple[str, ...]) -> Counter:
+    def _gauge(self, metric: Metric) -> Gauge:
+        return Gauge(metric.name, metric.help, metric.labels, registry=self._events)
+
+    def _counter(self, metric: Metric, values: tuple[str, ...] = ()) -> Counter:
+        """Return a counter. The series of `values` start at 0, so that a rate includes the first increase."""
         counter = Counter(metric.name, metric.help, metric.labels, registry=self._events)
         for value in values:
-            counter.labels(value)  # starts at 0, so that a rate includes the first increase
+            counter.labels(*self._own, value)
         return counter
 
     def _histogram(self, metric: Metric, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(metric.name, metric.help, metric.labels, buckets=buckets, registry=self._events)
 
-    def count_transition(self, phase: str) -> None:
+    def _keep_namespaces(self, present: set[str]) -> None:
+        """Start the counters of new namespaces at 0. End the counters of namespaces that have had no job for long."""
+        now = time.monotonic()
+        for namespace in present - self._namespaces.keys():
+            self._begin(namespace)
+        self._namespaces.update(dict.fromkeys(present, now))
+        for namespace in [name for name, seen in self._namespaces.items() if now - seen > _FORGET_SECONDS]:
+            del self._namespaces[namespace]
+            for phase in PHASES:
+                self._transitions.remove(namespace, phase)
+            for reason in REASONS:
+                self._restarts.remove(namespace, reason)
+            self._start.remove(namespace)
+
+    def _begin(self, namespace: str) -> None:
+        for phase in PHASES:
+            self._transitions.labels(namespace, phase)
+        for reason in REASONS:
+            self._restarts.labels(namespace, reason)
+        self._start.labels(namespace)
+        self._namespaces[namespace] = time.monotonic()
+
+    def watch_queue(self, queue: WorkQueue) -> None:
+        """Serve the state of the work queue from now on."""
+        self._queue = queue
+
+    def count_transition(self, namespace: str, phase: str) -> None:
         """Count a job that has entered `phase`."""
-        self._transitions.labels(phase).inc()
+        self._transitions.labels(namespace, phase).inc()
 
-    def count_restart(self, reason: str) -> None:
+    def count_restart(self, namespace: str, reason: str) -> None:
         """Count an attempt that ended for `reason` and is followed by another."""
-        self._restarts.labels(reason if reason in REASONS else "Other").inc()
+        self._restarts.labels(namespace, reason if reason in REASONS else "Other").inc()
 
-    def observe_start(self, seconds: float) -> None:
+    def observe_start(self, namespace: str, seconds: float) -> None:
         """Observe a job that runs `seconds` after its creation or resumption."""
-        self._start.observe(seconds)
+        self._start.labels(namespace).observe(seconds)
+
+    def count_created(self) -> None:
+        """Count a job that has been created since this replica started."""
+        self._created.inc()
 
     def observe_reconcile(self, seconds: float, outcome: str) -> None:
         """Observe a reconcile that took `seconds`. `outcome` is one of OUTCOMES."""
         assert outcome in OUTCOMES, outcome
-        self._reconciles.labels(outcome).inc()
+        self._reconciles.labels(*self._own, outcome).inc()
         self._reconcile.observe(seconds)
+
+    def observe_queued(self, seconds: float) -> None:
+        """Observe a job that waited `seconds` in the work queue."""
+        self._queued.observe(seconds)
+
+    def observe_call(self, method: str, status: int, seconds: float | None) -> None:
+        """Observe a call to the API server. `status` is 0 without an answer; `seconds` is None for a watch."""
+        self._calls.labels(*self._own, method, str(status) if status else UNREACHABLE).inc()
+        if seconds is not None:
+            self._call.observe(seconds)
+
+    def set_serving(self, expires_at: float, published: bool | None) -> None:
+        """Set the state of the webhook. `published` is None if the operator writes no caBundle."""
+        for outcome in REVIEW_OUTCOMES:
+            self._reviews.labels(*self._own, outcome)
+        self._expiry.labels(*self._own).set(expires_at)
+        if published is not None:
+            self._published.labels(*self._own).set(published)
+
+    def observe_review(self, outcome: str, seconds: float) -> None:
+        """Observe an answer of the webhook. `outcome` is one of REVIEW_OUTCOMES."""
+        assert outcome in REVIEW_OUTCOMES, outcome
+        self._reviews.labels(*self._own, outcome).inc()
+        self._review.labels(*self._own).observe(seconds)
 
     def set_leader(self, leader: bool) -> None:
         """Set if this replica acts."""
         self._leader.set(leader)
-
-
-def _jobs_text(jobs: Iterable[Mapping[str, Any]]) -> str:
-    """Return the series of all stored jobs. Finished jobs are counted; only failed jobs among them have a series of
-    their own, with their failure."""
-    lines: dict[Metric, list[str]] = {metric: [] for metric in _OF_JOBS}
-    counts: Counts[tuple[str, str]] = Counts()
-    for job in jobs:
-        metadata, status = job.get("metadata") or {}, job.get("status") or {}
-        name = (str(metadata.get("namespace", "")), str(metadata.get("name", "")))
-        phase = str(status.get("phase") or "Pending")
-        counts[name[0], phase] += 1
-        first = status.get("firstFailure") or {}
-        if first and phase != "Succeeded":
-            rank = "" if first.get("rank") is None else str(first["rank"])
-            values = (*name, first.get("pod") or "", rank, first.get("reason") or "")
-            lines[JOB_FAILURE].append(_line(JOB_FAILURE, values, 1))
-        if phase == "Failed" and (failed := parse_timestamp(status.get("completionTime"))) is not None:
-            lines[JOB_FAILED_AT].append(_line(JOB_FAILED_AT, name, failed.timestamp()))
-        if phase in FINISHED:
-            continue
-        if (job.get("spec") or {}).get("checkpoint"):
-            for metric, value in _checkpoint_values(status, phase):
-                lines[metric].append(_line(metric, name, value))
-        restarts = (status.get("restarts") or 0) + (status.get("disruptions") or 0)
-        lines[JOB_PHASE].append(_line(JOB_PHASE, (*name, phase), 1))
-        for entry in status.get("avoidedNodes") or ():
-            lines[JOB_AVOIDED_NODE].append(
-                _line(JOB_AVOIDED_NODE, (*name, entry["name"], entry.get("reason") or ""), 1)
-            )
-        lines[JOB_RESTARTS].append(_line(JOB_RESTARTS, name, restarts))
-        if (entered := _phase_entered_at(metadata, status)) is not None:
-            lines[JOB_PHASE_SINCE].append(_line(JOB_PHASE_SINCE, name, entered))
-        progress = status.get("progress") or {}
-        if progress.get("totalSteps"):
-            ratio = min(1.0, (progress.get("step") or 0) / progress["totalSteps"])
-            lines[JOB_PROGRESS].append(_line(JOB_PROGRESS, name, ratio))
-    for namespace in sorted({namespace for namespace, _ in counts}):
-        lines[JOBS] += [_line(JOBS, (namespace, phase), counts[namespace, phase]) for phase in PHASES]
-    return "".join(
-        f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n{''.join(samples)}"
-        for metric, samples in lines.items()
-    )
-
-
-def _checkpoint_values(status: Mapping[str, Any], phase: str) -> Iterable[tuple[Metric, float]]:
-    """Yield the series about the checkpoints of an unfinished job."""
-    conditions = [entry for entry in status.get("conditions") or () if isinstance(entry, Mapping)]
-    has_failed = any(entry.get("type") == CHECKPOINT_FAILED and entry.get("status") == "True" for entry in conditions)
-    yield JOB_CHECKPOINT_FAILED, float(has_failed)
-    progress = status.get("progress") or {}
-    saved = parse_timestamp(progress.get("checkpointAt")) or parse_timestamp(status.get("startTime"))
-    if phase == "Running" and saved is not None:
-        yield JOB_CHECKPOINT_AT, saved.timestamp()
-
-
-def _line(metric: Metric, values: Sequence[str], value: float) -> str:
-    """Return a sample in Prometheus's text format."""
-    labels = ",".join(f'{name}="{_escape(text)}"' for name, text in zip(metric.labels, values, strict=True))
-    return f"{metric.name}{{{labels}}} {float(value)!r}\n"
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _phase_entered_at(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> float | None:
-    """Return when the job entered its phase, as Unix time: the last change of a condition of the phase, or
-    else its creation."""
-    conditions = status.get("conditions") or []
-    times = [
-        condition.get("lastTransitionTime")
-        for condition in conditions
-        if isinstance(condition, Mapping) and condition.get("type") != CHECKPOINT_FAILED
-    ]
-    newest = max((time for time in times if time), default=metadata.get("creationTimestamp"))
-    entered = parse_timestamp(newest)
-    return entered.timestamp() if entered is not None else None

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,9 @@ from topkube_operator.control.gang_detection import GangDetector, known_gang, kn
 from topkube_operator.control.leader_election import LeaderElection
 from topkube_operator.control.metrics import OperatorMetrics
 from topkube_operator.control.plan_executor import ControlContext
+from topkube_operator.http.certificates import Authority
 from topkube_operator.http.probes import Probes
+from topkube_operator.http.scrape_access import ScrapeOptions, TokenCheck
 from topkube_operator.model.observed import Policy
 from topkube_operator.watch.api_client import ApiError, Cluster
 from topkube_operator.watch.watch_cache import WatchCache
@@ -43,6 +46,9 @@ class OperatorOptions:
     metrics_port: int = 8080
     lease_name: str = "topkube-operator"
     secret_name: str = "topkube-operator"
+    release: str = "topkube"
+    """The name of this installation in metrics."""
+    scrape: ScrapeOptions = field(default_factory=ScrapeOptions)
     leader_election: bool = True
     in_cluster: bool = False
     fault_conditions: tuple[str, ...] = ()
@@ -56,9 +62,11 @@ class Operator:
     def __init__(self, options: OperatorOptions) -> None:
         self.options = options
         self.identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.cluster = Cluster(options.kubeconfig, self.acting)
-        self.cache, self.queue = WatchCache(options.fault_conditions), WorkQueue()
-        self.metrics = OperatorMetrics(self.cache.jobs)
+        self.cache = WatchCache(options.fault_conditions)
+        self.metrics = OperatorMetrics(self._served_jobs, namespace=options.namespace, release=options.release)
+        self.cluster = Cluster(options.kubeconfig, self.acting, self.metrics.observe_call)
+        self.queue = WorkQueue(self.metrics.observe_queued)
+        self.metrics.watch_queue(self.queue)
         self.recorder = EventRecorder(self.cluster, self.identity)
         self.seed = b""
         self.policy = options.policy
@@ -72,6 +80,11 @@ class Operator:
         if self._stopping or self.watchers is None or not self.watchers.synced():
             return False
         return self._election is None or self._election.acting()
+
+    def _served_jobs(self) -> Iterable[Mapping[str, Any]]:
+        """Return the jobs whose series this replica serves. Replicas that stand by serve none, because they would serve
+        the same series again."""
+        return self.cache.jobs() if self.acting() else ()
 
     def start(self) -> None:
         """Start all parts. Raises TopKubeError if the cluster refuses what the operator needs."""
@@ -87,8 +100,15 @@ class Operator:
         self.controller = Controller(context, detector.policy, self.acting)
         kinds = [*CHILDREN, *(["PodGroup"] if gang else []), *(["Workload"] if workloads else [])]
         self.watchers = Watchers(self.cluster, self.cache, options.namespaces, kinds, self.controller.wake)
+        names = (socket.gethostname(), "localhost")
         self.probes = Probes(
-            options.metrics_port, self.metrics.text, self.find_health_problem, self.find_readiness_problem
+            options.metrics_port,
+            self.metrics.text,
+            self.find_health_problem,
+            self.find_readiness_problem,
+            tls=options.scrape.context(Authority.derived(self.seed), names),
+            certificate=options.scrape.certificate,
+            allows=TokenCheck(self.cluster.call).allows if options.scrape.authentication == "kubernetes" else None,
         )
         self.probes.start()
         self.recorder.start()
@@ -138,7 +158,10 @@ class Operator:
         if kind == "DELETED":
             self.cache.remove_job(key, metadata["uid"])
             self.queue.add(key)
-        elif self.cache.put_job(job):
+            return
+        if kind == "ADDED" and self.cache.job(key) is None:  # jobs that existed before this replica have no kind
+            self.metrics.count_created()
+        if self.cache.put_job(job):
             self.queue.add(key)
 
     def _change_leadership(self, leads: bool) -> None:

@@ -169,12 +169,13 @@ class PlanExecutor:
     def _publish(self, job: dict[str, Any], plan: Plan) -> None:
         """Record the Events and metrics of a plan whose status has been written."""
         self._recorder.record(job["metadata"], plan.events)
+        namespace = job["metadata"]["namespace"]
         if plan.phase and plan.status.get("phase") == plan.phase:
-            self._metrics.count_transition(plan.phase)
+            self._metrics.count_transition(namespace, plan.phase)
         if plan.restart_reason:
-            self._metrics.count_restart(plan.restart_reason)
+            self._metrics.count_restart(namespace, plan.restart_reason)
         if plan.start_seconds is not None:
-            self._metrics.observe_start(plan.start_seconds)
+            self._metrics.observe_start(namespace, plan.start_seconds)
         if plan.status.get("attempt") == 1:
             self._warn_of_claim(job)
 

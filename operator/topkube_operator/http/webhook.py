@@ -11,30 +11,20 @@ starts, because the reconciler refuses what the webhook would have refused, with
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import datetime
-import hashlib
-import hmac
-import ipaddress
 import json
 import logging
-import os
 import ssl
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from aiohttp import web
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from topkube.errors import ClusterError
 from topkube_operator.http.bounded_server import BoundedServer, Bounds, listen, read_body, refuse
+from topkube_operator.http.certificates import SERVING_DAYS, Authority, load_certificate, read_expiry
 from topkube_operator.planning.admission import review
 
 logger = logging.getLogger(__name__)
@@ -53,60 +43,32 @@ WAIT_SECONDS = 10.0
 """How long a review may wait for its turn, and how long it may take. The API server usually gives up earlier."""
 BOUNDS = Bounds(work_seconds=30.0)
 BUNDLE_SECONDS = 60.0
-_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # the order of the curve P-256
-_BEGIN, _END = datetime.datetime(2025, 1, 1), datetime.datetime(2125, 1, 1)
-_SERVING_DAYS = 3650
+
+REVIEW_OUTCOMES = ("allowed", "denied", "refused", "error")
+"""Outcomes of a request: the job is allowed or denied, the request is no review, the webhook could not answer."""
 
 Publish = Callable[[str], Awaitable[None]]
 
 
-@dataclass(frozen=True)
-class Authority:
-    """A certificate authority. `bundle` is its certificate in base64, as the API server expects it."""
+class ReviewObserver(Protocol):
+    """Receives what happens to the webhook."""
 
-    key: ec.EllipticCurvePrivateKey
-    certificate: x509.Certificate
+    def set_serving(self, expires_at: float, published: bool | None) -> None:
+        """The webhook serves. It calls this again after each check of the certificate. `expires_at` is the Unix time
+        at which the serving certificate expires. `published` is None if the operator writes no caBundle."""
 
-    @classmethod
-    def derived(cls, secret: bytes) -> Authority:
-        """Return the authority of a secret: the same key and the same certificate, byte by byte."""
-        seed = hmac.new(secret, b"topkube webhook authority", hashlib.sha512).digest()
-        key = ec.derive_private_key(int.from_bytes(seed, "big") % (_ORDER - 1) + 1, ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "topkube webhook")])
-        usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
-        certificate = (
-            _certificate(name, name, key.public_key(), int.from_bytes(seed[:8], "big") >> 1 | 1, _BEGIN, _END)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(usage, critical=True)
-            .sign(key, hashes.SHA256(), ecdsa_deterministic=True)
-        )
-        return cls(key, certificate)
+    def observe_review(self, outcome: str, seconds: float) -> None:
+        """A request was answered. `outcome` is one of REVIEW_OUTCOMES."""
 
-    @property
-    def bundle(self) -> str:
-        return base64.b64encode(self.certificate.public_bytes(serialization.Encoding.PEM)).decode()
 
-    def serving(self, names: Iterable[str]) -> ssl.SSLContext:
-        """Return a TLS context with a new key, for a server with these DNS names or addresses."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
-        until = now + datetime.timedelta(days=_SERVING_DAYS)
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "topkube-operator")])
-        begin = now - datetime.timedelta(hours=1)
-        certificate = (
-            _certificate(subject, self.certificate.subject, key.public_key(), x509.random_serial_number(), begin, until)
-            .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
-            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .sign(self.key, hashes.SHA256())
-        )
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        text = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        with _file(text) as path:
-            context.load_cert_chain(path)
-        return context
+class NoObserver:
+    """Ignores everything."""
+
+    def set_serving(self, expires_at: float, published: bool | None) -> None:
+        pass
+
+    def observe_review(self, outcome: str, seconds: float) -> None:
+        pass
 
 
 def service_names(service: str, namespace: str) -> list[str]:
@@ -123,6 +85,7 @@ async def serve(
     host: str = "",
     port: int = PORT,
     certificate: Path | None = None,
+    observer: ReviewObserver | None = None,
 ) -> AsyncIterator[int]:
     """Serve until the block ends. Yield the port, which is a free port if `port` is 0.
 
@@ -130,16 +93,22 @@ async def serve(
     the ValidatingWebhookConfiguration if it has another. `publish` is called again every minute, because an upgrade may
     empty the caBundle. Errors of `publish` are logged, because jobs can do without the webhook. `certificate` is a
     folder with tls.crt and tls.key that cert-manager maintains. In this case nothing is published, and the files are
-    read again every minute, because cert-manager renews them.
+    read again every minute, because cert-manager renews them. `observer` learns of every answer.
     """
+    observer = observer or NoObserver()
     authority = Authority.derived(secret)
-    context = authority.serving(names) if certificate is None else _load_certificate(certificate)
+    context = authority.serving(names) if certificate is None else load_certificate(certificate)
+    expires_at = time.time() + SERVING_DAYS * 86400 if certificate is None else read_expiry(certificate)
+    observer.set_serving(expires_at, None if certificate else False)
     listener = listen(host, port)
-    reviews = Reviews()
+    reviews = Reviews(observer)
     server = BoundedServer(listener, reviews.answer, context, BOUNDS)
     await server.open()
     try:
-        updates = _keep_loaded(context, certificate) if certificate else _keep_published(authority.bundle, publish)
+        if certificate is None:
+            updates = _keep_published(authority.bundle, publish, observer, expires_at)
+        else:
+            updates = _keep_loaded(context, certificate, observer)
         updating = asyncio.create_task(updates)
         try:
             yield int(listener.getsockname()[1])
@@ -159,7 +128,8 @@ class Reviews:
     depends on the request alone. Nothing is read from the cluster.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observer: ReviewObserver) -> None:
+        self._observer = observer
         self._small, self._large = ThreadPoolExecutor(1, "review"), ThreadPoolExecutor(1, "large-review")
         self._slots = asyncio.Semaphore(LARGE_BODIES)
 
@@ -168,6 +138,19 @@ class Reviews:
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
+        """Return the answer to a request, and report it to the observer."""
+        begun, outcome = time.monotonic(), "error"
+        try:
+            response = await self._answer(request)
+            outcome = _find_outcome(response)
+            return response
+        except (ConnectionError, web.RequestPayloadError, asyncio.CancelledError):  # the caller has gone
+            outcome = "refused"
+            raise
+        finally:
+            self._observer.observe_review(outcome, time.monotonic() - begun)
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
         if request.path != PATH:
             return refuse(404, f"try {PATH}")
         if request.method != "POST":
@@ -208,17 +191,26 @@ def answer_review(body: bytes) -> tuple[int, str]:
         return 400, f"not an AdmissionReview: {type(error).__name__}: {str(error)[:200]}\n"
 
 
+def _find_outcome(response: web.Response) -> str:
+    if response.status != 200:
+        return "error" if response.status >= 500 else "refused"
+    answer = json.loads(response.text or "{}").get("response") or {}
+    return "allowed" if answer.get("allowed") else "denied"
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-async def _keep_published(bundle: str, publish: Publish) -> None:
+async def _keep_published(bundle: str, publish: Publish, observer: ReviewObserver, expires_at: float) -> None:
     logged = ""
     while True:
         try:
             await publish(bundle)
+            observer.set_serving(expires_at, True)
             logged = ""
         except Exception as error:  # whatever the error is, the reconciler still checks all jobs
+            observer.set_serving(expires_at, False)
             if str(error) != logged:
                 logged = str(error)
                 logger.warning(
@@ -227,62 +219,11 @@ async def _keep_published(bundle: str, publish: Publish) -> None:
         await asyncio.sleep(BUNDLE_SECONDS)
 
 
-def _load_certificate(folder: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
-    except OSError as error:
-        raise ClusterError(
-            f"the webhook's certificate in {folder} cannot be used: {error}",
-            cause="cert-manager has not issued it yet",
-            next_step="kubectl get certificates; without cert-manager remove --webhook-certificate",
-        ) from None
-    return context
-
-
-async def _keep_loaded(context: ssl.SSLContext, folder: Path) -> None:
+async def _keep_loaded(context: ssl.SSLContext, folder: Path, observer: ReviewObserver) -> None:
     while True:
         await asyncio.sleep(BUNDLE_SECONDS)
         try:
             context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
-        except OSError as error:
+            observer.set_serving(read_expiry(folder), None)
+        except (OSError, ValueError) as error:
             logger.warning("the renewed certificate of the webhook cannot be read: %s", error)
-
-
-def _certificate(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePublicKey,
-    serial: int,
-    begin: datetime.datetime,
-    end: datetime.datetime,
-) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(serial)
-        .not_valid_before(begin)
-        .not_valid_after(end)
-    )
-
-
-def _general_name(name: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
-        return x509.DNSName(name)
-
-
-@contextlib.contextmanager
-def _file(content: bytes) -> Iterator[str]:
-    """Write a temporary file that only this user can read. OpenSSL reads keys from files only."""
-    handle, path = tempfile.mkstemp()
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        yield path
-    finally:
-        os.unlink(path)

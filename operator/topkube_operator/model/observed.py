@@ -339,6 +339,8 @@ class Policy:
     """True if launchers accept workers only from the address of the worker's pod. Jobs can override this."""
     cache_free_percent: int = 15
     """Share of a disk to leave free if a job's cache shares the disk. Kubelets evict pods below 10% free."""
+    metrics_from: tuple[Mapping[str, Any], ...] = ()
+    """Who may scrape workers, as peers of a NetworkPolicy; empty: pods with Prometheus's usual label."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import logging
 import re
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,11 @@ from pathlib import Path
 from topkube.errors import TopKubeError
 from topkube.job.base.part import QUANTITY
 from topkube.job.base.quantity import in_bytes
+from topkube_operator.http.scrape_access import add_scrape_options, read_scrape_options
 from topkube_operator.node_cache.agent import LOOK_SECONDS, Agent
 from topkube_operator.node_cache.decisions import CacheLimits
+from topkube_operator.node_cache.metrics import AgentMetrics
+from topkube_operator.node_cache.metrics_server import MetricsServer
 from topkube_operator.node_cache.volume import Volume
 from topkube_operator.watch.api_client import Cluster
 
@@ -24,7 +28,9 @@ _DAY = 86400.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent until a signal stops it. Return the exit status."""
-    options = parser().parse_args(arguments)
+    options_parser = parser()
+    options = options_parser.parse_args(arguments)
+    read_scrape_options(options_parser, options)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -36,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             volume.total_bytes() * options.free_percent // 100,
             options.idle_days * _DAY,
         )
-        agent = Agent(Cluster(options.kubeconfig), volume, options.node, limits)
+        metrics = AgentMetrics(options.release, options.node)
+        cluster = Cluster(options.kubeconfig, observe=metrics.observe_call)
+        agent = Agent(cluster, volume, options.node, limits, metrics)
     except (TopKubeError, OSError) as error:
         print(f"topkube node cache: {error}", file=sys.stderr)
         return 1
@@ -44,13 +52,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log.info(
         "the node cache of %s is in %s; %d%% of its disk stay free", options.node, volume.root, options.free_percent
     )
+    file = Path(tempfile.mkdtemp()) / "metrics"
+    server = MetricsServer(file, options.metrics_port, _server_arguments(options)) if options.metrics_port else None
     while not stop.is_set():
         try:
             agent.run_once()
+            metrics.write(file)
+            if server is not None:
+                server.keep_running()
         except OSError as error:
             log.warning("the cache directory cannot be used: %s", error)
         stop.wait(LOOK_SECONDS)
+    if server is not None:
+        server.stop()
     return 0
+
+
+def _server_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the options that the process that serves the metrics shares with this process."""
+    shared = [f"--metrics-authentication={options.metrics_authentication}"]
+    if options.kubeconfig:
+        shared.append(f"--kubeconfig={options.kubeconfig}")
+    if options.metrics_tls:
+        shared.append("--metrics-tls")
+    if options.metrics_certificate is not None:
+        shared.append(f"--metrics-certificate={options.metrics_certificate}")
+    return shared
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,6 +94,9 @@ def parser() -> argparse.ArgumentParser:
         default=0.0,
         help="evict datasets that nobody has opened for this many days; 0: evict only to make room",
     )
+    add("--metrics-port", type=int, default=8080, help="port of /metrics and /readyz; 0: none (default: 8080)")
+    add("--release", default="topkube", help="name of this installation in metrics (default: topkube)")
+    add_scrape_options(parser)
     add("--kubeconfig", default="", help="outside a cluster: the kubeconfig to use")
     add(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="lowest level that is logged"

@@ -23,6 +23,7 @@ from topkube_operator.node_cache.decisions import (
     build_status,
     decide,
 )
+from topkube_operator.node_cache.metrics import AgentMetrics
 from topkube_operator.node_cache.volume import UnusableFolder, Volume
 from topkube_operator.watch.api_client import ApiError, Cluster
 
@@ -43,8 +44,16 @@ class _LastReport:
 class Agent:
     """The agent of `node`."""
 
-    def __init__(self, cluster: Cluster, volume: Volume, node: str, limits: CacheLimits) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        volume: Volume,
+        node: str,
+        limits: CacheLimits,
+        metrics: AgentMetrics | None = None,
+    ) -> None:
         self._cluster, self._volume, self._node, self._limits = cluster, volume, node, limits
+        self._metrics = metrics or AgentMetrics("topkube", node)
         self._allowed: frozenset[str] = frozenset()
         self._claims_read = float("-inf")
         self._wishes: dict[Name, bool] = {}
@@ -60,7 +69,8 @@ class Agent:
             self._claims_read = now
             self._read_claims()
         present = self._volume.namespaces()
-        datasets = [dataset for namespace in sorted(present) for dataset in self._read_datasets(namespace)]
+        answers = {namespace: self._read_datasets(namespace) for namespace in sorted(present)}
+        datasets = [dataset for answer in answers.values() for dataset in answer or ()]
         state = CacheState(
             self._allowed,
             present,
@@ -81,16 +91,22 @@ class Agent:
             self._warnings.pop("room", None)
         for name in removed:
             self._deleted.discard(name)
-        self._report_changes({dataset.name: dataset for dataset in datasets if dataset.name not in removed}, removed)
+        kept = {dataset.name: dataset for dataset in datasets if dataset.name not in removed}
+        unreadable = sum(answer is None for answer in answers.values())
+        self._metrics.count_evictions(removed)
+        self._metrics.set_disk(self._volume.total_bytes(), self._volume.free_bytes(), self._limits.free)
+        self._metrics.set_pass(present, kept.values(), decisions.missing_bytes, unreadable)
+        self._report_changes(kept, removed)
 
-    def _read_datasets(self, namespace: str) -> list[LocalDataset]:
+    def _read_datasets(self, namespace: str) -> list[LocalDataset] | None:
+        """Return the datasets of a namespace; None if its folder cannot be read."""
         try:
             datasets = self._volume.read_datasets(namespace)
             self._warnings.pop(namespace, None)
             return datasets
         except UnusableFolder as error:
             self._warn_once(namespace, str(error))
-            return []
+            return None
 
     def _act(self, decisions: Decisions) -> set[Name]:
         """Evict, pin and unpin datasets. Return the datasets that were removed."""

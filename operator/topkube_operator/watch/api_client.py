@@ -10,6 +10,7 @@ import http
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -59,15 +60,25 @@ class ApiError(TopKubeError):
         super().__init__(what)
 
 
-class Cluster:
-    """One API server. Safe for many threads."""
+def _ignore_call(method: str, status: int, seconds: float | None) -> None:
+    pass
 
-    def __init__(self, kubeconfig: str = "", acting: Callable[[], bool] = lambda: True) -> None:
+
+class Cluster:
+    """One API server. Safe for many threads. `observe` receives the method, HTTP's status (0: no answer) and the
+    seconds of each call (None: a watch)."""
+
+    def __init__(
+        self,
+        kubeconfig: str = "",
+        acting: Callable[[], bool] = lambda: True,
+        observe: Callable[[str, int, float | None], None] = _ignore_call,
+    ) -> None:
         self.configuration = _configuration(kubeconfig)
         self._client = kubernetes.client.ApiClient(self.configuration)
         self._pool: urllib3.PoolManager = self._client.rest_client.pool_manager
         self._paths = dict(_PATHS)
-        self.acting = acting
+        self.acting, self._observe = acting, observe
 
     # Reading.
 
@@ -256,6 +267,7 @@ class Cluster:
         data = None if body is None else _to_json(body)
         # Adds the token. A token from a file or a plug-in is renewed.
         self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, None)
+        begun = time.monotonic()
         try:
             response = self._pool.request(
                 method,
@@ -268,7 +280,9 @@ class Cluster:
                 redirect=False,
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
+            self._observe(method, 0, None)
             raise ApiError(0, f"the API server cannot be reached: {error}") from None
+        self._observe(method, response.status, None if stream else time.monotonic() - begun)
         if response.status >= 400:
             raise _error_of(response, method, path)
         return response

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
+from collections.abc import Callable
 
 Key = tuple[str, str]
 """Namespace and name of a TrainingJob."""
@@ -12,9 +13,10 @@ Key = tuple[str, str]
 
 class WorkQueue:
     """Keys to work on. A key that is added while it waits is not added again. A key that is added while a thread works
-    on it is handed out again afterwards."""
+    on it is handed out again afterwards. `observe_wait` receives the seconds that each key has waited."""
 
-    def __init__(self) -> None:
+    def __init__(self, observe_wait: Callable[[float], None] = lambda seconds: None) -> None:
+        self._observe_wait = observe_wait
         self._changed = threading.Condition()
         self._ready: dict[Key, float] = {}
         """Waiting keys in order, with the time at which each was added."""
@@ -50,8 +52,8 @@ class WorkQueue:
                 wait = self._move_due_keys()
                 if self._ready:
                     key = next(iter(self._ready))
-                    del self._ready[key]
                     self._busy[key] = time.monotonic()
+                    self._observe_wait(self._busy[key] - self._ready.pop(key))
                     return key
                 self._changed.wait(wait)
 
@@ -74,6 +76,16 @@ class WorkQueue:
         with self._changed:
             times = [*self._busy.values(), *self._ready.values()]
             return time.monotonic() - min(times) if times else 0.0
+
+    def count_waiting(self) -> int:
+        """Return the number of keys that are due and wait for a thread."""
+        with self._changed:
+            return len(self._ready)
+
+    def count_working(self) -> int:
+        """Return the number of keys that threads work on."""
+        with self._changed:
+            return len(self._busy)
 
     def count_scheduled(self) -> int:
         """Return the number of entries for later. It is bounded by the number of keys."""

@@ -19,7 +19,7 @@ from topkube.algorithms import load_all, package_of
 from topkube.cli.gpu_checks import check_gpus
 from topkube.cli.report import Check, ok
 from topkube.errors import TopKubeError
-from topkube.installation import install_command
+from topkube.installation import install_command, reinstall_command
 from topkube.launch.mpi import mpi_library
 from topkube.processors import cores
 from topkube.settings import kubeconfig_paths, process_environment
@@ -78,7 +78,7 @@ def _kernels() -> Iterator[Check]:
             "kernels",
             "fail",
             f"the extension does not load: {error}",
-            "reinstall: pip install --force-reinstall topkube",
+            f"reinstall: {reinstall_command()}",
         )
         return
     paths = tuple(kernels.simd_paths())

@@ -15,6 +15,7 @@ from typing import Any
 
 from topkube import _kernels
 from topkube.errors import DeviceError
+from topkube.installation import reinstall_command
 
 NAME = "libtopkube_cuda.so"
 STATE_BYTES = 256
@@ -140,5 +141,5 @@ def load() -> CudaLibrary:
         return CudaLibrary(library_path)
     except OSError as error:
         raise DeviceError(
-            f"the CUDA kernels do not load: {error}", next_step="reinstall: pip install --force-reinstall topkube"
+            f"the CUDA kernels do not load: {error}", next_step=f"reinstall: {reinstall_command()}"
         ) from error

@@ -70,7 +70,7 @@ class RunCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         build = InfoMetricFamily(metrics.BUILD.name.removesuffix("_info"), metrics.BUILD.help)
-        build.add_metric((), {"component": "runtime", "version": __version__})
+        build.add_metric((), {"version": __version__})
         yield build
         ranks = read_ranks(self._directory())
         if not ranks:

@@ -146,10 +146,10 @@ DIFFERING_RANKS = Metric(
 )
 ATTEMPT = Metric("topkube_job_attempt", "gauge", "Number of the current attempt, from 1.", JOB, job_wide=True)
 BUILD = Metric(
-    "topkube_build_info",
+    "topkube_runtime_build_info",
     "info",
-    "Always 1. The labels are the component (runtime, operator) and its version.",
-    ("component", "version"),
+    "Always 1. `version` is the version of the package in the pod.",
+    ("version",),
 )
 
 TIERS = ("memory", "disk")

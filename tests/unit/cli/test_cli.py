@@ -195,6 +195,16 @@ def test_next_steps_fit_how_topkube_was_installed(tmp_path: Path, origin: str | 
     (tmp_path / "my checkout").mkdir()
     stored = origin.replace("FOLDER", str(tmp_path)) if origin else None
     assert installation._command("train", stored) == command.replace("FOLDER", str(tmp_path))
+    assert installation._command("", stored) == command.replace("FOLDER", str(tmp_path)).replace("[train]", "")
+
+
+def test_commands_that_install_topkube_are_defined_once() -> None:
+    """Messages that name a fixed command would be wrong in a checkout, or without the package index."""
+    root = Path(__file__).parents[3] / "runtime/topkube"
+    for path in root.rglob("*.py"):
+        if path.name != "installation.py":
+            assert not re.search(r"pip install[^\n\"']*'?topkube", path.read_text()), path
+    assert installation.reinstall_command().startswith("pip install --force-reinstall --no-deps ")
 
 
 def test_errors_name_extras_that_exist() -> None:

@@ -81,7 +81,7 @@ def test_steps_add_up_and_values_stay(tmp_path: Path, endpoint: MetricsEndpoint)
 
 
 def test_unknown_values_have_no_series(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
-    assert {name for name, _ in scrape(endpoint)} == {"topkube_build_info"}
+    assert {name for name, _ in scrape(endpoint)} == {"topkube_runtime_build_info"}
     rank = RankMetrics(tmp_path, 0)
     rank.step(0.1, snapshot(), 8, {**GAUGES, "total_steps": ABSENT})
     names = {name for name, _ in scrape(endpoint)}

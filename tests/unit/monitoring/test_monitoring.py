@@ -19,8 +19,7 @@ def test_generated_files_are_fresh() -> None:
 
 def test_metrics_have_base_units_and_no_two_say_the_same() -> None:
     names = [name for source in SOURCES for metric in source.metrics for name in metric.series]
-    shared = {"topkube_build_info", "topkube_job_progress_ratio"}  # both parts serve them
-    assert len([name for name in names if name not in shared]) == len(set(names) - shared)
+    assert len(names) == len(set(names)), "each metric has one producer"
     for source in SOURCES:
         for metric in source.metrics:
             assert metric.name.startswith("topkube_")
@@ -85,7 +84,7 @@ def test_counters_are_in_rates_over_the_interval_that_suits_and_gauges_are_not(
             assert (match[3] == "[$__rate_interval]") == rated, match[0]
             if match[1].endswith("_bucket"):
                 assert "histogram_quantile(" in before
-                assert "by (le)" in before
+                assert re.search(r"by \((?:\w+, )*le\)", before)
 
 
 @each_panel
@@ -99,6 +98,20 @@ def test_panels_ask_for_series_and_labels_that_exist(dashboard: Dashboard, panel
         grouped = re.findall(r"\b(?:by|on|group_left) \(([^)]*)\)", query.expression)
         assert {label.strip() for group in grouped for label in group.split(",") if label.strip()} <= known
         assert set(re.findall(r"\{\{(\w+)\}\}", query.legend)) <= known
+
+
+@each_panel
+def test_series_of_operators_and_agents_are_not_mixed(dashboard: Dashboard, panel: Panel) -> None:
+    """Two releases in a cluster have series of their own."""
+    for query in panel.queries:
+        for match in series_of(query.expression):
+            if "release" not in labels_of(match[1]):
+                continue
+            assert 'release=~"$release"' in (match[2] or ""), match[0]
+            groups = re.findall(r"\b(?:sum|max|count|avg|group)\b ?(?:by \(([^)]*)\))?", query.expression)
+            assert groups
+            assert all("release" in group for group in groups), query.expression
+            assert "release" in query.legend
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)

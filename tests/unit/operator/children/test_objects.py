@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def test_only_the_connections_of_the_table_are_admitted(colocate: bool) -> None:
     other_job = {**peer, "labels": {**second["metadata"]["labels"], names.JOB_NAME: "other"}}
     operator = {**_from("topkube-system"), "labels": objects.OPERATOR_LABELS}
     impostor = {**_from("team"), "labels": objects.OPERATOR_LABELS}
-    prometheus = {**_from("monitoring"), "labels": objects.PROMETHEUS_LABELS}
+    prometheus = {**_from("monitoring"), "labels": {"app.kubernetes.io/name": "prometheus"}}
     stranger = _from("team", app="web")
 
     def open_ports(pod: dict[str, Any], source: dict[str, Any]) -> set[int]:
@@ -112,6 +113,19 @@ def test_only_the_connections_of_the_table_are_admitted(colocate: bool) -> None:
     for source in (stranger, other_job, impostor):
         assert open_ports(head, source) == open_ports(second, source) == set(), source
     assert open_ports(second, operator) == set()
+
+
+def test_the_admin_names_who_may_scrape_workers() -> None:
+    job = stored()
+    peer = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "vmagent"}}}
+    policies = objects.build_network_policies(job, "uid-1", replace(POLICY, metrics_from=(peer,)))
+    labels = worker(job, 0)[0]["metadata"]["labels"]
+    agent, prometheus = (
+        {**_from("monitoring"), "labels": {"app.kubernetes.io/name": name}} for name in ("vmagent", "prometheus")
+    )
+    assert _lets_in(policies, labels, agent, contract.METRICS_PORT)
+    assert not _lets_in(policies, labels, agent, contract.METRICS_PORT + 1)
+    assert not _lets_in(policies, labels, prometheus, contract.METRICS_PORT)
 
 
 def test_jobs_whose_names_continue_like_those_of_children_share_no_child() -> None:

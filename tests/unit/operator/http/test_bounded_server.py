@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from topkube_operator.control.metrics import OperatorMetrics
 from topkube_operator.http import bounded_server, probes, webhook
 from topkube_operator.http.bounded_server import BoundedServer, Bounds, listen
+from topkube_operator.http.certificates import Authority
 from topkube_operator.http.probes import Probes
 
 REQUEST = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -239,7 +240,7 @@ def test_malformed_requests_are_answered_and_not_logged_but_our_own_faults_are(
 
 def test_a_handshake_that_never_comes_ends() -> None:
     async def scenario() -> None:
-        tls = webhook.Authority.derived(b"secret").serving(["127.0.0.1"])
+        tls = Authority.derived(b"secret").serving(["127.0.0.1"])
         async with opened(Bounds(head_seconds=0.4), hello, tls) as (server, port):
             for reader, _ in [await talk(port, b""), await talk(port, b"GET / HTTP/1.1\r\n\r\n")]:
                 with contextlib.suppress(ConnectionError):

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import base64
+import ssl
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
+from typing import Any
 
+import pytest
+
+from topkube.errors import TopKubeError
+from topkube_operator.__main__ import main
 from topkube_operator.control.metrics import OperatorMetrics
+from topkube_operator.http import scrape_access
+from topkube_operator.http.certificates import Authority
 from topkube_operator.http.probes import Probes
+from topkube_operator.http.scrape_access import TokenCheck
 
 
-def ask(port: int, path: str) -> tuple[int, str]:
+def ask(port: int, path: str, token: str = "", trust: ssl.SSLContext | None = None) -> tuple[int, str]:
+    url = f"{'https' if trust else 'http'}://127.0.0.1:{port}{path}"
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        answer = urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5)
+        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20, context=trust)
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
     return answer.status, answer.read().decode()
@@ -29,7 +43,93 @@ def test_probes_say_what_is_wrong_and_metrics_are_served() -> None:
         wrong.update(healthy="a job has been waiting", ready="")
         assert ask(probes.port, "/healthz?verbose") == (503, "a job has been waiting\n")
         assert ask(probes.port, "/readyz")[0] == 200
-        assert "topkube_leader 1.0" in ask(probes.port, "/metrics")[1]
+        assert 'topkube_leader{namespace="topkube-system",release="topkube"} 1.0' in ask(probes.port, "/metrics")[1]
         assert ask(probes.port, "/other")[0] == 404
     finally:
+        probes.stop()
+
+
+class ReviewingApi:
+    """Answers TokenReviews and SubjectAccessReviews, and counts them."""
+
+    def __init__(self, may_read: Mapping[str, bool]) -> None:
+        self.may_read, self.asked, self.works = may_read, 0, True
+
+    def call(self, method: str, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert method == "POST"
+        self.asked += 1
+        if not self.works:
+            raise TopKubeError("the API server cannot be reached")
+        if path.endswith("tokenreviews"):
+            token = body["spec"]["token"]
+            if token not in self.may_read:
+                return {"status": {"authenticated": False, "error": "unknown"}}
+            return {"status": {"authenticated": True, "user": {"username": token, "groups": ["g"]}}}
+        assert body["spec"]["nonResourceAttributes"] == {"path": "/metrics", "verb": "get"}
+        assert body["spec"]["groups"] == ["g"]
+        return {"status": {"allowed": self.may_read[body["spec"]["user"]]}}
+
+
+def test_metrics_over_tls_need_a_token_and_probes_need_none() -> None:
+    api, authority = ReviewingApi({"prometheus": True, "somebody": False}), Authority.random()
+    probes = Probes(
+        *(0, OperatorMetrics().text, str, str, "127.0.0.1"),
+        tls=authority.serving(["127.0.0.1"]),
+        allows=TokenCheck(api.call).allows,
+    )
+    trust = ssl.create_default_context(cadata=base64.b64decode(authority.bundle).decode())
+    probes.start()
+    try:
+        assert ask(probes.port, "/healthz", trust=trust) == (200, "ok\n")
+        assert ask(probes.port, "/metrics", trust=trust)[0] == 401
+        assert ask(probes.port, "/metrics", "wrong", trust)[0] == 403
+        assert ask(probes.port, "/metrics", "somebody", trust)[0] == 403
+        assert "topkube_leader" in ask(probes.port, "/metrics", "prometheus", trust)[1]
+        api.works = False
+        assert ask(probes.port, "/metrics", "prometheus", trust)[0] == 200, "the answer is remembered for a minute"
+        assert ask(probes.port, "/metrics", "another", trust)[0] == 503
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            ask(probes.port, "/metrics", "prometheus", ssl.create_default_context())
+    finally:
+        probes.stop()
+
+
+def test_callers_that_guess_tokens_do_not_load_the_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = ReviewingApi({"prometheus": True})
+    check = TokenCheck(api.call)
+    assert check.allows("prometheus")
+    for number in range(1000):
+        assert not check.allows(f"guess-{number}")
+    assert api.asked <= 2 + scrape_access._UNKNOWN_PER_MINUTE
+    monkeypatch.setattr(scrape_access, "_REMEMBER_SECONDS", 0.0)
+    assert check.allows("prometheus"), "a scraper is served while others guess"
+    assert not check.allows("x" * 100_000)
+
+
+def test_tokens_never_travel_without_tls(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--metrics-authentication=kubernetes"])
+    assert "--metrics-authentication needs --metrics-tls" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]", "[{}]", '[{"podSelectr": {}}]'])
+def test_peers_with_a_mistake_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([f"--metrics-from={text}"])
+    assert "--metrics-from" in capsys.readouterr().err
+
+
+def test_tokens_that_take_long_to_check_do_not_delay_the_kubelets_probes() -> None:
+    release = threading.Event()
+    probes = Probes(0, OperatorMetrics().text, str, str, "127.0.0.1", allows=lambda token: release.wait(60))
+    probes.start()
+    callers = [threading.Thread(target=ask, args=(probes.port, "/metrics", f"token-{n}")) for n in range(10)]
+    try:
+        for caller in callers:
+            caller.start()
+        assert ask(probes.port, "/healthz") == (200, "ok\n")
+    finally:
+        release.set()
+        for caller in callers:
+            caller.join(60)
         probes.stop()

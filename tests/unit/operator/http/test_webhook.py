@@ -24,7 +24,8 @@ from stored_jobs import JOB, changed
 
 from topkube.errors import ClusterError
 from topkube_operator.http import webhook
-from topkube_operator.http.webhook import PATH, Authority, serve
+from topkube_operator.http.certificates import Authority, build_certificate
+from topkube_operator.http.webhook import PATH, serve
 
 SECRET = b"the operator's own secret"
 
@@ -231,20 +232,24 @@ def test_with_a_certificate_of_cert_managers_nothing_is_published(tmp_path: Path
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "theirs")])
     begin = datetime.datetime(2025, 1, 1)
     alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    certificate = webhook._certificate(name, name, key.public_key(), 1, begin, datetime.datetime(2100, 1, 1))
+    certificate = build_certificate(name, name, key.public_key(), 1, begin, datetime.datetime(2100, 1, 1))
     pem = certificate.add_extension(alternative, False).sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
     (tmp_path / "tls.crt").write_bytes(pem)
     (tmp_path / "tls.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+
+    recorder = Recorder()
 
     async def publish(_: str) -> None:
         raise AssertionError("somebody else looks after the bundle")
 
     async def scenario() -> None:
-        async with serve(SECRET, [], publish, host="127.0.0.1", port=0, certificate=tmp_path) as port:
+        options: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "certificate": tmp_path, "observer": recorder}
+        async with serve(SECRET, [], publish, **options) as port:
             status, _ = await post(port, json.dumps(review_of(JOB)), ssl.create_default_context(cadata=pem.decode()))
             assert status == 200
 
     asyncio.run(scenario())
+    assert recorder.states == [(datetime.datetime(2100, 1, 1, tzinfo=datetime.UTC).timestamp(), None)]
 
 
 def test_a_missing_certificate_is_reported(tmp_path: Path) -> None:
@@ -254,3 +259,56 @@ def test_a_missing_certificate_is_reported(tmp_path: Path) -> None:
 
     with pytest.raises(ClusterError, match="cert-manager"):
         asyncio.run(scenario())
+
+
+class Recorder:
+    """Remembers what the webhook reports."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+        self.states: list[tuple[float, bool | None]] = []
+
+    def set_serving(self, expires_at: float, published: bool | None) -> None:
+        self.states.append((expires_at, published))
+
+    def observe_review(self, outcome: str, seconds: float) -> None:
+        assert outcome in webhook.REVIEW_OUTCOMES
+        self.outcomes.append(outcome)
+
+
+def test_every_answer_is_counted_by_its_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, published = Recorder(), asyncio.Event()
+
+    async def publish(_: str) -> None:
+        published.set()
+
+    async def scenario() -> None:
+        async with serve(SECRET, ["127.0.0.1"], publish, host="127.0.0.1", port=0, observer=recorder) as port:
+            trust = trusting(Authority.derived(SECRET).bundle)
+            bad = changed("template.spec.containers.0.command", None)
+            for body in (review_of(JOB), review_of(bad), {"no": "review"}):
+                await post(port, json.dumps(body), trust)
+            monkeypatch.setattr(webhook, "answer_review", lambda body: 1 / 0)
+            assert (await post(port, json.dumps(review_of(JOB)), trust))[0] == 500
+            await asyncio.wait_for(published.wait(), 20)
+
+    asyncio.run(scenario())
+    assert recorder.outcomes == ["allowed", "denied", "refused", "error"]
+    assert recorder.states[0][1] is False
+    assert recorder.states[-1][1] is True
+    assert recorder.states[0][0] > datetime.datetime.now(datetime.UTC).timestamp() + 86400
+
+
+def test_a_bundle_that_cannot_be_written_is_reported() -> None:
+    recorder, tried = Recorder(), asyncio.Event()
+
+    async def publish(_: str) -> None:
+        tried.set()
+        raise PermissionError("not yours")
+
+    async def scenario() -> None:
+        async with serve(SECRET, ["127.0.0.1"], publish, host="127.0.0.1", port=0, observer=recorder):
+            await asyncio.wait_for(tried.wait(), 20)
+
+    asyncio.run(scenario())
+    assert {published for _, published in recorder.states} == {False}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import stat
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 from topkube.data.cache.dataset_folder import DatasetFolder
 from topkube.data.cache.disk_tier import DiskTier
@@ -31,6 +34,8 @@ from topkube_operator.node_cache.decisions import (
     build_status,
     decide,
 )
+from topkube_operator.node_cache.metrics import METRICS, AgentMetrics
+from topkube_operator.node_cache.metrics_server import MetricsServer
 from topkube_operator.node_cache.volume import UnusableFolder, Volume
 from topkube_operator.watch.api_client import ApiError
 
@@ -392,3 +397,79 @@ def test_room_is_made_by_evicting_what_was_used_longest_ago(volume: Volume, api:
         "s3://b/1",
         "s3://b/3",
     }
+
+
+def _samples(text: bytes) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def test_a_pass_is_in_the_metrics(volume: Volume, api: Api) -> None:
+    cluster: Any = api
+    api.claims = ["team-a", "team-b"]
+    metrics = AgentMetrics("r", "n1")
+    agent = Agent(cluster, volume, "n1", CacheLimits(size=2500), metrics)
+    agent.run_once()
+    samples = _samples(metrics.text())
+    assert samples["topkube_node_cache_missing_bytes", "n1", "r"] == 0
+    now = time.time()
+    for uri, ago in (("s3://b/1", 300), ("s3://b/2", 600), ("s3://b/3", 100)):
+        fill(volume.root, "team-a", uri, used=now - ago)
+    agent.run_once()
+    samples = _samples(metrics.text())
+    assert samples["topkube_node_cache_evictions_total", "team-a", "n1", "r"] == 1
+    assert samples["topkube_node_cache_datasets", "team-a", "n1", "r"] == 2
+    assert samples["topkube_node_cache_datasets", "team-b", "n1", "r"] == 0
+    assert 0 < samples["topkube_node_cache_bytes", "team-a", "n1", "r"] <= 2500
+    assert (
+        samples["topkube_node_cache_disk_bytes", "n1", "r"] >= samples["topkube_node_cache_free_bytes", "n1", "r"] > 0
+    )
+    assert samples["topkube_node_cache_last_pass_timestamp_seconds", "n1", "r"] == pytest.approx(time.time(), abs=120)
+    for dataset in volume.read_datasets("team-a"):
+        volume.apply("team-a", [], [dataset.id], [])
+        agent._wishes[dataset.name] = True
+    agent._limits = CacheLimits(size=10)
+    agent.run_once()
+    assert _samples(metrics.text())["topkube_node_cache_missing_bytes", "n1", "r"] > 0, "all that is left is pinned"
+
+
+def test_every_metric_of_the_agent_is_served_by_its_own_process(tmp_path: Path) -> None:
+    """The agent itself must not have a second thread, because it forks."""
+    metrics = AgentMetrics("r", "n1")
+    metrics.set_disk(100, 50, 20)
+    metrics.set_pass(["team-a"], [], 0, 0)
+    metrics.observe_call("GET", 0, None)
+    file = tmp_path / "metrics"
+    metrics.write(file)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    server = MetricsServer(file, port, [])
+    server.keep_running()
+    try:
+        text = _scrape_when_up(port)
+        served = {(name[0], len(name) - 1) for name in _samples(text)}
+        assert served == {(metric.name, len(metric.labels)) for metric in METRICS}
+        assert _samples(text)["topkube_node_cache_api_requests_total", "unreachable", "n1", "r"] == 1
+        assert server._process is not None
+        first = server._process
+        first.kill()
+        first.wait(20)
+        server.keep_running()
+        assert _scrape_when_up(port) == text, "a server that ended is started again"
+    finally:
+        server.stop()
+
+
+def _scrape_when_up(port: int) -> bytes:
+    end = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+                return bytes(answer.read())
+        except OSError:
+            assert time.monotonic() < end, "the metrics are not served"
+            time.sleep(0.05)
