@@ -79,6 +79,9 @@ class RunSummary(_Values):
         description="bytes that a dense ring would have sent between nodes (with one node: inside the node)"
     )
     skipped_steps: int = Field(description="steps that all ranks skipped because a gradient was NaN or infinite")
+    choice: str | None = Field(
+        description="what `auto` or `dense` stood for, and why, with the measured link; null if nothing was chosen"
+    )
     run_directory: str = Field(description="the run directory")
     plot: str | None = Field(description="file of the plot")
     first_failure: RankEnd | None = Field(description="the rank that failed first")

@@ -32,6 +32,8 @@ class Summary:
     bytes_dense: int = 0
     """The bytes that a dense ring would have sent between nodes (with one node: inside the node)."""
     skipped_steps: int = 0
+    choice: str | None = None
+    """What `auto` or `dense` stood for, and why; None if the job named its algorithm."""
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -52,6 +54,7 @@ def summarize(history: History, nodes: int, ranks: int) -> Summary:
         bytes_sent=sum(history.sent),
         bytes_dense=bytes_sent(history, nodes, ranks)[1],
         skipped_steps=history.last.skipped_steps if history.last else 0,
+        choice=history.last.choice if history.last else None,
     )
 
 
@@ -88,4 +91,6 @@ def rows(summary: Summary, history: History, nodes: int, ranks: int, wall_second
     if summary.bytes_dense:
         table.append((level, f"{reduction(history, nodes, ranks)} ({size(summary.bytes_dense)})"))
     table.append(("skipped steps", str(summary.skipped_steps)))
+    if summary.choice is not None:
+        table.append(("algorithm", summary.choice))
     return table

@@ -21,6 +21,7 @@ from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.backward import Backward
 from topkube.training.exchange.loss_scale import watch_scalers
+from topkube.training.exchange.tuning import Tuning
 from topkube.training.node_weights.guard import Guard
 from topkube.training.node_weights.node_weights import NodeWeights, NodeWeightsCheck
 from topkube.training.optimizers.layerwise import LayerwiseOptimizer
@@ -183,6 +184,11 @@ class DistributedOptimizer(OptimizerWrapper):
         self._backward.norms = norms
 
     @property
+    def tuning(self) -> Tuning:
+        """What `auto` or `dense` stands for, and why."""
+        return self._backward.plan.tuning
+
+    @property
     def guard(self) -> Guard | None:
         """What error feedback in the weights keeps back, measured at intervals, and the period in force; None for other
         algorithms."""
@@ -313,7 +319,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._backward.note_step()
         else:
             self._backward.note_skipped_step()
-        self._reports.step(self.steps, self.skipped_steps, self.density_used)
+        self._reports.step(self.steps, self.skipped_steps, self.density_used, self.tuning.summary or None)
         if self._backward.traced is not None and not self._backward.traced.end_step():
             self._backward.traced = None
         return loss
@@ -353,6 +359,7 @@ class DistributedOptimizer(OptimizerWrapper):
         save its own state.
         """
         backward = self._backward
+        backward.plan.tuning.is_saved = True
         residuals = backward.exchange.residuals
         own: dict[str, Any] = {
             **backward.plan.state(),

@@ -248,6 +248,7 @@ class Run:
             skipped_steps=self._optimizer.skipped_steps,
             checkpoint_step=self._newest_checkpoint,
             failed_checkpoints=self.failed_checkpoints,
+            choice=self._optimizer.tuning.summary or None,
             time=time.time(),
         )
         if self._metrics is not None:
@@ -259,7 +260,7 @@ class Run:
         self._checkpoint(stop, saved)
 
     def _gauges(self, record: StepRecord) -> dict[str, float]:
-        norms, guard = self._optimizer.norms or Norms(), self._optimizer.guard
+        norms, guard, tuning = self._optimizer.norms or Norms(), self._optimizer.guard, self._optimizer.tuning
         return {
             "step": record.step,
             "total_steps": ABSENT if record.total_steps is None else record.total_steps,
@@ -272,6 +273,8 @@ class Run:
             "unsent_ratio": ABSENT if guard is None or guard.unsent_ratio is None else guard.unsent_ratio,
             "weight_spread": ABSENT if guard is None or guard.weight_spread is None else guard.weight_spread,
             "period": ABSENT if guard is None else guard.period,
+            "predicted_exchange": ABSENT if tuning.predicted_seconds is None else tuning.predicted_seconds,
+            "measured_exchange": ABSENT if tuning.measured_seconds is None else tuning.measured_seconds,
         }
 
     def _write(self, record: StepRecord, loss: float, weight: float, intra: float, inter: float, dense: float) -> None:
