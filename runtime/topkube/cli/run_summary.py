@@ -27,7 +27,8 @@ class _Values(BaseModel):
 class PartsOfStep(_Values):
     """Mean seconds of a step by part. The parts add up to the step; all are 0 if the script reported no steps."""
 
-    compute: float = Field(default=0.0, description="forward, backward without the exchange, update and data")
+    wait_for_data: float = Field(default=0.0, description="wait for the next batch")
+    compute: float = Field(default=0.0, description="forward, backward without the exchange, and update")
     select: float = Field(default=0.0, description="selection of the largest entries")
     inside_node: float = Field(default=0.0, description="exchange between the ranks of a node")
     between_nodes: float = Field(default=0.0, description="exchange between nodes")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from topkube.telemetry.bar import bytes_sent, duration, rate, reduction, size
-from topkube.telemetry.history import PARTS, History
+from topkube.telemetry.history import DATA, PARTS, History
 
 EDGE = 10
 """The first and the last loss are means over this many steps, because the loss of a single batch varies."""
@@ -85,7 +85,8 @@ def rows(summary: Summary, history: History, nodes: int, ranks: int, wall_second
         table.append(("samples per second", rate(summary.samples_per_second)))
     step = sum(summary.seconds_per_step.values())
     if step > 0:
-        shares = [f"{part} {seconds / step:.0%}" for part, seconds in summary.seconds_per_step.items()]
+        parts = summary.seconds_per_step.items()
+        shares = [f"{part} {seconds / step:.0%}" for part, seconds in parts if part != DATA or seconds / step >= 0.005]
         table.append(("time per step", f"{1000 * step:.1f} ms: " + ", ".join(shares)))
     level = "sent between nodes" if nodes > 1 else "sent inside the node"
     if summary.bytes_dense:

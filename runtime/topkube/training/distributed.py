@@ -266,12 +266,13 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         return self.turns.batch(samples)
 
-    def join(self, loader: Iterable[Any], samples: Samples = None) -> Iterator[Any]:
+    def join(self, loader: Iterable[Any], samples: Samples = None, device: torch.device | None = None) -> Iterator[Any]:
         """Yield the batches of `loader` and announce each. A rank that has no more batches gets its last batch again,
         with weight zero, until all ranks have finished: the steps equal those of one process with all batches.
         `samples`, a number or a function of the batch, is the number of samples in a batch. Raises TrainingError if
-        that number is needed and not certain."""
-        return self.turns.batches(loader, samples=samples)
+        that number is needed and not certain. With `device`, a GPU, the tensors of the next batch are copied there
+        while it computes the current step."""
+        return self.turns.batches(loader, samples=samples, device=device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the wrapped optimizer's step; do nothing if all ranks agreed that a gradient is not finite.
