@@ -41,13 +41,13 @@ def same_choice(world: World, optimizer: topkube.DistributedOptimizer) -> bool:
 
 @contextmanager
 def measured_wrongly(world: World, factor: float) -> Iterator[None]:
-    """A world whose links and memory seem `factor` times as fast as they are."""
+    """A world whose links seem `factor` times as fast as they are."""
     measure = tuning.measure
 
     def wrong(of: World) -> Measured:
         measured = measure(of)
         rate = measured.rate and measured.rate * factor
-        return Measured(rate, measured.latency and measured.latency / factor, measured.memory * factor)
+        return Measured(rate, measured.latency and measured.latency / factor, measured.memory)
 
     world.cache.pop("measured machines", None)
     tuning.measure = wrong
