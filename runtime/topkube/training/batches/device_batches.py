@@ -49,7 +49,7 @@ def is_prepared_elsewhere(loader: Iterable[Any]) -> bool:
 
 def _copied(batches: Iterator[CountedBatch], device: torch.device, ahead: bool) -> Iterator[CountedBatch]:
     """Yield `batches` on `device`. If `ahead` is True, the copy of the next batch begins before a batch is yielded."""
-    stream = torch.cuda.Stream(device)
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start() -> tuple[CountedBatch, Any] | None:
         taken = next(batches, None)

@@ -404,7 +404,7 @@ class Backward:
         if is_saved:
             tuning.settle()
         measured = tuning.note_step(time.perf_counter())
-        if measured is not None and tuning.decide(self.turns.maximum(measured), self.plan.sizes()):
+        if measured is not None and tuning.decide(self.turns.maximum(measured).tolist(), self.plan.sizes()):
             self.exchange.adopt(tuning.choice)
             self.plan.plan_again()
 
