@@ -33,6 +33,14 @@ def test_sharded_models(outcome, mpi: str, layout: tuple[int, ...], case: str) -
     assert not (problem := outcome("training.sharded", mpi, layout, case)), problem
 
 
+TUNED: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (1, 1), (2, 2), (3, 1)], "openmpi": [(2, 2)]}
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.tuning", TUNED))
+def test_tuning(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome("training.tuning", mpi, layout, case)), problem
+
+
 EIGHT_NODES = (1,) * 8
 """From eight nodes on, onebit exchanges in two stages."""
 SIMULATED: dict[str, list[tuple[int, ...]]] = {"mpich": [(1, 1), (1, 1, 1), EIGHT_NODES]}

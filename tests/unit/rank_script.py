@@ -54,6 +54,7 @@ for step in range(1, steps + 1):
                 samples=64,
                 samples_per_second=6400.0,
                 seconds={
+                    "data": 0.001,
                     "forward": 0.002,
                     "backward": 0.007,
                     "update": 0.001,

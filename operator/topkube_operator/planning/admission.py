@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from topkube.algorithms import AUTO, DENSITY, compresses
+from topkube.algorithms import DENSITY, compresses
 from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.job.algorithm_name import is_foreign
@@ -128,7 +128,7 @@ def _warn_of_aggregation(job: TrainingJob) -> Iterator[str]:
         )
         return
     stages = [aggregation.algorithm, *(stage.algorithm for stage in aggregation.schedule if stage.algorithm)]
-    is_compressed = aggregation.algorithm != AUTO and compresses(aggregation.algorithm)
+    is_compressed = compresses(aggregation.algorithm)
     if is_compressed and job.spec.workers == 1:
         yield f"spec.aggregation.algorithm: {aggregation.algorithm} with one worker loses entries and saves no traffic"
     elif is_compressed and aggregation.density > 0.25:

@@ -6,7 +6,19 @@ read the declaration. `collectives/` loads the implementation when an algorithm 
 """
 
 from topkube.algorithms.catalogue import GROUP, Package, find, known, load_all, names, package_of, register
-from topkube.algorithms.choice import AUTO, CHOICES, DENSE, compresses, describe, resolve
+from topkube.algorithms.choice import (
+    AUTO,
+    CHOICES,
+    DENSE,
+    BucketSize,
+    Choice,
+    compresses,
+    describe,
+    explain_dense_wire,
+    rank_choices,
+    reads_dense_wire,
+    resolve,
+)
 from topkube.algorithms.cost import (
     Cost,
     Machines,
@@ -69,6 +81,8 @@ __all__ = [
     "WIRE",
     "Algorithm",
     "AlgorithmParameter",
+    "BucketSize",
+    "Choice",
     "Cost",
     "Family",
     "Machines",
@@ -87,11 +101,14 @@ __all__ = [
     "compresses",
     "cost",
     "describe",
+    "explain_dense_wire",
     "find",
     "known",
     "load_all",
     "names",
     "package_of",
+    "rank_choices",
+    "reads_dense_wire",
     "reduce_scatter_memory",
     "register",
     "resolve",

@@ -1,47 +1,102 @@
-"""The choice behind `dense` and `auto`: the algorithm with the lowest declared cost."""
+"""The choice behind `dense` and `auto`: the algorithm of least predicted time."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from topkube.algorithms.catalogue import find, known
-from topkube.algorithms.cost import Traffic, Workload
-from topkube.algorithms.declaration import Algorithm
-from topkube.algorithms.own import AUTOMATIC, OWN
-from topkube.algorithms.parameters import DENSITY
+from topkube.algorithms.cost import Machines, Workload, cost
+from topkube.algorithms.declaration import Algorithm, Family
+from topkube.algorithms.own import OWN
+from topkube.algorithms.parameters import DENSE_WIRE, DENSITY
 from topkube.errors import AlgorithmError
 
 AUTO, DENSE = "auto", "dense"
 CHOICES = {
-    AUTO: "takes "
-    + " or ".join(algorithm.name for algorithm in AUTOMATIC)
-    + " if that sends much less between nodes, else dense",
-    DENSE: "takes the dense algorithm of least cost",
+    AUTO: "takes the fastest algorithm that keeps the loss, by measurements at the start and in the first steps: today "
+    "a dense algorithm, with 16 bits between nodes if `denseWire` allows them and they are faster",
+    DENSE: "takes the fastest dense algorithm, by the same measurements",
 }
-"""Names that stand for an algorithm, with one sentence for people."""
-SMALL = 1 << 16
-"""For arrays with fewer elements latency counts, not bytes: `auto` sends them dense."""
-MOST_OF_DENSE = 3 / 8
-"""`auto` compresses if that sends less than this share of the dense bytes, counted with fp32 values. Selection and
-latency cost the rest of the gain."""
+"""Names that stand for an algorithm, with one sentence for people. `auto` may take an algorithm that compresses only if
+docs/accuracy.md shows a loss within 1% of dense training, with its whole interval: today there is no such algorithm."""
+_DENSE_OWN = tuple(algorithm for algorithm in OWN if algorithm.family is Family.DENSE)
+
+
+@dataclass(frozen=True)
+class BucketSize:
+    """What is exchanged at once: `elements` values of `itemsize` bytes. Values of a `small` bucket are never rounded to
+    a 16-bit format."""
+
+    elements: int
+    itemsize: int = 4
+    small: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An algorithm, the format of its dense values between nodes, and the predicted seconds of one step's exchange:
+    `between` on the link, `inside` in the node's memory, and `seconds` with the overlap of both."""
+
+    algorithm: Algorithm
+    dense_wire: str
+    between: float
+    inside: float
+    seconds: float
+
+    def __str__(self) -> str:
+        wire = "" if self.dense_wire == DENSE_WIRE.default else f" {self.dense_wire}"
+        return f"{self.algorithm.name}{wire} {self.seconds * 1e3:.3g} ms"
+
+
+def rank_choices(name: str, machines: Machines, buckets: Sequence[BucketSize], dense_wire: str) -> list[Choice]:
+    """Return what `name`, which is one of CHOICES, can stand for, the fastest first.
+
+    `dense_wire` is the user's: `dense` has this format, `auto` this format or float32. The result depends on the
+    arguments only: ranks that pass the same measurements choose the same.
+    """
+    wires = dict.fromkeys([DENSE_WIRE.default, dense_wire] if name == AUTO else [dense_wire])
+    choices = [
+        _predict(algorithm, wire, machines, buckets)
+        for wire in wires
+        for algorithm in _DENSE_OWN
+        if wire == DENSE_WIRE.default or DENSE_WIRE in algorithm.parameters
+    ]
+    return sorted(choices, key=lambda choice: choice.seconds)
+
+
+def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets: Sequence[BucketSize]) -> Choice:
+    between = inside = seconds = 0.0
+    for bucket in buckets:
+        is_narrow = bucket.itemsize == 4 and not bucket.small
+        wire = dense_wire if is_narrow else DENSE_WIRE.default
+        scale = bucket.itemsize / 4  # the catalogue counts float32
+        exchange = cost(algorithm, machines, bucket.elements, dense_wire=wire)
+        on_link = exchange.sent / machines.link
+        link = exchange.between - on_link + on_link * scale
+        memory = exchange.inside * scale
+        between, inside = between + link, inside + memory
+        seconds += max(link, memory) if algorithm.overlaps else link + memory
+    return Choice(algorithm, dense_wire, between, inside, seconds)
 
 
 def resolve(name: str, nodes: int, length: int, density: float) -> Algorithm:
-    """Return the algorithm behind a name, for arrays of `length` elements over `nodes`.
+    """Return the algorithm behind a name, for arrays of `length` elements over `nodes`, without measurements: a dense
+    algorithm that sends the fewest bytes in the fewest messages, if `name` is one of CHOICES.
 
     The choice is the same on all ranks. It considers TopKube's own algorithms only, so that installing a package
     changes no job. Raises ArgumentError if there is no algorithm of this name.
     """
-    return _chosen(name, nodes, length, density) if name in CHOICES else find(name)
+    return _with_least_traffic(nodes, length, density) if name in CHOICES else find(name)
 
 
 def describe(name: str, density: float) -> str:
     """Return an algorithm and its density in a few words: "hitopk at density 0.01", "dense"."""
     if name in CHOICES:
-        uses_density = name == AUTO
-    else:
-        algorithm = _loaded(name)
-        uses_density = algorithm is None or DENSITY in algorithm.parameters
+        return name
+    algorithm = _loaded(name)
+    uses_density = algorithm is None or DENSITY in algorithm.parameters
     return f"{name} at density {density:g}" if uses_density else name
 
 
@@ -49,9 +104,26 @@ def compresses(name: str) -> bool:
     """Return True if the algorithm behind a name may send less than the whole gradient. An algorithm that cannot be
     loaded here counts as one that does."""
     if name in CHOICES:
-        return name == AUTO
+        return False
     algorithm = _loaded(name)
     return algorithm is None or algorithm.compresses
+
+
+def reads_dense_wire(name: str) -> bool:
+    """Return True if the algorithm behind a name can send dense values in 16 bits. An algorithm that cannot be loaded
+    here counts as one that can."""
+    if name in CHOICES:
+        return True
+    algorithm = _loaded(name)
+    return algorithm is None or DENSE_WIRE in algorithm.parameters
+
+
+def explain_dense_wire(name: str) -> str:
+    """Return why a `dense_wire` other than the default has no effect with the algorithm, and what to do."""
+    return (
+        f"{name} does not read it: only dense gradients have this format; choose the algorithm {DENSE} or {AUTO}, or "
+        f"leave it at {DENSE_WIRE.default}"
+    )
 
 
 def _loaded(name: str) -> Algorithm | None:
@@ -62,14 +134,9 @@ def _loaded(name: str) -> Algorithm | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _chosen(name: str, nodes: int, length: int, density: float) -> Algorithm:
-    def traffic(algorithm: Algorithm) -> Traffic:
-        return algorithm.traffic(Workload(max(nodes, 2), 1, length, density, "fp32"))
+def _with_least_traffic(nodes: int, length: int, density: float) -> Algorithm:
+    def price(algorithm: Algorithm) -> tuple[float, float]:
+        traffic = algorithm.traffic(Workload(max(nodes, 2), 1, length, density, "fp32"))
+        return traffic.sent, traffic.messages
 
-    def price(algorithm: Algorithm) -> tuple[float, int]:
-        return traffic(algorithm).sent, traffic(algorithm).messages
-
-    dense = min((algorithm for algorithm in OWN if not algorithm.compresses), key=price)
-    best = min(AUTOMATIC, key=price)
-    is_worth_it = traffic(best).sent < MOST_OF_DENSE * traffic(dense).sent
-    return best if name == AUTO and nodes > 1 and length >= SMALL and is_worth_it else dense
+    return min(_DENSE_OWN, key=price)

@@ -24,13 +24,16 @@ _ELEMENT_BYTES = 4
 @dataclass(frozen=True)
 class Workload:
     """One exchange: `nodes` with `slots` ranks each reduce `elements` float32 values. `density` is the share of them
-    that is sent, `wire` the format of sent values."""
+    that is sent, `wire` the format of sent values, `dense_wire` that of dense values. With a `period`, traffic between
+    nodes is the mean of so many steps."""
 
     nodes: int
     slots: int
     elements: int
     density: float = 0.01
     wire: str = "bf16"
+    dense_wire: str = "fp32"
+    period: int = 1
 
     @property
     def entry_bytes(self) -> int:
@@ -41,6 +44,11 @@ class Workload:
     def array_bytes(self) -> int:
         return _ELEMENT_BYTES * self.elements
 
+    @property
+    def dense_value_bytes(self) -> int:
+        """Bytes of one dense value between nodes. Rings, with more than PAIRWISE_LIMIT nodes, send float32."""
+        return VALUE_BYTES[self.dense_wire] if self.nodes <= PAIRWISE_LIMIT else _ELEMENT_BYTES
+
     def kept(self, shards: int = 1) -> int:
         """Return how many entries are sent of each of `shards` equal parts of the gradient."""
         return math.ceil(self.density * self.elements / shards)
@@ -48,7 +56,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The work of one node for one exchange.
+    """The work of one node for one exchange. If an exchange happens once in `period` steps, the mean of a step.
 
     `sent`: bytes that the node sends to other nodes. `memory`: bytes that all its ranks together read and write.
     `messages`: messages between nodes that wait for one another.
@@ -56,7 +64,7 @@ class Traffic:
 
     sent: float
     memory: float
-    messages: int
+    messages: float
 
 
 @dataclass(frozen=True)
@@ -91,9 +99,19 @@ class Cost:
         return max(self.between, self.inside) if self.algorithm.overlaps else self.between + self.inside
 
 
-def cost(algorithm: Algorithm, machines: Machines, elements: int, density: float = 0.01, wire: str = "bf16") -> Cost:
-    """Return the cost of exchanging `elements` float32 values with `algorithm`."""
-    traffic = algorithm.traffic(Workload(machines.nodes, machines.slots, elements, density, wire))
+def cost(
+    algorithm: Algorithm,
+    machines: Machines,
+    elements: int,
+    density: float = 0.01,
+    wire: str = "bf16",
+    dense_wire: str = "fp32",
+    period: int = 1,
+) -> Cost:
+    """Return the cost of exchanging `elements` float32 values with `algorithm`. `density`, `wire`, `dense_wire` and
+    `period` are as in `Workload`."""
+    load = Workload(machines.nodes, machines.slots, elements, density, wire, dense_wire, period)
+    traffic = algorithm.traffic(load)
     sent, messages = (traffic.sent, traffic.messages) if machines.nodes > 1 else (0.0, 0)
     between = sent / machines.link + messages * machines.latency
     return Cost(algorithm, sent, between, traffic.memory / machines.memory)

@@ -34,6 +34,7 @@ _SPARSE = (
 )
 
 
+_ELEMENT_BYTES = 4
 _SIGN_BLOCK = 256
 """Elements that share a scale (csrc/cpu/sign/sign.hpp)."""
 _TWO_STAGE_FROM = 8
@@ -46,7 +47,10 @@ _MATRIX_SIDE = 1024
 
 def _hierarchical(load: Workload) -> Traffic:
     memory = reduce_scatter_memory(load) + all_gather_memory(load)
-    return Traffic(all_reduce_sent(load.array_bytes, load.nodes), memory, all_reduce_messages(load.nodes))
+    sent = all_reduce_sent(load.dense_value_bytes * load.elements, load.nodes)
+    if load.dense_value_bytes < _ELEMENT_BYTES and load.nodes > 1:
+        memory += 2 * (_ELEMENT_BYTES + load.dense_value_bytes) * load.elements  # rounds the shards, and widens them
+    return Traffic(sent, memory, all_reduce_messages(load.nodes))
 
 
 def _torus2d(load: Workload) -> Traffic:
@@ -104,8 +108,8 @@ def _of_changes(load: Workload, message_bytes: float, two_stage_from: int) -> Tr
     else:
         sent, messages = two_stage_sent(message_bytes, load.nodes), two_stage_messages(load.nodes)
     read_and_write_shards = 5 * load.array_bytes  # the change of the weights, what is sent of it, the sum of all nodes
-    memory = reduce_scatter_memory(load) + all_gather_memory(load) + read_and_write_shards
-    return Traffic(sent, memory, messages)
+    of_gradients = reduce_scatter_memory(load) + all_gather_memory(load)
+    return Traffic(sent / load.period, of_gradients + read_and_write_shards / load.period, messages / load.period)
 
 
 def _powersgd(load: Workload) -> Traffic:
@@ -250,5 +254,3 @@ DILOCO = Algorithm(
 )
 
 OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, NAIVE, ONEBIT, TOPK1BIT, SIGNSGD, POWERSGD, LOCALSGD, DILOCO)
-AUTOMATIC = (HITOPK,)
-"""Compressing algorithms that `auto` may choose."""

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topkube.algorithms.catalogue import find, known
-from topkube.algorithms.choice import AUTO, CHOICES
+from topkube.algorithms.choice import CHOICES
 from topkube.algorithms.declaration import Algorithm
-from topkube.algorithms.own import AUTOMATIC
 from topkube.algorithms.parameters import DENSITY, PERIOD
 from topkube.errors import ArgumentError
 
@@ -81,7 +80,7 @@ def _check_change(where: str, current: str, stage: Stage, momentum_correction: b
         if value is None:
             continue
         parameter.check(value)
-        if following != AUTO and not any(parameter in reader.parameters for reader in _algorithms(following)):
+        if not any(parameter in reader.parameters for reader in _algorithms(following)):
             raise ArgumentError(
                 f"{where} sets the {parameter.name}, but {following} does not read it",
                 next_step=f"leave the {parameter.name} out of this stage",
@@ -113,6 +112,4 @@ def _keeps_weights(name: str) -> bool:
 
 def _algorithms(name: str) -> list[Algorithm]:
     """Return the algorithms that a name may stand for, without those of packages that are not installed here."""
-    if name in CHOICES:
-        return list(AUTOMATIC) if name == AUTO else []
-    return [find(name)] if known(name) else []
+    return [find(name)] if name not in CHOICES and known(name) else []

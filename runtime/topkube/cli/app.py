@@ -271,6 +271,16 @@ def plan(
     wire: Annotated[
         str | None, typer.Option(help="Format of sent values: fp32, bf16 or fp16 (default: the job's, or bf16).")
     ] = None,
+    dense_wire: Annotated[
+        str | None,
+        typer.Option(help="Format of dense values between nodes: fp32, bf16 or fp16 (default: the job's, or fp32)."),
+    ] = None,
+    period: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="STEPS", help="Steps between exchanges of onebit and localsgd (default: the job's, or 1)."
+        ),
+    ] = None,
     overlap: Annotated[
         bool, typer.Option("--overlap/--no-overlap", help="Exchanges overlap with backward, or begin after it.")
     ] = True,
@@ -301,6 +311,8 @@ def plan(
             spread=spread,
             density=density,
             wire=wire,
+            dense_wire=dense_wire,
+            period=period,
             overlap=overlap,
             plot=plot,
             json=output is OutputFormat.json,

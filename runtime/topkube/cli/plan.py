@@ -12,7 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from topkube import algorithms
-from topkube.algorithms import AUTO, DENSE, DENSITY, WIRE, Algorithm, Cost, Machines, Workload, cost
+from topkube.algorithms import (
+    AUTO,
+    CHOICES,
+    DENSE,
+    DENSE_WIRE,
+    DENSITY,
+    PERIOD,
+    WIRE,
+    Algorithm,
+    BucketSize,
+    Choice,
+    Machines,
+    rank_choices,
+)
 from topkube.cli.columns import columns
 from topkube.errors import ArgumentError
 from topkube.job import TrainingJob
@@ -58,6 +71,8 @@ class PlanOptions:
     spread: float | None
     density: float | None
     wire: str | None
+    dense_wire: str | None
+    period: int | None
     overlap: bool
     plot: Path | None
     json: bool
@@ -91,7 +106,15 @@ class _Plan:
         return self.situation.machines
 
     def resolve(self, name: str) -> Algorithm:
-        return algorithms.resolve(name, self.machines.nodes, self.elements, self.situation.density)
+        """Return the algorithm called `name`, or what the name stands for on this cluster."""
+        if name not in CHOICES:
+            return algorithms.find(name)
+        return _choose(name, self.machines, self.elements, self.situation.dense_wire).algorithm
+
+
+def _choose(name: str, machines: Machines, elements: int, dense_wire: str) -> Choice:
+    """Return what `auto` or `dense` stands for, as the ranks choose it from their measurements."""
+    return rank_choices(name, machines, [BucketSize(elements)], dense_wire)[0]
 
 
 def show_plan(options: PlanOptions) -> None:
@@ -127,6 +150,12 @@ def _plan(options: PlanOptions) -> _Plan:
         raise ArgumentError(f"--density is {density:g}", next_step="pass a share above 0 and at most 1, such as 0.01")
     if wire not in WIRE.choices:
         raise ArgumentError(f"--wire is {wire!r}", next_step=f"choose one of {', '.join(WIRE.choices)}")
+    dense_wire = options.dense_wire or (aggregation.dense_wire if aggregation else DENSE_WIRE.default)
+    if dense_wire not in DENSE_WIRE.choices:
+        raise ArgumentError(
+            f"--dense-wire is {dense_wire!r}", next_step=f"choose one of {', '.join(DENSE_WIRE.choices)}"
+        )
+    period = options.period or (aggregation.period if aggregation else PERIOD.default)
     link = number(options.link, r"(?:bit|b)(?:/s|ps)?", "--link") / 8
     memory = number(options.memory.replace("GB", "G"), r"(?:/s)?", "--memory")
     if options.device not in (None, "cpu", "gpu"):
@@ -139,8 +168,10 @@ def _plan(options: PlanOptions) -> _Plan:
     listed, broken = algorithms.load_all()
     for error in broken:
         print(f"warning: {error}", file=sys.stderr)
-    situation = Situation(machines, density, wire, cores, options.overlap)
     wanted = aggregation.algorithm if aggregation else AUTO
+    if wanted in CHOICES:
+        dense_wire = _choose(wanted, machines, elements, dense_wire).dense_wire
+    situation = Situation(machines, density, wire, cores, options.overlap, dense_wire=dense_wire, period=period)
     return _Plan(situation, elements, wanted, listed, profile, model)
 
 
@@ -195,9 +226,8 @@ def _compute(options: PlanOptions, model: Model | None) -> float | None:
 
 
 def _row(plan: _Plan, algorithm: Algorithm, chosen: bool) -> dict[str, Any]:
-    situation, machines = plan.situation, plan.machines
-    exchange: Cost = cost(algorithm, machines, plan.elements, situation.density, situation.wire)
-    load = Workload(machines.nodes, machines.slots, plan.elements, situation.density, situation.wire)
+    situation = plan.situation
+    exchange = situation.cost(algorithm, plan.elements)
     row: dict[str, Any] = {
         "algorithm": algorithm.name,
         "chosen": chosen,
@@ -205,7 +235,7 @@ def _row(plan: _Plan, algorithm: Algorithm, chosen: bool) -> dict[str, Any]:
         "betweenSeconds": exchange.between,
         "insideSeconds": exchange.inside,
         "exchangeSeconds": exchange.seconds,
-        "stateBytes": algorithm.state_bytes(load),
+        "stateBytes": algorithm.state_bytes(situation.workload(plan.elements)),
     }
     if plan.profile is not None:
         row |= _step(predict(plan.profile, situation, algorithm))
@@ -257,6 +287,8 @@ def _as_json(plan: _Plan, rows: Any, swept: Any, advice: dict[str, Any] | None, 
         "parameters": plan.elements,
         "density": situation.density,
         "wire": situation.wire,
+        "denseWire": situation.dense_wire,
+        "period": situation.period,
         "wanted": plan.wanted,
         "chosen": chosen.name,
         "algorithms": rows,
@@ -286,10 +318,12 @@ def _as_json(plan: _Plan, rows: Any, swept: Any, advice: dict[str, Any] | None, 
 def _cluster(plan: _Plan, options: PlanOptions, with_nodes: bool = True) -> str:
     machines, situation = plan.machines, plan.situation
     ranks = f"{machines.nodes} x {machines.slots} ranks" if with_nodes else f"{machines.slots} ranks per node"
-    return (
-        f"{ranks}, {plan.elements:,} parameters, density {situation.density:g}, {situation.wire}; "
-        f"link {options.link}, memory {options.memory}"
-    )
+    settings = f"density {situation.density:g}, {situation.wire}"
+    if situation.dense_wire != DENSE_WIRE.default:
+        settings += f", dense {situation.dense_wire}"
+    if situation.period != PERIOD.default:
+        settings += f", period {situation.period}"
+    return f"{ranks}, {plan.elements:,} parameters, {settings}; link {options.link}, memory {options.memory}"
 
 
 def _print_table(plan: _Plan, rows: list[dict[str, Any]], options: PlanOptions) -> None:

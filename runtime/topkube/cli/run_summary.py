@@ -27,7 +27,8 @@ class _Values(BaseModel):
 class PartsOfStep(_Values):
     """Mean seconds of a step by part. The parts add up to the step; all are 0 if the script reported no steps."""
 
-    compute: float = Field(default=0.0, description="forward, backward without the exchange, update and data")
+    wait_for_data: float = Field(default=0.0, description="wait for the next batch")
+    compute: float = Field(default=0.0, description="forward, backward without the exchange, and update")
     select: float = Field(default=0.0, description="selection of the largest entries")
     inside_node: float = Field(default=0.0, description="exchange between the ranks of a node")
     between_nodes: float = Field(default=0.0, description="exchange between nodes")
@@ -79,6 +80,9 @@ class RunSummary(_Values):
         description="bytes that a dense ring would have sent between nodes (with one node: inside the node)"
     )
     skipped_steps: int = Field(description="steps that all ranks skipped because a gradient was NaN or infinite")
+    choice: str | None = Field(
+        description="what `auto` or `dense` stood for, and why, with the measured link; null if nothing was chosen"
+    )
     run_directory: str = Field(description="the run directory")
     plot: str | None = Field(description="file of the plot")
     first_failure: RankEnd | None = Field(description="the rank that failed first")

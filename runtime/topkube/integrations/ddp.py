@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from topkube import kernels
-from topkube.algorithms import AUTO, DENSE
+from topkube.algorithms import CHOICES
 from topkube.errors import ArgumentError, TrainingError
 from topkube.kernels.selection import entries_kept
 from topkube.settings import Settings, torch_local_size
@@ -19,8 +19,6 @@ from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
 
 HITOPK = "hitopk"
-_SMALL = 1 << 16
-"""`auto` sends buckets with fewer elements dense."""
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """A hook takes its state, which TopKube does not use, and a `torch.distributed.GradBucket`."""
@@ -38,8 +36,8 @@ def ddp_hook(
     after `torch.distributed.init_process_group("gloo")`.
 
     The hook computes the mean of each bucket over all ranks as HiTopKComm does: a sum within the node, the largest
-    entries between nodes, error feedback for the rest. `aggregation` is "hitopk", "auto" (dense for buckets of fewer
-    than 65,536 elements, and if there is one node) or "dense". `density` is the share of entries that is sent between
+    entries between nodes, error feedback for the rest. `aggregation` is "hitopk", or "auto" and "dense", which send
+    everything. `density` is the share of entries that is sent between
     nodes, `wire` the format of their values ("fp32", "bf16", "fp16"), and `warmup_steps` the steps over which the
     density falls from 1 to `density`. Arguments that are None come from the job's spec.aggregation. `ranks_per_node` is
     by default LOCAL_WORLD_SIZE, which torchrun and `topkube run` set. The first step is dense, because
@@ -58,10 +56,10 @@ def ddp_hook(
     values = AggregationSettings.of(
         settings, algorithm=aggregation, density=density, wire=wire, warmup_steps=warmup_steps
     )
-    if values.algorithm not in (HITOPK, AUTO, DENSE):
+    if values.algorithm not in (HITOPK, *CHOICES):
         raise ArgumentError(
             f"aggregation is {values.algorithm!r}, which ddp_hook does not support",
-            next_step=f"choose one of {HITOPK}, {AUTO}, {DENSE}, or use topkube.DistributedOptimizer",
+            next_step=f"choose one of {HITOPK}, {', '.join(CHOICES)}, or use topkube.DistributedOptimizer",
         )
     exchange = _Exchange(values, ranks_per_node or torch_local_size() or 1)
 
@@ -178,8 +176,7 @@ class _Exchange:
         """Return the sum of a shard over all nodes, added in rank order. (length,) -> (length,), float32."""
         length, values = len(shard), self._aggregation
         density = values.density_at(step)
-        too_small = values.algorithm == AUTO and length * self._local < _SMALL
-        if values.algorithm == DENSE or too_small or step == 0 or density >= 1:
+        if values.algorithm in CHOICES or step == 0 or density >= 1:
             rows = torch.empty(self._nodes, length)
             with phases.current.timed("inter"):
                 _all_gather(rows.view(-1), shard, group=self._across)

@@ -36,7 +36,9 @@ from topkube.algorithms import (
     AlgorithmParameter,
     Stage,
     check_schedule,
+    explain_dense_wire,
     find,
+    reads_dense_wire,
 )
 from topkube.errors import ArgumentError
 from topkube.job.algorithm_name import EXPLAINED, AlgorithmName, is_foreign
@@ -204,6 +206,14 @@ class Aggregation(Part):
                 find(self.algorithm).check_period(self.period)
             except ArgumentError as error:
                 raise ValueError(f"{error.what}; {error.next_step}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _reads_dense_wire(self) -> Aggregation:
+        used = [self.algorithm, *(stage.algorithm for stage in self.schedule if stage.algorithm)]
+        if self.dense_wire != DENSE_WIRE.default and not any(map(reads_dense_wire, used)):
+            text = f"'{self.dense_wire}' has no effect: {explain_dense_wire(self.algorithm)}"
+            raise_problems([(("denseWire",), text)])
         return self
 
 

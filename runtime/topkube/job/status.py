@@ -132,6 +132,9 @@ class Progress(Reported):
         le=LARGEST_COUNT,
         description="checkpoints that could not be written since the start of this attempt; absent if all could",
     )
+    choice: str | None = Field(
+        default=None, max_length=256, description="what `auto` or `dense` stands for, and why, by measurements"
+    )
     updated_at: str | None = Field(default=None, max_length=40, description="time when the progress was read")
 
 

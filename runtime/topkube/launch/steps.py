@@ -101,6 +101,7 @@ class Steps:
             checkpoint_step=last.checkpoint_step,
             checkpoint_at=format_timestamp(datetime.fromtimestamp(self._saved_at, UTC)) if self._saved_at else None,
             failed_checkpoints=last.failed_checkpoints or None,
+            choice=last.choice,
             updated_at=format_timestamp(datetime.fromtimestamp(last.time, UTC)),
         )
 

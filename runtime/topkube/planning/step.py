@@ -8,6 +8,7 @@ catalogue of algorithms declares bytes and messages. A trace replaces its estima
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from topkube import algorithms
-from topkube.algorithms import DENSE, Algorithm, Machines, Workload, cost, reduce_scatter_memory
+from topkube.algorithms import DENSE, Algorithm, Cost, Machines, Workload, cost, reduce_scatter_memory
 from topkube.errors import ArgumentError
 from topkube.installation import install_command
 from topkube.planning.profile import Gradient, HostCost, StepProfile
@@ -31,9 +32,10 @@ _MANY_BUCKETS = 32
 class Situation:
     """What a step is predicted for: the cluster, the settings of the aggregation, and what overlaps.
 
-    `cores` are the processor cores of a node that its ranks share, infinite if a thread never waits for a core.
-    `overlap` is False if exchanges begin after backward and follow one another. `is_input_pipelined` is False if the
-    step waits until its batch is prepared.
+    `dense_wire` is the format of dense values between nodes, `period` the steps from one exchange of weights to the
+    next (the prediction is the mean step). `cores` are the processor cores of a node that its ranks share, infinite if
+    a thread never waits for a core. `overlap` is False if exchanges begin after backward and follow one another.
+    `is_input_pipelined` is False if the step waits until its batch is prepared.
     """
 
     machines: Machines
@@ -42,10 +44,22 @@ class Situation:
     cores: float = math.inf
     overlap: bool = True
     is_input_pipelined: bool = True
+    dense_wire: str = "fp32"
+    period: int = 1
 
     @property
     def ranks(self) -> int:
         return self.machines.nodes * self.machines.slots
+
+    def workload(self, elements: int, small: bool = False) -> Workload:
+        """Return the exchange of `elements` values; values of a `small` bucket are never rounded."""
+        machines, dense_wire = self.machines, "fp32" if small else self.dense_wire
+        return Workload(machines.nodes, machines.slots, elements, self.density, self.wire, dense_wire, self.period)
+
+    def cost(self, algorithm: Algorithm, elements: int, small: bool = False) -> Cost:
+        """Return the cost of this exchange with `algorithm`."""
+        load = self.workload(elements, small)
+        return cost(algorithm, self.machines, elements, load.density, load.wire, load.dense_wire, load.period)
 
 
 @dataclass(frozen=True)
@@ -193,9 +207,10 @@ def _window(profile: StepProfile, algorithm: Algorithm) -> int:
 def _exchange(bucket: BucketLength, profile: StepProfile, situation: Situation, algorithm: Algorithm) -> _Exchange:
     machines = situation.machines
     own = _algorithm_of(bucket, algorithm, machines.nodes, situation.density)
-    exchange = cost(own, machines, bucket.elements, situation.density, situation.wire)
+    is_exact = bucket.small or bucket.itemsize != 4
+    exchange = situation.cost(own, bucket.elements, is_exact)
     scale = bucket.itemsize / 4  # the catalogue counts float32
-    traffic = own.traffic(Workload(machines.nodes, machines.slots, bucket.elements, situation.density, situation.wire))
+    traffic = own.traffic(situation.workload(bucket.elements, is_exact))
     messages = traffic.messages if machines.nodes > 1 else 0
     latency = messages * machines.latency
     link = (exchange.between - latency) * (1.0 if own.compresses else scale)
@@ -216,8 +231,7 @@ def _algorithm_of(bucket: BucketLength, algorithm: Algorithm, nodes: int, densit
 def _share_before(algorithm: Algorithm, situation: Situation, elements: int) -> float:
     """Return the share of the work in memory that comes before the messages: the reduction inside the node, and half of
     the rest if the algorithm selects."""
-    machines = situation.machines
-    load = Workload(machines.nodes, machines.slots, elements, situation.density, situation.wire)
+    load = situation.workload(elements)
     whole = algorithm.traffic(load).memory
     if not whole:
         return 0.5
@@ -228,7 +242,7 @@ def _share_before(algorithm: Algorithm, situation: Situation, elements: int) -> 
 def _measured(host: HostCost, algorithm: Algorithm, situation: Situation, elements: int, inside: float) -> float:
     """Return the measured seconds of the communication thread, corrected by what the catalogue declares to differ
     between the traced cluster and this cluster."""
-    load = Workload(host.nodes, host.slots, elements, situation.density, situation.wire)
+    load = dataclasses.replace(situation.workload(elements), nodes=host.nodes, slots=host.slots)
     there = algorithm.traffic(load).memory / situation.machines.memory
     measured = host.fixed + host.per_element * elements
     if not host.per_element:

@@ -45,6 +45,8 @@ _BY_JOB = {
     metrics.UNSENT: "unsent_ratio",
     metrics.WEIGHT_SPREAD: "weight_spread",
     metrics.PERIOD: "period",
+    metrics.PREDICTED_EXCHANGE: "predicted_exchange",
+    metrics.MEASURED_EXCHANGE: "measured_exchange",
 }
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from topkube.telemetry.progress import PROGRESS_FILE, StepRecord, read_records
 
-PARTS = ("compute", "select", "inside node", "between nodes")
-"""The parts of a step's time. The exchange overlaps with the backward pass, so compute is the time without an exchange,
-and the four parts add up to the step."""
+DATA = "wait for data"
+PARTS = (DATA, "compute", "select", "inside node", "between nodes")
+"""The parts of a step's time. The exchange overlaps with the backward pass, so compute is the time without an exchange
+and without the wait for the next batch, and the parts add up to the step."""
 
 
 @dataclass
@@ -74,12 +75,13 @@ def split(seconds: dict[str, float]) -> dict[str, float]:
     """Return seconds per part, given seconds per phase. select, intra and inter overlap with backward, which waits for
     them at its end."""
     step = sum(seconds.get(phase, 0.0) for phase in ("data", "forward", "backward", "update"))
+    data = seconds.get("data", 0.0)
     exchange = [seconds.get(phase, 0.0) for phase in ("select", "intra", "inter")]
-    compute = step - sum(exchange)
+    compute = step - data - sum(exchange)
     if compute < 0:  # several buckets at the same time, or clocks that differ: keep the step's length
-        exchange = [value * step / sum(exchange) for value in exchange]
+        exchange = [value * (step - data) / sum(exchange) for value in exchange]
         compute = 0.0
-    return dict(zip(PARTS, [compute, *exchange], strict=True))
+    return dict(zip(PARTS, [data, compute, *exchange], strict=True))
 
 
 class ProgressReader:

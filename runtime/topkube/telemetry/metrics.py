@@ -107,6 +107,21 @@ PERIOD = Metric(
     JOB,
     job_wide=True,
 )
+PREDICTED_EXCHANGE = Metric(
+    "topkube_exchange_predicted_seconds",
+    "gauge",
+    "Predicted seconds of one step's exchange with the algorithm that auto or dense chose. Absent if the job names its "
+    "algorithm, and with one node.",
+    JOB,
+    job_wide=True,
+)
+MEASURED_EXCHANGE = Metric(
+    "topkube_exchange_measured_seconds",
+    "gauge",
+    "Seconds of one step's exchange in the first steps, with which the prediction was compared.",
+    JOB,
+    job_wide=True,
+)
 LAST_STEP = Metric(
     "topkube_last_step_timestamp_seconds", "gauge", "Time at which this rank finished its last step.", RANK
 )
@@ -206,6 +221,6 @@ CACHE = (
 
 METRICS = (
     *(STEP_SECONDS, PHASE_SECONDS, SAMPLES, LAST_STEP, STEP, PROGRESS, ATTEMPT, LOSS, GRADIENT_NORM, RESIDUAL_NORM),
-    *(UNSENT, WEIGHT_SPREAD, PERIOD),
+    *(UNSENT, WEIGHT_SPREAD, PERIOD, PREDICTED_EXCHANGE, MEASURED_EXCHANGE),
     *(SKIPPED, DIFFERING_RANKS, DENSITY, SENT_BYTES, DENSE_BYTES, BOUND_SECONDS, LINK_RATE, BUILD),
 )

@@ -33,6 +33,7 @@ class Phases:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = defaultdict(float)
+        self._totals = dict.fromkeys(PHASES, 0.0)
         self._intra = self._inter = self._dense = 0
 
     @contextmanager
@@ -53,6 +54,11 @@ class Phases:
         assert phase in PHASES, phase
         with self._lock:
             self._seconds[phase] += seconds
+            self._totals[phase] += seconds
+
+    def total(self, phase: str) -> float:
+        """Return the seconds of a phase since the start of the process. `take` does not reset them."""
+        return self._totals[phase]
 
     def sent(self, *, intra: int = 0, inter: int = 0, dense: int = 0) -> None:
         """Count bytes that this rank sent, and the bytes that dense would have sent."""

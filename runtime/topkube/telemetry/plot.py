@@ -15,7 +15,7 @@ from topkube.telemetry.summary import edge_losses, over_steps
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 LOSS = "#2f6fb7"
-COLOURS = {"compute": "#c3cfdb", "select": "#e9a23b", "inside node": "#4aa37c", "between nodes": "#cf4f4f"}
+COLOURS = dict(zip(PARTS, ("#8e7cc3", "#c3cfdb", "#e9a23b", "#4aa37c", "#cf4f4f"), strict=True))
 _ABOVE: Any = {
     "frameon": False,
     "loc": "lower right",
@@ -133,7 +133,7 @@ def _draw_times(axes: Any, steps: Values, history: History) -> None:
         bottom = bottom + heights
     # The first steps can be far slower because caches are cold; they may be cut off.
     axes.set_ylim(0, 1.08 * max(float(np.quantile(bottom, 0.98)), float(np.median(bottom))))
-    axes.legend(**_ABOVE, ncols=4)
+    axes.legend(**_ABOVE, ncols=len(PARTS))
 
 
 def smooth_values(values: Values) -> Values:

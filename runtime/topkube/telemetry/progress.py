@@ -48,6 +48,8 @@ class StepRecord:
     """Step of the newest checkpoint; None if there is no checkpoint."""
     failed_checkpoints: int = 0
     """Checkpoints that could not be written since the start of this attempt."""
+    choice: str | None = None
+    """What `auto` or `dense` stands for, and why; None if the job names its algorithm, and with one node."""
     time: float = 0.0
 
     def to_json(self) -> str:

@@ -29,6 +29,7 @@ _COUNTERS = ("steps", "step_seconds", "samples", "intra_bytes", "inter_bytes", "
 _GAUGES = (
     *("loss", "gradient_norm", "residual_norm", "density", "last_step", "step", "total_steps", "link_rate"),
     *("differing_ranks", "unsent_ratio", "weight_spread", "period"),
+    *("predicted_exchange", "measured_exchange"),
 )
 CACHE = (
     *("memory_requests", "memory_misses", "disk_requests", "disk_misses"),

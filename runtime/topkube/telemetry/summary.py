@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from topkube.telemetry.bar import bytes_sent, duration, rate, reduction, size
-from topkube.telemetry.history import PARTS, History
+from topkube.telemetry.history import DATA, PARTS, History
 
 EDGE = 10
 """The first and the last loss are means over this many steps, because the loss of a single batch varies."""
@@ -32,6 +32,8 @@ class Summary:
     bytes_dense: int = 0
     """The bytes that a dense ring would have sent between nodes (with one node: inside the node)."""
     skipped_steps: int = 0
+    choice: str | None = None
+    """What `auto` or `dense` stood for, and why; None if the job named its algorithm."""
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -52,6 +54,7 @@ def summarize(history: History, nodes: int, ranks: int) -> Summary:
         bytes_sent=sum(history.sent),
         bytes_dense=bytes_sent(history, nodes, ranks)[1],
         skipped_steps=history.last.skipped_steps if history.last else 0,
+        choice=history.last.choice if history.last else None,
     )
 
 
@@ -82,10 +85,13 @@ def rows(summary: Summary, history: History, nodes: int, ranks: int, wall_second
         table.append(("samples per second", rate(summary.samples_per_second)))
     step = sum(summary.seconds_per_step.values())
     if step > 0:
-        shares = [f"{part} {seconds / step:.0%}" for part, seconds in summary.seconds_per_step.items()]
+        parts = summary.seconds_per_step.items()
+        shares = [f"{part} {seconds / step:.0%}" for part, seconds in parts if part != DATA or seconds / step >= 0.005]
         table.append(("time per step", f"{1000 * step:.1f} ms: " + ", ".join(shares)))
     level = "sent between nodes" if nodes > 1 else "sent inside the node"
     if summary.bytes_dense:
         table.append((level, f"{reduction(history, nodes, ranks)} ({size(summary.bytes_dense)})"))
     table.append(("skipped steps", str(summary.skipped_steps)))
+    if summary.choice is not None:
+        table.append(("algorithm", summary.choice))
     return table

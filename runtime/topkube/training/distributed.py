@@ -21,6 +21,7 @@ from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.backward import Backward
 from topkube.training.exchange.loss_scale import watch_scalers
+from topkube.training.exchange.tuning import Tuning
 from topkube.training.node_weights.guard import Guard
 from topkube.training.node_weights.node_weights import NodeWeights, NodeWeightsCheck
 from topkube.training.optimizers.layerwise import LayerwiseOptimizer
@@ -183,6 +184,11 @@ class DistributedOptimizer(OptimizerWrapper):
         self._backward.norms = norms
 
     @property
+    def tuning(self) -> Tuning:
+        """What `auto` or `dense` stands for, and why."""
+        return self._backward.plan.tuning
+
+    @property
     def guard(self) -> Guard | None:
         """What error feedback in the weights keeps back, measured at intervals, and the period in force; None for other
         algorithms."""
@@ -260,12 +266,13 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         return self.turns.batch(samples)
 
-    def join(self, loader: Iterable[Any], samples: Samples = None) -> Iterator[Any]:
+    def join(self, loader: Iterable[Any], samples: Samples = None, device: torch.device | None = None) -> Iterator[Any]:
         """Yield the batches of `loader` and announce each. A rank that has no more batches gets its last batch again,
         with weight zero, until all ranks have finished: the steps equal those of one process with all batches.
         `samples`, a number or a function of the batch, is the number of samples in a batch. Raises TrainingError if
-        that number is needed and not certain."""
-        return self.turns.batches(loader, samples=samples)
+        that number is needed and not certain. With `device`, a GPU, the tensors of the next batch are copied there
+        while it computes the current step."""
+        return self.turns.batches(loader, samples=samples, device=device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the wrapped optimizer's step; do nothing if all ranks agreed that a gradient is not finite.
@@ -313,7 +320,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._backward.note_step()
         else:
             self._backward.note_skipped_step()
-        self._reports.step(self.steps, self.skipped_steps, self.density_used)
+        self._reports.step(self.steps, self.skipped_steps, self.density_used, self.tuning.summary or None)
         if self._backward.traced is not None and not self._backward.traced.end_step():
             self._backward.traced = None
         return loss
@@ -353,6 +360,7 @@ class DistributedOptimizer(OptimizerWrapper):
         save its own state.
         """
         backward = self._backward
+        backward.plan.tuning.is_saved = True
         residuals = backward.exchange.residuals
         own: dict[str, Any] = {
             **backward.plan.state(),

@@ -167,14 +167,16 @@ class Run:
         total: int | None = None,
         epochs: int | None = None,
         samples: Samples = None,
+        device: torch.device | None = None,
     ) -> Iterator[Any]:
         """Yield the batches of `loader`: `epochs` passes over it (one by default), or as many batches as `total` steps
         need.
 
         All ranks end together. Uneven batches count by their samples (see `DistributedOptimizer.join`). Batches that a
         checkpoint already covers are skipped, also if a script calls this once per epoch. `samples`, a number or a
-        function of the batch, is the number of samples in a batch. Raises TrainingError if that number is needed and
-        not certain.
+        function of the batch, is the number of samples in a batch. With `device` (`topkube.device()`), the tensors of
+        the next batch are copied to that GPU while it computes the current step. Raises TrainingError if the number of
+        samples is needed and not certain.
         """
         passes = epochs if epochs is not None else 1 if total is None else sys.maxsize
         self._passes_asked = min(self._passes_asked + passes, sys.maxsize)
@@ -186,7 +188,7 @@ class Run:
                     self._sampler.set_epoch(self.epoch)
                 self._total = total if total is not None else self._expected(loader)
                 before, resumed = self.step, self._sampler is not None and self._sampler.position > 0
-                yield from self._one_pass(loader, total, samples)
+                yield from self._one_pass(loader, total, samples, device)
                 if self.step == before and not resumed:
                     raise TrainingError(
                         "the loader returned no batch on any rank", next_step="check the dataset's length"
@@ -200,9 +202,12 @@ class Run:
                 self._write(self._record, *self._report[:2], *(self._world.size * count for count in self._report[2:]))
             self._passes_asked = min(self._passes_asked, self.epoch)
 
-    def _one_pass(self, loader: Iterable[Any], total: int | None, samples: Samples) -> Iterator[Any]:
+    def _one_pass(
+        self, loader: Iterable[Any], total: int | None, samples: Samples, device: torch.device | None
+    ) -> Iterator[Any]:
         turns = self._optimizer.turns
-        for batch in turns.batches(loader, self._announcement, self._on_announced, self._restore_generators, samples):
+        opened = self._restore_generators
+        for batch in turns.batches(loader, self._announcement, self._on_announced, opened, samples, device):
             yield batch
             self._end_step()
             if total is not None and self.step >= total:
@@ -248,6 +253,7 @@ class Run:
             skipped_steps=self._optimizer.skipped_steps,
             checkpoint_step=self._newest_checkpoint,
             failed_checkpoints=self.failed_checkpoints,
+            choice=self._optimizer.tuning.summary or None,
             time=time.time(),
         )
         if self._metrics is not None:
@@ -259,7 +265,7 @@ class Run:
         self._checkpoint(stop, saved)
 
     def _gauges(self, record: StepRecord) -> dict[str, float]:
-        norms, guard = self._optimizer.norms or Norms(), self._optimizer.guard
+        norms, guard, tuning = self._optimizer.norms or Norms(), self._optimizer.guard, self._optimizer.tuning
         return {
             "step": record.step,
             "total_steps": ABSENT if record.total_steps is None else record.total_steps,
@@ -272,6 +278,8 @@ class Run:
             "unsent_ratio": ABSENT if guard is None or guard.unsent_ratio is None else guard.unsent_ratio,
             "weight_spread": ABSENT if guard is None or guard.weight_spread is None else guard.weight_spread,
             "period": ABSENT if guard is None else guard.period,
+            "predicted_exchange": ABSENT if tuning.predicted_seconds is None else tuning.predicted_seconds,
+            "measured_exchange": ABSENT if tuning.measured_seconds is None else tuning.measured_seconds,
         }
 
     def _write(self, record: StepRecord, loss: float, weight: float, intra: float, inter: float, dense: float) -> None:

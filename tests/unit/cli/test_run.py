@@ -38,7 +38,7 @@ def test_the_summary(finished: tuple[subprocess.CompletedProcess[str], Path]) ->
     assert summary["firstLoss"] > 1 > summary["finalLoss"]
     assert summary["samplesPerSecond"] > 0
     assert summary["secondsPerStep"] == pytest.approx(
-        {"compute": 0.006, "select": 0.001, "insideNode": 0.001, "betweenNodes": 0.002}
+        {"waitForData": 0.001, "compute": 0.006, "select": 0.001, "insideNode": 0.001, "betweenNodes": 0.002}
     )
     # 50 steps x 100 bytes between nodes, where a ring of 4 ranks has 2 of its 4 links: half of 50 x 10,000.
     assert (summary["bytesBetweenNodes"], summary["bytesDense"]) == (5_000, 250_000)

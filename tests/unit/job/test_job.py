@@ -256,6 +256,10 @@ def test_what_is_cached_in_memory_counts_against_the_workers_limit() -> None:
             ["requirements[0]: '-r x'", "requirements[2]: 'b"],
         ),
         (job(setup={"requirements": ["a --pre"]}), ["requirements[0]: 'a --pre' contains an option of pip"]),
+        (
+            job(aggregation={"algorithm": "hitopk", "denseWire": "bf16"}),
+            ["spec.aggregation.denseWire: 'bf16' has no effect: hitopk does not read it"],
+        ),
         (job(checkpoint={"path": "../x", "claimName": "c"}), ["spec.checkpoint.path: '../x' leaves the claim"]),
         (
             job(checkpoint={"claimName": "c", "everySteps": 0}),
@@ -386,3 +390,9 @@ def test_unknown_fields_of_a_stored_job_are_kept() -> None:
     assert len(problems(stored)) == 3
     with pytest.raises(JobError, match=r"spec\.workers: 'x'"):
         TrainingJob.from_cluster(job(workers="x"))
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "dense", "hierarchical", "acme.not-installed-here"])
+def test_a_dense_wire_is_accepted_if_the_algorithm_may_read_it(algorithm: str) -> None:
+    read = TrainingJob.parse(job(aggregation={"algorithm": algorithm, "denseWire": "bf16"}))
+    assert read.spec.aggregation.dense_wire == "bf16"

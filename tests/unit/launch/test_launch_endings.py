@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,6 +155,15 @@ def test_progress_has_the_newest_checkpoint_and_when_it_was_first_reported() -> 
     assert progress is not None
     assert (progress.checkpoint_step, progress.checkpoint_at) == (2, "1970-01-01T00:02:00Z")
     assert progress.failed_checkpoints == 1
+
+
+@pytest.mark.parametrize(("written", "reported"), [("auto is x", "auto is x"), ("x" * 9999, "x" * 256), (7, None)])
+def test_what_auto_chose_is_reported_within_its_length(written: Any, reported: str | None) -> None:
+    counted = Steps()
+    counted.add(StepRecord(1, 10, choice=written, time=60.0))
+    progress = counted.progress()
+    assert progress is not None
+    assert progress.choice == reported
 
 
 def test_progress_has_an_eta_and_stalls_are_seen(clock: Clock) -> None:

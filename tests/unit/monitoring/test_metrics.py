@@ -23,6 +23,7 @@ GAUGES = {"step": 1, "total_steps": 4, "density": 0.01, "skipped_steps": 0, "dif
 SAMPLED = {
     **dict.fromkeys(("loss", "gradient_norm", "residual_norm", "link_rate"), 1),
     **dict.fromkeys(("unsent_ratio", "weight_spread", "period"), 1),
+    **dict.fromkeys(("predicted_exchange", "measured_exchange"), 1),
 }
 
 

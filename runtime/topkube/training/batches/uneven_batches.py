@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from topkube.errors import TrainingError
 from topkube.telemetry import phases
+from topkube.training.batches.device_batches import counted_batches, to_device
 from topkube.training.batches.generators import generators, set_generators
 from topkube.training.batches.replays import KeptStatistics
 from topkube.training.batches.samples import SampleCounter, Samples
@@ -143,26 +145,29 @@ class Turns:
         seen: Callable[[Future[Sums]], None] = lambda _: None,
         opened: Callable[[], None] = lambda: None,
         samples: Samples = None,
+        device: torch.device | None = None,
     ) -> Iterator[Any]:
-        """Yield the batches of `loader`. Each is announced with `more()`, and `seen` is called with every agreement. A
-        rank that has no more batches gets its last batch again, with weight zero, until all ranks have finished.
-        `samples` is the number of samples in a batch (`samples.py`)."""
-        counter = SampleCounter(loader, samples)
-        iterator, last = iter(loader), _END
+        """Yield the batches of `loader`, on `device` if it is a GPU (`device_batches.py`). Each is announced with
+        `more()`, and `seen` is called with every agreement. A rank that has no more batches gets its last batch again,
+        with weight zero, until all ranks have finished. `samples` is the number of samples in a batch
+        (`samples.py`)."""
+        iterator: Iterator[Any] = counted_batches(loader, SampleCounter(loader, samples), device)
+        last: Any = _END
         opened()
         try:
             while True:
                 with phases.current.timed("data"):
-                    batch = next(iterator, _END)
-                    count, drawn = (0, 0) if batch is _END else counter.count(batch)
-                    sums = self.announce(count, *more(), drawn=drawn, has_batch=batch is not _END)
+                    counted = next(iterator, None)
+                    batch = _END if counted is None else counted.batch
+                    count, drawn = (0, 0) if counted is None else (counted.samples, counted.drawn)
+                    sums = self.announce(count, *more(), drawn=drawn, has_batch=counted is not None)
                     seen(sums)
                     if batch is _END:
                         sums.result()
                         if not self._ranks:
                             return
                 if batch is _END and last is _END:
-                    last = _any_batch(loader)
+                    last = to_device(_any_batch(loader), device)
                 if batch is _END:
                     self._before_replay = generators()
                     self._statistics.keep()

@@ -23,7 +23,9 @@ from topkube.algorithms import (
     WIRE,
     Stage,
     check_schedule,
+    explain_dense_wire,
     find,
+    reads_dense_wire,
 )
 from topkube.errors import ArgumentError
 from topkube.settings import Settings
@@ -80,12 +82,9 @@ class AggregationSettings:
         if self.algorithm not in CHOICES:
             find(self.algorithm).check_period(self.period)
         check_schedule(self.algorithm, self.warmup_steps, self.momentum_correction, self.schedule)
-        if self.dense_wire != DENSE_WIRE.default and not any(map(_reads_dense_wire, self.algorithms)):
-            raise ArgumentError(
-                f"dense_wire is {self.dense_wire}, but {self.algorithm} does not read it",
-                cause="only dense gradients have this format; sparse values have the format `wire`",
-                next_step=f"choose the algorithm {DENSE}, or leave dense_wire at {DENSE_WIRE.default}",
-            )
+        if self.dense_wire != DENSE_WIRE.default and not any(map(reads_dense_wire, self.algorithms)):
+            reason, _, advice = explain_dense_wire(self.algorithm).partition("; ")
+            raise ArgumentError(f"dense_wire is {self.dense_wire}, but {reason}", next_step=advice)
         if self.in_weights and self.momentum_correction:
             raise ArgumentError(
                 f"momentum correction does not work with {self.algorithm}",
@@ -136,13 +135,9 @@ def _in_force(aggregation: AggregationSettings, stages: int) -> AggregationSetti
     for stage in aggregation.schedule[:stages]:
         fields = {"algorithm": stage.algorithm, "density": stage.density, "period": stage.period}
         changes |= {name: value for name, value in fields.items() if value is not None}
-    if not _reads_dense_wire(changes.get("algorithm", aggregation.algorithm)):
+    if not reads_dense_wire(changes.get("algorithm", aggregation.algorithm)):
         changes["dense_wire"] = DENSE_WIRE.default
     return dataclasses.replace(aggregation, schedule=(), warmup_steps=0, **changes)
-
-
-def _reads_dense_wire(algorithm: str) -> bool:
-    return algorithm == DENSE or (algorithm not in CHOICES and DENSE_WIRE in find(algorithm).parameters)
 
 
 _FIELDS = {"fromStep": "from_step", "algorithm": "algorithm", "density": "density", "period": "period"}

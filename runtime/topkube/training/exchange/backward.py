@@ -362,6 +362,7 @@ class Backward:
         self._seen += [p.index for p in self.parameters if p.local and self.plan.bucket_of(p) is None]
         if first:
             self.plan.agree(self._seen)
+            self.exchange.adopt(self.plan.tuning.choice)
             if self.world.size > 1:  # a rank may have loaded a state for all ranks
                 self.steps = int(self.turns.maximum([self.steps])[0])
             self._first_weights = True
@@ -376,7 +377,9 @@ class Backward:
         idle = [p for p in self._trainable() if p.weightless or p.created]
         trainable = self.plan.digest_trainable()
         unplanned = any(self.plan.bucket_of(self.parameters[index]) is None for index in self._seen)
+        is_saved, self.plan.tuning.is_saved = self.plan.tuning.is_saved, False
         flags = [not finite, bool(idle), trainable, -trainable, weights, -weights, unplanned, self.steps, -self.steps]
+        flags.append(is_saved)
         answers = self.turns.maximum(flags)
         if answers[7] != -answers[8]:
             self._raise_different_steps()
@@ -390,8 +393,20 @@ class Backward:
             answers[:2] = self.turns.maximum([nonfinite or not finite, True])
             nonfinite = answers[0] > 0
         self._finish_step(nonfinite, answers[1] > 0)
+        self._tune(answers[9] > 0)
         if compares:
             self._report_weights(weights, answers[4] == -answers[5], False)
+
+    def _tune(self, is_saved: bool) -> None:
+        """Compare the exchanges so far with their prediction, when that is due, and change what `auto` or `dense`
+        stands for. `is_saved` is True if a rank has saved its state since the last exchange."""
+        tuning = self.plan.tuning
+        if is_saved:
+            tuning.settle()
+        measured = tuning.note_step(time.perf_counter())
+        if measured is not None and tuning.decide(self.turns.maximum(measured).tolist(), self.plan.sizes()):
+            self.exchange.adopt(tuning.choice)
+            self.plan.plan_again()
 
     def _wait(self, futures: Iterable[Future[bool]]) -> bool:
         finite = all([future.result() for future in futures])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from topkube import algorithms
-from topkube.algorithms import DENSE, MATRIX_RANK, Algorithm
+from topkube.algorithms import DENSE, MATRIX_RANK, Algorithm, Choice
 from topkube.arrays import flat_view
 from topkube.collectives import AllReduce, Request, load
 from topkube.collectives.dense import Hierarchical
@@ -24,6 +24,7 @@ from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Bucket, Parameter, real_view
 from topkube.training.exchange.residuals import Momentum, Residuals
 from topkube.training.exchange.sparse_gradients import is_finite, mean_of_rows
+from topkube.training.exchange.tuning import dense_wire_before_choice
 from topkube.training.ranks.agreement import agreement
 from topkube.training.ranks.communication_thread import schedule
 from topkube.world import World
@@ -44,6 +45,7 @@ class BucketExchange:
         self, world: World, aggregation: AggregationSettings, momentum: Momentum, device: torch.device | None = None
     ) -> None:
         self.world = world
+        self.choice: Choice | None = None
         self.change_to(aggregation)
         self.residuals = Residuals(world, self._keeper(aggregation), momentum, device)
         self.on_device = DeviceAllReduce(world, device) if device is not None else None
@@ -53,12 +55,22 @@ class BucketExchange:
         self._scale: tuple[torch.Tensor, float] | None = None
         self._number = 0
 
+    def adopt(self, choice: Choice | None) -> None:
+        """Use what `auto` or `dense` stands for from the next bucket on. All ranks call this between two steps."""
+        if choice is not None:
+            self.choice, self.dense_wire = choice, choice.dense_wire
+            self._resolve()
+
+    def _resolve(self) -> None:
+        self.large = self._all_reduce(sys.maxsize).algorithm
+        self.dense = self._all_reduce(sys.maxsize, DENSE if self.large.compresses else self.large.name)
+
     def change_to(self, aggregation: AggregationSettings, begins: bool = False) -> None:
         """Exchange with these settings from the next backward on. All ranks call this between the same two steps. If
         a stage of the schedule `begins`, and its algorithm keeps no residual, the next step sends residuals whole."""
         self.aggregation, self._begins_stage = aggregation, begins
-        self.large = self._all_reduce(sys.maxsize).algorithm
-        self.dense = self._all_reduce(sys.maxsize, DENSE if self.large.compresses else self.large.name)
+        self.dense_wire = dense_wire_before_choice(aggregation)
+        self._resolve()
 
     def _keeper(self, aggregation: AggregationSettings) -> Algorithm:
         """Return the first algorithm of the schedule that keeps a residual, or else the algorithm in force."""
@@ -95,8 +107,9 @@ class BucketExchange:
         return self.dense if bucket.small or whole else self._all_reduce(bucket.length)
 
     def _all_reduce(self, length: int, name: str | None = None) -> AllReduce:
-        """Return the implementation for large tensors: "auto" depends on the bucket's length, and on the target
-        density, so that warm-up changes nothing."""
+        """Return the implementation for large tensors, or of the algorithm called `name`."""
+        if name is None and self.choice is not None:
+            return load(self.choice.algorithm)
         name = name or self.aggregation.algorithm
         return load(algorithms.resolve(name, self.world.nodes, length, self.aggregation.density))
 
@@ -195,7 +208,7 @@ class BucketExchange:
             self.aggregation.wire if algorithm.compresses else "fp32",
             self.aggregation.selection,
             self.residuals.of(bucket, loss_scale) if algorithm.residual is not None else None,
-            "fp32" if bucket.small else self.aggregation.dense_wire,
+            "fp32" if bucket.small else self.dense_wire,
             self.aggregation.matrix_rank,
             bucket.matrices if MATRIX_RANK in algorithm.parameters else (),
         )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from topkube import algorithms
-from topkube.collectives.link import link_rate
+from topkube.algorithms import BucketSize
 from topkube.errors import TrainingError
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Bucket, Parameter, is_sharded, largest_bucket, plan_sizes
+from topkube.training.exchange.tuning import Tuning
 from topkube.training.ranks.agreement import Agreement, differing_ranks, digest, names_of
 from topkube.world import World
 
@@ -43,7 +43,7 @@ class BucketPlan:
         self.trainable: set[int] = set()
         self._world, self._parameters, self._aggregation = world, parameters, aggregation
         self._run_agreement = run_agreement
-        self._link_rate: float | None = None
+        self.tuning = Tuning(world, aggregation, run_agreement)
         self._bucket_of: dict[int, Bucket] = {}
 
     def bucket_of(self, parameter: Parameter) -> Bucket | None:
@@ -65,6 +65,21 @@ class BucketPlan:
         self.is_agreed = True
         self.trainable = {p.index for p in self._parameters if p.tensor.requires_grad}
         self.extend(seen)
+        self.tuning.choose(self.sizes())
+
+    def sizes(self) -> list[BucketSize]:
+        """Return the sizes of the buckets that an all-reduce exchanges."""
+        return [
+            BucketSize(bucket.length, bucket.dtype.itemsize, bucket.small)
+            for bucket in self.buckets
+            if not bucket.has_rows and bucket.length
+        ]
+
+    def plan_again(self) -> None:
+        """Plan all buckets again, for another rate of the link. Called between two steps on all ranks, only if no
+        exchange leaves a residual."""
+        if self._sizes() is None and self.order is not None:
+            self._restore_buckets(self.order)
 
     def extend(self, seen: Iterable[int]) -> list[Bucket]:
         """Plan buckets for parameters that have none and whose gradients some rank saw in this backward (`seen`,
@@ -81,8 +96,8 @@ class BucketPlan:
         if any(bucket is not None and bucket.has_rows != parameter.has_rows for parameter, bucket in planned):
             self._restore_buckets(self.order or [])
         new = [p for p in self._unplanned() if flags[p.index]]
-        if new and self._link_rate is None and self._sizes() is None and self._world.nodes > 1:
-            self._link_rate = self._measure_link()
+        if new and self._sizes() is None:
+            self.tuning.measure()
         names = self._ready_order(seen, {p.index for p in new})
         by_name = {parameter.name: parameter for parameter in new}
         self.order = (self.order or []) + names
@@ -115,15 +130,21 @@ class BucketPlan:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the order, and the buckets by the names of their parameters, for a checkpoint. A run that resumes has
-        the same buckets, also if a later version of TopKube would plan others."""
+        """Return the order, the buckets by the names of their parameters, and the choice of the algorithm, for a
+        checkpoint. A run that resumes has the same buckets, also if a later version of TopKube would plan others."""
         names = [[parameter.name for parameter in bucket.parameters] for bucket in self.buckets]
-        return {"order": self.order, "buckets": names, "bucket_sizes": self._sizes()}
+        return {
+            "order": self.order,
+            "buckets": names,
+            "bucket_sizes": self._sizes(),
+            "choice": self.tuning.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Plan the buckets of a saved `state`: the saved buckets, or buckets for the saved order if it was saved with
         other settings; none yet if it has no order, or names parameters that are not here."""
         self.buckets, self._bucket_of, self.order, self.is_agreed = [], {}, None, False
+        self.tuning.restore(state.get("choice"))
         by_name = {parameter.name: parameter for parameter in self._parameters}
         order = state.get("order")
         if order is None or not by_name.keys() >= set(order):
@@ -146,7 +167,7 @@ class BucketPlan:
 
     def _plan(self, parameters: list[Parameter]) -> list[Bucket]:
         sizes = self._sizes()
-        new = plan_sizes(parameters, sizes, self._link_rate or 0.0)
+        new = plan_sizes(parameters, sizes, self.tuning.rate)
         self._adopt(new, parameters)
         return new
 
@@ -166,12 +187,6 @@ class BucketPlan:
         algorithm = algorithms.resolve(self._aggregation.algorithm, world.nodes, sys.maxsize, self._aggregation.density)
         is_on_cpu = all(parameter.tensor.device.type == "cpu" for parameter in self._parameters)
         return largest_bucket(algorithm.compresses, is_on_cpu, world.size)
-
-    def _measure_link(self) -> float:
-        """Return the bytes per second that the slowest node sends to another node. All ranks call this together."""
-        own = self._run_agreement(lambda agreement: link_rate(self._world))
-        [highest] = self._run_agreement(lambda agreement: agreement.maximum([-own if own else -math.inf]))
-        return -float(highest) * self._world.shards
 
     def _ready_order(self, seen: list[int], new: set[int]) -> list[str]:
         """Return the names of the `new` parameters, in the order in which rank 0 saw their gradients; the others

@@ -19,11 +19,13 @@ class StepReports:
         self._world = world
         self._writer: ProgressWriter | None = None
 
-    def step(self, steps: int, skipped: int, density: float) -> None:
-        """Report a step. So far the optimizer has made `steps` updates and skipped `skipped` steps."""
+    def step(self, steps: int, skipped: int, density: float, choice: str | None) -> None:
+        """Report a step. So far the optimizer has made `steps` updates and skipped `skipped` steps. `choice` is what
+        `auto` or `dense` stands for, and why."""
         directory = self._world.run_directory
         if self._world.rank or directory is None or self._world.cache.setdefault(REPORTER, self) is not self:
             return
         self._writer = self._writer or ProgressWriter(directory)
-        record = StepRecord(steps + skipped, None, density=density, skipped_steps=skipped, time=time.time())
+        total, now = steps + skipped, time.time()
+        record = StepRecord(total, None, density=density, skipped_steps=skipped, choice=choice, time=now)
         self._writer.write(record)

@@ -166,6 +166,7 @@ WARNED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         ),
         "spec.setup.requirements: b>=2, d; python_version=='3': pods may install different versions",
     ),
+    (lambda spec: spec.update(aggregation={"density": 0.1}), "has no effect: auto sends everything"),
     (lambda spec: spec.update(runPolicy={"schedulingPolicy": {"minAvailable": 2}}), "ranks start when all 3 pods run"),
     (lambda spec: spec["template"]["spec"].update(terminationGracePeriodSeconds=5), "5 s may be too short"),
     (lambda spec: spec.update(runPolicy={"failurePolicy": {"rules": [MISSPELT]}}), "did you mean OOMKilled?"),

@@ -1,0 +1,115 @@
+"""Batches on a GPU: the next batch is copied while the GPU computes with the current batch.
+
+The copy runs on a stream of its own, from pinned memory, so that neither the script nor the GPU waits for it. The next
+batch is taken from the loader one step early if other processes prepare it (a DataLoader with workers). Otherwise
+taking it early would change the order in which the process draws random numbers, so its copy begins when it is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
+
+from topkube.training.batches.samples import SampleCounter
+
+
+@dataclass(frozen=True)
+class CountedBatch:
+    """A batch, the samples by which it counts, and the samples that the loader drew for it."""
+
+    batch: Any
+    samples: int
+    drawn: int
+
+
+def counted_batches(
+    loader: Iterable[Any], counter: SampleCounter, device: torch.device | None
+) -> Iterator[CountedBatch]:
+    """Return the batches of a pass over `loader`, with their tensors on `device` (None: where the loader puts them).
+    Samples are counted before the copy, because a count of tensors on a GPU would wait for it. The loader's iterator is
+    created by this call."""
+    iterator = iter(loader)
+    counted = (CountedBatch(batch, *counter.count(batch)) for batch in iterator)
+    if device is None or device.type != "cuda":
+        return counted
+    return _copied(counted, device, is_prepared_elsewhere(loader))
+
+
+def is_prepared_elsewhere(loader: Iterable[Any]) -> bool:
+    """Return True if other processes prepare the loader's batches. The random numbers of its samplers are then drawn
+    when its iterator is created, and not by the script's process when a batch is taken."""
+    return isinstance(loader, DataLoader) and loader.num_workers > 0
+
+
+def _copied(batches: Iterator[CountedBatch], device: torch.device, ahead: bool) -> Iterator[CountedBatch]:
+    """Yield `batches` on `device`. If `ahead` is True, the copy of the next batch begins before a batch is yielded."""
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start() -> tuple[CountedBatch, Any] | None:
+        taken = next(batches, None)
+        if taken is None:
+            return None
+        with torch.cuda.stream(stream):
+            on_device = map_tensors(taken.batch, lambda tensor: _begin_copy(tensor, device))
+            return CountedBatch(on_device, taken.samples, taken.drawn), stream.record_event()
+
+    following = start()
+    while following is not None:
+        counted, copied = following
+        following = start() if ahead else None
+        current = torch.cuda.current_stream(device)
+        current.wait_event(copied)
+        map_tensors(counted.batch, lambda tensor: _lend(tensor, current))  # noqa: B023  # called at once
+        yield counted
+        if not ahead:
+            following = start()
+
+
+def _begin_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Begin the copy of a tensor in host memory to `device` in the current stream. Pinned memory lets it run beside
+    computations; torch keeps the pinned memory until the copy has read it. Return other tensors as they are."""
+    if tensor.device.type != "cpu":
+        return tensor
+    if tensor.layout is torch.strided and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _lend(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
+    """Keep the memory of a tensor of the copies' stream until `stream` has used it."""
+    if tensor.is_cuda:
+        tensor.record_stream(stream)
+    return tensor
+
+
+def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `batch` with all its tensors changed, inside lists, tuples, named tuples, mappings and packed sequences.
+    Other objects stay as they are."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, PackedSequence):  # the sizes of its batches stay in host memory
+        places = (batch.sorted_indices, batch.unsorted_indices)
+        return PackedSequence(change(batch.data), batch.batch_sizes, *(p if p is None else change(p) for p in places))
+    if isinstance(batch, Mapping):
+        changed = {key: map_tensors(value, change) for key, value in batch.items()}
+        if type(batch) is dict:
+            return changed
+        twin: Any = copy.copy(batch)  # such as a BatchEncoding of transformers
+        twin.update(changed)
+        return twin
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(value, change) for value in batch))
+    if type(batch) in (list, tuple):
+        return type(batch)(map_tensors(value, change) for value in batch)
+    return batch
+
+
+def to_device(batch: Any, device: torch.device | None) -> Any:
+    """Return `batch` with its tensors on `device`; None leaves them."""
+    return batch if device is None else map_tensors(batch, lambda tensor: tensor.to(device))

@@ -1,0 +1,263 @@
+"""What `auto` and `dense` stand for in a run: chosen from measurements, and corrected in the first steps.
+
+At the first exchange all ranks measure their links and memory, agree on the slowest, and choose by the cost model that
+the catalogue declares. After a few steps they compare its prediction with what the steps took. If the prediction was
+wrong by more than 10%, they fit the model to the steps and choose again. A new choice is kept only if the steps become
+faster by 3%. Every decision follows from numbers that are the same on all ranks.
+
+A saved state ends this: from then on the choice stays, so that a run that resumes from the state makes the same steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from topkube.algorithms import CHOICES, DENSE_WIRE, BucketSize, Choice, Machines, rank_choices
+from topkube.collectives.link import measure
+from topkube.telemetry import phases
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.ranks.agreement import Agreement
+from topkube.world import World
+
+SKIPPED_STEPS, COUNTED_STEPS = 3, 8
+"""The steps after a choice that do not count, because memory and connections are new, and the steps that do."""
+WRONG = 0.1
+"""A prediction is wrong if it differs from the measurement by more than this share. A choice must be faster than the
+present choice by this share."""
+KEPT = 0.03
+"""A choice on trial stays if it makes the steps faster by this share. Less could be chance."""
+_OTHER_BUCKETS = 2.0
+"""The sizes of buckets change if the rate of the link is this many times higher or lower than expected."""
+_MEASURED = "measured machines"
+RunAgreement = Callable[[Callable[[Agreement], Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """Medians over the counted steps, on which all ranks agreed: the seconds from one step to the next on the slowest
+    rank, and the seconds of its exchange between nodes and inside the node on the rank that waited least for others."""
+
+    step: float
+    between: float
+    inside: float
+
+
+class Tuning:
+    """The choice of one optimizer's exchange. `choice` is None if the job names its algorithm or has a schedule, before
+    the first exchange, and with one node, where nothing is measured. `machines` holds the measured or fitted cluster.
+    `summary` describes the choice and its reason, the same on all ranks; "" without a choice."""
+
+    def __init__(self, world: World, aggregation: AggregationSettings, run_agreement: RunAgreement) -> None:
+        self.choice: Choice | None = None
+        self.machines: Machines | None = None
+        self.summary = ""
+        self.measured: Measurement | None = None
+        self.is_saved = False
+        """True if this rank saved the state since the last exchange."""
+        self._world, self._aggregation, self._run_agreement = world, aggregation, run_agreement
+        self._previous: tuple[Choice, Machines, Measurement] | None = None
+        self._is_settled = False
+        self._steps: list[tuple[float, float, float]] = []
+        self._skipped = 0
+        self._last: tuple[float, float, float] | None = None
+
+    @property
+    def rate(self) -> float:
+        """The bytes per second that a node sends to other nodes; 0 if unknown."""
+        return self.machines.link if self.machines is not None else 0.0
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """The predicted seconds of one step's exchange; None without a choice."""
+        return self.choice.seconds if self.choice is not None else None
+
+    @property
+    def measured_seconds(self) -> float | None:
+        """The measured seconds of one step's exchange, by the same model; None before the first comparison."""
+        if self.choice is None or self.measured is None:
+            return None
+        parts = (self.measured.between, self.measured.inside)
+        return max(parts) if self.choice.algorithm.overlaps else sum(parts)
+
+    def measure(self) -> None:
+        """Measure the machines if it was not done yet for this world. All ranks call this together."""
+        if self.machines is not None or self._world.nodes == 1:
+            return
+        if _MEASURED not in self._world.cache:
+            self._world.cache[_MEASURED] = self._agree_on_machines()
+        self.machines = self._world.cache[_MEASURED]
+
+    def _agree_on_machines(self) -> Machines:
+        """Return the machines of the slowest node and the slowest link."""
+        own = self._run_agreement(lambda _: measure(self._world))
+        worst = [-own.rate if own.rate else -math.inf, own.latency or 0.0, -own.memory]
+        rate, latency, memory = self._run_agreement(lambda agreement: agreement.maximum(worst))
+        slots = max(map(len, self._world.node_ranks))
+        link = -float(rate) * self._world.shards
+        return Machines(self._world.nodes, slots, link, -float(memory), float(latency))
+
+    def choose(self, buckets: Sequence[BucketSize]) -> None:
+        """Choose for a step that exchanges `buckets`, if there is a choice and none was made or loaded. All ranks call
+        this together."""
+        is_named = self._aggregation.algorithm not in CHOICES or bool(self._aggregation.schedule)
+        if is_named or self._world.nodes == 1 or self.choice is not None:
+            return
+        self.measure()
+        ranked = self._rank(buckets)
+        self._adopt(ranked[0], "chosen from measurements", ranked[1:])
+
+    # ---- the first steps
+
+    def settle(self) -> None:
+        """Keep the choice from now on. All ranks call this before the same step."""
+        self._is_settled = True
+        self._previous = None
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the choice stays, or if there is none."""
+        return self._is_settled or self.choice is None
+
+    def note_step(self, now: float) -> list[float] | None:
+        """Note that the exchange of a step ended at `now` (seconds). Return what this rank measured, if the ranks must
+        compare: on all ranks after the same step."""
+        if self.is_settled:
+            return None
+        last, self._last = self._last, (now, phases.current.total("inter"), phases.current.total("intra"))
+        self._skipped += 1
+        if last is None or self._skipped <= SKIPPED_STEPS:
+            return None
+        self._steps.append(tuple(b - a for a, b in zip(last, self._last, strict=True)))  # type: ignore[arg-type]
+        if len(self._steps) < COUNTED_STEPS:
+            return None
+        step, between, inside = (median(column) for column in zip(*self._steps, strict=True))
+        return [step, -between, -inside]
+
+    def decide(self, agreed: Sequence[float], buckets: Sequence[BucketSize]) -> bool:
+        """Compare the prediction with the measurement of all ranks: the largest of each number that `note_step`
+        returned. Return True if the choice or the sizes of buckets change."""
+        assert self.choice is not None
+        assert self.machines is not None
+        self.measured = measured = Measurement(float(agreed[0]), -float(agreed[1]), -float(agreed[2]))
+        self._steps, self._last, self._skipped = [], None, 0
+        if self._previous is not None:
+            return self._keep_or_revert(measured)
+        expected = self._rank(buckets)
+        if not self._is_wrong(measured):
+            self.settle()
+            self._adopt(self.choice, "confirmed by the first steps", expected)
+            return False
+        before, old_rate = self.machines, self.rate
+        self.machines = self._fit(measured, buckets)
+        ranked = self._rank(buckets)
+        present = next(c for c in ranked if _is_same(c, self.choice))
+        is_faster = ranked[0].seconds < (1 - WRONG) * present.seconds
+        if is_faster or not 1 / _OTHER_BUCKETS < self.rate / old_rate < _OTHER_BUCKETS:
+            self._previous = (self.choice, before, measured)
+            self._adopt(ranked[0] if is_faster else present, "fitted to the first steps, on trial", ranked)
+            return True
+        self.settle()
+        self._adopt(present, "fitted to the first steps", ranked)
+        return False
+
+    def _keep_or_revert(self, measured: Measurement) -> bool:
+        """End the trial of a new choice: keep it if it made the steps faster."""
+        assert self._previous is not None
+        assert self.choice is not None
+        choice, machines, before = self._previous
+        self.settle()
+        took = f"{measured.step * 1e3:.3g} ms per step, {before.step * 1e3:.3g} ms before"
+        if measured.step < (1 - KEPT) * before.step:
+            self._adopt(self.choice, f"kept: {took}")
+            return False
+        self.machines, self.measured = machines, before
+        self._adopt(choice, f"restored after a trial: {took}")
+        return True
+
+    def _is_wrong(self, measured: Measurement) -> bool:
+        assert self.choice is not None
+        predicted = self.choice.between + self.choice.inside
+        return abs(measured.between + measured.inside - predicted) > WRONG * predicted
+
+    def _fit(self, measured: Measurement, buckets: Sequence[BucketSize]) -> Machines:
+        """Return the machines with which the model predicts what was measured. What was not measured stays."""
+        assert self.choice is not None
+        assert self.machines is not None
+        machines, present = self.machines, self.choice
+        predicted = next(c for c in self._rank(buckets) if _is_same(c, present))
+        endless = next(c for c in self._rank(buckets, link=math.inf) if _is_same(c, present))
+        on_link, left = predicted.between - endless.between, measured.between - endless.between
+        link, memory = machines.link, machines.memory
+        if on_link > 0 and measured.between > 0:  # a share of the time stays for the bytes, whatever the latency is
+            link *= on_link / max(left, WRONG * measured.between)
+        if predicted.inside > 0 and measured.inside > 0:
+            memory *= predicted.inside / measured.inside
+        return dataclasses.replace(machines, link=link, memory=memory)
+
+    def _rank(self, buckets: Sequence[BucketSize], link: float | None = None) -> list[Choice]:
+        assert self.machines is not None
+        machines = self.machines if link is None else dataclasses.replace(self.machines, link=link)
+        return rank_choices(self._aggregation.algorithm, machines, buckets, self._aggregation.dense_wire)
+
+    def _adopt(self, choice: Choice, reason: str, others: Sequence[Choice] = ()) -> None:
+        machines, name = self.machines, self._aggregation.algorithm
+        assert machines is not None
+        self.choice = choice
+        self.summary = (
+            f"{name} is {choice} per step, {reason}; link {machines.link * 8 / 1e9:.3g} Gbit/s, latency"
+            f" {machines.latency * 1e6:.3g} us, memory {machines.memory / 1e9:.3g} GB/s"
+        )
+        if self._world.rank == 0 and self._world.run_directory is not None:
+            rest = ", ".join(str(other) for other in others if not _is_same(other, choice))
+            more = f"; predicted for others: {rest}" if rest else ""
+            print(f"topkube: {self.summary}{more}", file=sys.stderr, flush=True)
+
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the choice for a checkpoint; None without a choice."""
+        if self.choice is None or self.machines is None:
+            return None
+        return {
+            "settings": [self._aggregation.algorithm, self._aggregation.dense_wire],
+            "machines": dataclasses.asdict(self.machines),
+            "algorithm": self.choice.algorithm.name,
+            "dense_wire": self.choice.dense_wire,
+            "seconds": [self.choice.between, self.choice.inside, self.choice.seconds],
+            "summary": self.summary,
+        }
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Keep a saved choice. If the job or the number of nodes and ranks has changed since, or if nothing was saved,
+        the ranks choose again."""
+        self.choice, self.machines, self.summary, self.measured = None, None, "", None
+        self._previous, self._is_settled = None, False
+        self._steps, self._last, self._skipped = [], None, 0
+        if state is None or state["settings"] != [self._aggregation.algorithm, self._aggregation.dense_wire]:
+            return
+        machines, slots = Machines(**state["machines"]), max(map(len, self._world.node_ranks))
+        if (machines.nodes, machines.slots) != (self._world.nodes, slots):
+            return
+        ranked = rank_choices(self._aggregation.algorithm, machines, (), self._aggregation.dense_wire)
+        wanted = (state["algorithm"], state["dense_wire"])
+        same = next((c for c in ranked if (c.algorithm.name, c.dense_wire) == wanted), None)
+        if same is None:  # a later version of TopKube has other algorithms
+            return
+        between, inside, seconds = state["seconds"]
+        self.choice = dataclasses.replace(same, between=between, inside=inside, seconds=seconds)
+        self.machines, self.summary = machines, state["summary"]
+        self.settle()
+
+
+def _is_same(choice: Choice, other: Choice) -> bool:
+    return (choice.algorithm, choice.dense_wire) == (other.algorithm, other.dense_wire)
+
+
+def dense_wire_before_choice(aggregation: AggregationSettings) -> str:
+    """Return the format of dense values while there is no choice: `auto` may round only after it has measured."""
+    return DENSE_WIRE.default if aggregation.algorithm == "auto" else aggregation.dense_wire

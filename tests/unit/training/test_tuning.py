@@ -1,0 +1,168 @@
+"""What `auto` and `dense` choose from measurements, and when they change it: pure decisions, without ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkube.algorithms import BucketSize, Family, Machines, rank_choices
+from topkube.settings import Settings
+from topkube.training.exchange import tuning as module
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.tuning import COUNTED_STEPS, SKIPPED_STEPS, Tuning
+
+GIGABIT = 125e6
+BUCKETS = [BucketSize(5_000_000), BucketSize(2_000, small=True)]
+
+
+def machines(link: float = GIGABIT, nodes: int = 2) -> Machines:
+    return Machines(nodes, 2, link, memory=10e9, latency=50e-6)
+
+
+def chosen(monkeypatch: Any, link: float, name: str = "auto", wire: str = "fp32", nodes: int = 2) -> Tuning:
+    """The tuning of a rank that measured a link of `link` bytes per second and has chosen."""
+    world = SimpleNamespace(
+        nodes=nodes, rank=1, shards=2, node_ranks=[(0, 1)] * nodes, cache={}, run_directory=None, size=2 * nodes
+    )
+    monkeypatch.setattr(Tuning, "_agree_on_machines", lambda self: machines(link, nodes))
+    settings = AggregationSettings.of(Settings(), algorithm=name, dense_wire=wire)
+    tuned = Tuning(world, settings, lambda ask: ask(None))  # type: ignore[arg-type]
+    tuned.choose(BUCKETS)
+    return tuned
+
+
+def predicted(tuned: Tuning) -> tuple[float, float]:
+    assert tuned.choice is not None
+    return tuned.choice.between, tuned.choice.inside
+
+
+def compare(tuned: Tuning, step: float, between: float, inside: float) -> bool:
+    return tuned.decide([step, -between, -inside], BUCKETS)
+
+
+@given(st.floats(1e5, 1e11), st.floats(1e8, 1e12), st.floats(1e-7, 1e-1), st.integers(2, 4096), st.integers(1, 16))
+def test_only_dense_algorithms_are_chosen_and_no_other_is_faster(
+    link: float, memory: float, latency: float, nodes: int, slots: int
+) -> None:
+    cluster = Machines(nodes, slots, link, memory, latency)
+    for name in ("auto", "dense"):
+        ranked = rank_choices(name, cluster, BUCKETS, "fp32")
+        assert {choice.algorithm.family for choice in ranked} == {Family.DENSE}
+        assert ranked[0].seconds == min(choice.seconds for choice in ranked)
+        assert {choice.dense_wire for choice in ranked} == {"fp32"}
+
+
+def test_16_bits_need_permission_and_a_slow_link(monkeypatch: Any) -> None:
+    for link, name, allowed, wire in [
+        (GIGABIT, "auto", "fp32", "fp32"),
+        (GIGABIT, "auto", "bf16", "bf16"),
+        (1e12, "auto", "bf16", "fp32"),
+        (1e12, "dense", "bf16", "bf16"),
+    ]:
+        tuned = chosen(monkeypatch, link, name, allowed)
+        assert tuned.choice is not None
+        assert (tuned.choice.algorithm.name, tuned.choice.dense_wire) == ("hierarchical", wire), (link, name, allowed)
+
+
+def test_an_algorithm_that_is_named_and_a_single_node_measure_nothing(monkeypatch: Any) -> None:
+    for name, nodes in (("hierarchical", 2), ("hitopk", 2), ("auto", 1), ("dense", 1)):
+        tuned = chosen(monkeypatch, GIGABIT, name, nodes=nodes)
+        assert (tuned.choice, tuned.state(), tuned.summary) == (None, None, "")
+        assert all(tuned.note_step(float(step)) is None for step in range(100))
+
+
+def test_a_comparison_is_due_once_after_the_first_steps(monkeypatch: Any) -> None:
+    tuned, totals = chosen(monkeypatch, GIGABIT), {"inter": 0.0, "intra": 0.0}
+    monkeypatch.setattr(module.phases, "current", SimpleNamespace(total=lambda phase: totals[phase]))
+    answers = []
+    for step in range(SKIPPED_STEPS + COUNTED_STEPS):
+        slow = step == SKIPPED_STEPS  # a late rank once: the median does not see it
+        totals["inter"] += 9.0 if slow else 0.5
+        totals["intra"] += 0.25
+        answers.append(tuned.note_step(float(step)))
+    assert answers == [None] * (SKIPPED_STEPS + COUNTED_STEPS - 1) + [[1.0, -0.5, -0.25]]
+
+
+def test_a_right_prediction_settles(monkeypatch: Any) -> None:
+    tuned = chosen(monkeypatch, GIGABIT)
+    between, inside = predicted(tuned)
+    assert not compare(tuned, 1.0, between * 1.05, inside)
+    assert tuned.is_settled
+    assert "confirmed" in tuned.summary
+
+
+def test_a_link_that_is_slower_than_measured_changes_the_wire_and_a_faster_step_keeps_it(monkeypatch: Any) -> None:
+    tuned = chosen(monkeypatch, 1e12, wire="bf16")
+    between, inside = predicted(tuned)
+    assert compare(tuned, 1.0, 0.2, inside), between
+    assert tuned.choice is not None
+    assert tuned.choice.dense_wire == "bf16"
+    assert tuned.rate == pytest.approx(20_008_000 / 0.2, rel=0.01)  # 4 bytes for each of 5,002,000 elements
+    assert not tuned.is_settled
+    assert not compare(tuned, 0.9, 0.1, inside)
+    assert (tuned.is_settled, tuned.choice.dense_wire) == (True, "bf16")
+    assert "900 ms per step, 1e+03 ms before" in tuned.summary
+
+
+def test_a_choice_that_does_not_make_steps_faster_is_taken_back(monkeypatch: Any) -> None:
+    tuned = chosen(monkeypatch, 1e12, wire="bf16")
+    rate = tuned.rate
+    assert compare(tuned, 1.0, 0.2, 0.01)
+    assert compare(tuned, 0.99, 0.1, 0.01)
+    assert tuned.choice is not None
+    assert (tuned.is_settled, tuned.choice.dense_wire, tuned.rate) == (True, "fp32", rate)
+    assert "restored" in tuned.summary
+
+
+def test_another_rate_alone_plans_other_buckets(monkeypatch: Any) -> None:
+    tuned = chosen(monkeypatch, GIGABIT)
+    between, inside = predicted(tuned)
+    assert compare(tuned, 1.0, between * 3, inside)
+    assert tuned.rate == pytest.approx(GIGABIT / 3, rel=0.01)
+
+
+def test_a_saved_choice_stays(monkeypatch: Any) -> None:
+    tuned = chosen(monkeypatch, GIGABIT, wire="bf16")
+    tuned.settle()
+    state = json.loads(json.dumps(tuned.state()))
+    again = chosen(monkeypatch, 1e12, wire="bf16")
+    again.restore(state)
+    again.choose(BUCKETS)
+    assert again.choice == tuned.choice
+    assert (again.machines, again.summary, again.is_settled) == (tuned.machines, tuned.summary, True)
+    assert again.state() == tuned.state()
+
+
+@pytest.mark.parametrize("change", ["nodes", "settings", "algorithm", "nothing saved"])
+def test_a_saved_choice_of_another_job_is_made_again(monkeypatch: Any, change: str) -> None:
+    state: dict[str, Any] | None = chosen(monkeypatch, GIGABIT).state()
+    assert state is not None
+    again = chosen(monkeypatch, 1e12)
+    if change == "nodes":
+        state["machines"]["nodes"] = 3
+    elif change == "settings":
+        state["settings"] = ["dense", "fp32"]
+    elif change == "algorithm":
+        state["algorithm"] = "from-a-later-version"
+    else:
+        state = None
+    again.restore(state)
+    assert (again.choice, again.machines, again.summary) == (None, None, "")
+    again.choose(BUCKETS)
+    assert again.choice is not None
+    assert again.machines == machines(1e12)
+
+
+def test_all_ranks_decide_alike(monkeypatch: Any) -> None:
+    """Ranks that agree on the numbers have the same state after every decision."""
+    ranks = [chosen(monkeypatch, 1e12, wire="bf16") for _ in range(3)]
+    for numbers in ((1.0, 0.2, 0.01), (0.5, 0.1, 0.01)):
+        assert len({compare(tuned, *numbers) for tuned in ranks}) == 1
+        assert all(tuned.state() == ranks[0].state() for tuned in ranks)
+        assert all(dataclasses.asdict(tuned.machines) == dataclasses.asdict(ranks[0].machines) for tuned in ranks)  # type: ignore[arg-type]
