@@ -22,8 +22,9 @@ import topkube.kernels
 from monitoring.alerts import ALERTS
 from monitoring.generated import ROOT
 from topkube.algorithms import reference as algorithms_page
-from topkube.cli import reference, run_summary
+from topkube.cli import reference
 from topkube.cli.app import app
+from topkube.cli.run import summary
 from topkube.job import TrainingJob
 
 DOCS = ROOT / "docs"
@@ -132,8 +133,8 @@ def test_python_in_the_docs_compiles(page: Path) -> None:
 
 
 def test_the_page_of_the_summary_is_fresh() -> None:
-    assert (DOCS / "run-summary.md").read_text() == run_summary.markdown(), (
-        "python -m topkube.cli.run_summary > docs/run-summary.md"
+    assert (DOCS / "run-summary.md").read_text() == summary.markdown(), (
+        "python -m topkube.cli.run.summary > docs/run-summary.md"
     )
 
 

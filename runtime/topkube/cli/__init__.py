@@ -1,7 +1,7 @@
 """The command line, `topkube`.
 
-`app` holds the commands and their options, `errors` shows failures. Each command has a module of its own, which is
-loaded only when the command runs.
+`app` holds the commands and their options, `errors` shows failures. Each command has a module or a folder of its own,
+which is loaded only when the command runs.
 """
 
 from __future__ import annotations

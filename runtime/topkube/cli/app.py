@@ -115,7 +115,8 @@ def run(
     ] = ManifestOutput.text,
 ) -> None:
     """Train without a cluster: start all ranks of a script or of a TrainingJob on this machine."""
-    from topkube.cli.run import RunOptions, run_job
+    from topkube.cli.run.command import run_job
+    from topkube.cli.run.options import RunOptions
     from topkube.cli.script_job import Target
 
     if output is ManifestOutput.yaml and not dry_run:
@@ -153,7 +154,7 @@ def run(
 @app.command()
 def doctor(output: OutputOption = OutputFormat.text) -> None:
     """Check what training on this machine needs: MPI, the CPU kernels, torch, memory, CUDA, the cluster."""
-    from topkube.cli.doctor import run_doctor
+    from topkube.cli.doctor.command import run_doctor
 
     raise typer.Exit(run_doctor(json_output=output is OutputFormat.json))
 

@@ -16,7 +16,7 @@ from algorithms.packages import install, install_page
 
 from topkube import algorithms
 from topkube.algorithms import OWN, PARAMETERS, Workload, catalogue, find
-from topkube.cli import doctor
+from topkube.cli.doctor.software import check_algorithms
 from topkube.collectives import all_reduce
 from topkube.errors import AlgorithmError, ArgumentError, JobError
 from topkube.job import TrainingJob
@@ -167,7 +167,7 @@ def test_plan_lists_it(tmp_path: Path) -> None:
 def test_doctor_lists_it_with_its_package_and_names_broken_packages(site: Path) -> None:
     install_page(site)
     install(site, "broken-package", "0.3", {"broken.x": "broken_package:X"})
-    usable, broken = doctor._algorithms()
+    usable, broken = check_algorithms()
     assert (usable.name, usable.state) == ("algorithms", "ok")
     assert usable.message == f"{', '.join(a.name for a in OWN)}; acme-topkube 1.0: acme.stride-k"
     assert (broken.name, broken.state) == ("algorithms", "warn")

@@ -11,13 +11,17 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from topkube import __version__, installation
-from topkube.cli import doctor
 from topkube.cli.app import run_app
+from topkube.cli.doctor import command as doctor
+from topkube.cli.doctor.check import Check
+from topkube.cli.doctor.mpi import start_two_ranks
+from topkube.cli.doctor.software import check_python
 from topkube.cli.settings import settings_markdown
 from topkube.job.reference import markdown
 from topkube.launch.mpi.mpi_library import Mpi
@@ -166,12 +170,27 @@ def test_doctor_prints_what_is_missing(
     assert re.search(r"next: .*pip install .*\[mpich\]'", shown)
 
 
+def test_doctor_reports_a_check_that_raises_and_continues(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check_disk() -> Iterator[Check]:
+        raise OSError("stale file handle")
+        yield
+
+    monkeypatch.setattr(doctor, "CHECKS", (check_disk, check_python))
+    assert doctor.run_doctor(json_output=True) == 1
+    disk, python, _ = json.loads(capsys.readouterr().out)["checks"]
+    assert (disk["name"], disk["state"]) == ("disk", "fail")
+    assert "OSError: stale file handle" in disk["message"]
+    assert (python["name"], python["state"]) == ("python", "ok")
+
+
 def test_doctor_notices_ranks_that_do_not_meet() -> None:
     class Alone(Mpi):
         def command(self, ranks: int, program: list[str]) -> list[str]:
             return ["sh", "-c", "echo hello 1 1; echo hello 1 1"]
 
-    check = doctor._hello(Alone("MPICH", "1", Path("mpiexec")))
+    check = start_two_ranks(Alone("MPICH", "1", Path("mpiexec")))
     assert check.state == "fail"
     assert "did not form one world" in check.message
     assert "one MPI" in check.next_step

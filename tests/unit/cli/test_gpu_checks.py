@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from topkube import kernels
-from topkube.cli import gpu_checks, gpu_probe
-from topkube.cli.gpu_probe import Gpu, GpuAnswer
+from topkube.cli.doctor import gpu_checks, gpu_probe
+from topkube.cli.doctor.gpu_probe import Gpu, GpuAnswer
 
 torch = pytest.importorskip("torch")
 

@@ -1,4 +1,4 @@
-"""summary.json, which `topkube run` writes, and docs/run-summary.md: `python -m topkube.cli.run_summary > FILE`."""
+"""summary.json, which `topkube run` writes, and docs/run-summary.md: `python -m topkube.cli.run.summary > FILE`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEAD = """\
 `topkube run` writes `summary.json` into the run directory when the run ends, whether it succeeded or not. With
 `-o json` it prints the same object on stdout. All keys are in camelCase, and every key is always present; unknown
 values are null. Newer versions may add keys. This page is generated:
-`python -m topkube.cli.run_summary > docs/run-summary.md`.
+`python -m topkube.cli.run.summary > docs/run-summary.md`.
 """
 _TYPES = {str: "string", int: "integer", float: "number", bool: "true or false", type(None): "null"}
 

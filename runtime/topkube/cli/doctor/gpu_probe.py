@@ -1,7 +1,7 @@
 """What `topkube doctor` asks each GPU: a separate program, because a broken driver can end or block the process that
 uses it.
 
-python -m topkube.cli.gpu_probe    prints the answer as one line of JSON
+python -m topkube.cli.doctor.gpu_probe    prints the answer as one line of JSON
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from topkube.cli.gpu_probe import GpuAnswer
-from topkube.cli.report import Check, ok
+from topkube.cli.doctor.check import Check, ok
+from topkube.cli.doctor.gpu_probe import GpuAnswer
 from topkube.telemetry.bar import size
 
 _PROBE_SECONDS = 120
@@ -24,7 +24,7 @@ def check_gpus() -> Iterator[Check]:
     if shutil.which("nvidia-smi") is None and not any(path.exists() for path in _DRIVER_FILES):
         yield ok("cuda", "no NVIDIA driver here; training runs on the processor")
         return
-    command = [sys.executable, "-m", "topkube.cli.gpu_probe"]
+    command = [sys.executable, "-m", "topkube.cli.doctor.gpu_probe"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
     except subprocess.TimeoutExpired:

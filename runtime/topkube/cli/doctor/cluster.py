@@ -1,0 +1,42 @@
+"""The line of `topkube doctor` about the cluster that the kubeconfig names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from topkube.cli.doctor.check import Check, ok
+from topkube.settings import kubeconfig_paths
+
+
+def check_cluster() -> Iterator[Check]:
+    """Report which cluster the kubeconfig names, and whether it answers."""
+    config = next((path for path in [*kubeconfig_paths(), Path.home() / ".kube" / "config"] if path.is_file()), None)
+    inside = Path("/var/run/secrets/kubernetes.io/serviceaccount/token").exists()
+    kubectl = shutil.which("kubectl")
+    if config is None and not inside:
+        yield ok("cluster", "no kubeconfig; `topkube run` works without a cluster")
+    elif kubectl is None:
+        yield Check(
+            "cluster",
+            "warn",
+            f"found {config or 'a service account'}, but no kubectl on PATH",
+            "install kubectl to submit jobs",
+        )
+    else:
+        yield _server(kubectl)
+
+
+def _server(kubectl: str) -> Check:
+    try:
+        command = [kubectl, "version", "-o", "json", "--request-timeout=5s"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+        version = json.loads(answer.stdout or "{}").get("serverVersion", {}).get("gitVersion")
+    except (subprocess.TimeoutExpired, ValueError):
+        version = None
+    if version is None:
+        return Check("cluster", "warn", "found a kubeconfig, but the cluster does not answer", "kubectl cluster-info")
+    return ok("cluster", f"Kubernetes {version}")

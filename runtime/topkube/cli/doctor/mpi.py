@@ -1,0 +1,63 @@
+"""The lines of `topkube doctor` about MPI: mpiexec, the library, and two ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from topkube.cli.doctor.check import Check, ok
+from topkube.errors import TopKubeError
+from topkube.launch.mpi import mpi_library
+from topkube.settings import process_environment
+
+HELLO_SECONDS = 60
+_HELLO = "from mpi4py import MPI; c = MPI.COMM_WORLD; print(f'hello {c.allreduce(1)} {c.size}')"
+
+
+def check_mpi() -> Iterator[Check]:
+    """Compare mpiexec with the library that mpi4py loads, and start two ranks."""
+    try:
+        mpi = mpi_library.find()
+        yield ok("mpiexec", f"{mpi} ({mpi.mpiexec})")
+    except TopKubeError as error:
+        yield Check("mpiexec", "fail", error.what, error.next_step)
+        return
+    try:
+        loaded = mpi_library.library()
+        mpi_library.check_match(mpi, loaded)
+        yield ok("mpi library", f"{loaded}, the same as mpiexec's")
+    except TopKubeError as error:
+        yield Check("mpi library", "fail", error.what, error.next_step)
+        return
+    yield start_two_ranks(mpi)
+
+
+def start_two_ranks(mpi: mpi_library.Mpi) -> Check:
+    """Start two ranks that add 1 + 1, and report whether they formed one world."""
+    command = mpi.command(2, [sys.executable, "-c", _HELLO])
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env={**process_environment(), **mpi.environment()},
+        start_new_session=True,
+    )
+    try:
+        text, _ = process.communicate(timeout=HELLO_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # mpiexec then ends its ranks
+        process.communicate()
+        next_step = f"run it by hand: {' '.join(command[:-1])} '{_HELLO}'; check if a firewall or VPN blocks loopback"
+        return Check("two ranks", "fail", f"no answer within {HELLO_SECONDS} s", next_step)
+    if text.count("hello 2 2") == 2:
+        return ok("two ranks", "started, and added 1 + 1")
+    output = " ".join(text.split())[-300:]
+    return Check(
+        "two ranks",
+        "fail",
+        f"they did not form one world: {output}",
+        "keep one MPI in this environment, and reinstall mpi4py",
+    )

@@ -1,0 +1,95 @@
+"""The lines of `topkube doctor` about installed software: Python, the kernels, the algorithms, torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from topkube.algorithms import load_all, package_of
+from topkube.cli.doctor.check import Check, ok
+from topkube.errors import TopKubeError
+from topkube.installation import install_command, reinstall_command
+
+
+def check_python() -> Iterator[Check]:
+    """Report the versions of Python and of TopKube."""
+    version, own = platform.python_version(), importlib.metadata.version("topkube")
+    yield ok("python", f"{version} ({sys.executable})")
+    yield ok("topkube", own)
+
+
+def check_kernels() -> Iterator[Check]:
+    """Report which instruction set the kernels use, or why the extension does not load."""
+    try:
+        kernels = importlib.import_module("topkube.kernels")
+    except ImportError as error:
+        yield Check(
+            "kernels",
+            "fail",
+            f"the extension does not load: {error}",
+            f"reinstall: {reinstall_command()}",
+        )
+        return
+    paths = tuple(kernels.simd_paths())
+    in_use = kernels.simd()
+    slow = in_use == "portable"
+    yield Check(
+        "kernels",
+        "warn" if slow else "ok",
+        f"{in_use} in use; available: {', '.join(paths)}",
+        "unset TOPKUBE_SIMD, or use a processor with AVX2: the portable path is several times slower" if slow else "",
+    )
+
+
+def check_cuda_kernels() -> Iterator[Check]:
+    """Report whether this build has CUDA kernels, which compiler made them, and whether they load."""
+    library = importlib.import_module("topkube.kernels.cuda_library")
+    if library.path() is None:
+        yield ok("cuda kernels", "not in this build, which was made without nvcc; CPU tensors do not need them")
+        return
+    try:
+        yield ok("cuda kernels", f"{library.load().build} (or newer, compiled by the driver)")
+    except TopKubeError as error:
+        yield Check("cuda kernels", "fail", error.what, error.next_step)
+
+
+def check_algorithms() -> Iterator[Check]:
+    """List TopKube's own algorithms, then those of each package, then the packages whose algorithms cannot be used."""
+    algorithms, errors = load_all()
+    own = [algorithm.name for algorithm in algorithms if package_of(algorithm.name) is None]
+    by_package: dict[str, list[str]] = {}
+    for algorithm in algorithms:
+        if package := package_of(algorithm.name):
+            by_package.setdefault(str(package), []).append(algorithm.name)
+    yield ok(
+        "algorithms",
+        "; ".join([", ".join(own), *(f"{package}: {', '.join(names)}" for package, names in by_package.items())]),
+    )
+    for error in errors:
+        yield Check("algorithms", "warn", error.what, error.next_step)
+
+
+def check_torch() -> Iterator[Check]:
+    """Report the version of torch, which a process of its own imports, because a broken build can end it."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        yield Check(
+            "torch",
+            "warn",
+            "not installed; kernels and collectives work on NumPy arrays",
+            install_command("train"),
+        )
+        return
+    answer = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        reason = next(iter(reversed(answer.stderr.strip().splitlines())), f"exit code {answer.returncode}")
+        yield Check(
+            "torch", "fail", f"{version} does not load: {reason}", "reinstall: pip install --force-reinstall torch"
+        )
+        return
+    yield ok("torch", version)
