@@ -4,8 +4,6 @@ ranks (`exchange/backward.py`)."""
 from __future__ import annotations
 
 import math
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,10 +22,12 @@ from topkube.training.exchange.loss_scale import watch_scalers
 from topkube.training.exchange.tuning import Tuning
 from topkube.training.node_weights.guard import Guard
 from topkube.training.node_weights.node_weights import NodeWeights, NodeWeightsCheck
+from topkube.training.optimizer_state import OptimizerState
 from topkube.training.optimizers.layerwise import LayerwiseOptimizer
 from topkube.training.optimizers.mixed_precision import MasterWeights
 from topkube.training.optimizers.momentum import MomentumCorrection
 from topkube.training.optimizers.parameters import named, named_group
+from topkube.training.optimizers.step_guard import StepGuard
 from topkube.training.optimizers.wrapper import OptimizerWrapper
 from topkube.training.reporting.norms import Norms
 from topkube.training.reporting.step_trace import start_trace
@@ -138,8 +138,8 @@ class DistributedOptimizer(OptimizerWrapper):
             self._backward.traced = start_trace(world, [(p.name, p.tensor) for p in parameters], aggregation, settings)
         self._reports = StepReports(world)
         self._exchanged = self._ids()
-        self._stepping = False
-        self._step_guard = self._guard_step()
+        self._step_guard = StepGuard(optimizer)
+        self._own_state = OptimizerState(optimizer, aggregation, self._backward, self._node_weights)
         watch_scalers()
 
     # ---- what the script calls
@@ -197,8 +197,7 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def residual_copy(self) -> tuple[int, int]:
         """The number of the residual copy of which this rank holds a part, and the number of copies in the world."""
-        residuals = self._node_weights or self._backward.exchange.residuals
-        return residuals.copy, residuals.copies
+        return self._own_state.residual_copy
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -303,18 +302,14 @@ class DistributedOptimizer(OptimizerWrapper):
                 self._node_weights.guard.want(self.aggregation.at(self.steps).period)
                 self._node_weights.begin_step(self.steps)
             self._backward.compare_first_weights()
-            self._stepping = True
-            try:
-                with phases.current.timed("update"):
-                    if self._node_weights is not None:
-                        with self._node_weights.corrected():
-                            self.inner.step()
-                    elif self._correction is not None:
-                        self._correction.step(self._backward.sparse_parameters())
-                    else:
+            with self._step_guard.allowed(), phases.current.timed("update"):
+                if self._node_weights is not None:
+                    with self._node_weights.corrected():
                         self.inner.step()
-            finally:
-                self._stepping = False
+                elif self._correction is not None:
+                    self._correction.step(self._backward.sparse_parameters())
+                else:
+                    self.inner.step()
             if self._node_weights is not None:
                 self._node_weights.end_step(self.steps + 1)
             self._backward.note_step()
@@ -359,25 +354,7 @@ class DistributedOptimizer(OptimizerWrapper):
         parameter name, the order of the buckets, steps (the position in the warm-up) and skipped steps. Every rank must
         save its own state.
         """
-        backward = self._backward
-        backward.plan.tuning.is_saved = True
-        residuals = backward.exchange.residuals
-        own: dict[str, Any] = {
-            **backward.plan.state(),
-            "steps": self.steps,
-            "skipped_steps": self.skipped_steps,
-            "residuals": {
-                "copy": residuals.copy,
-                "copies": residuals.copies,
-                "rank": backward.world.rank,
-                "ranks": backward.world.size,
-                "pieces": residuals.save(),
-            },
-        }
-        if self._node_weights is not None:
-            copy, copies = self.residual_copy
-            own["residuals"] |= {"copy": copy, "copies": copies, **self._node_weights.save()}
-        return {**self.inner.state_dict(), "topkube": own}
+        return self._own_state.save()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned, or the state of a plain optimizer (residuals are then zero). For a
@@ -386,59 +363,15 @@ class DistributedOptimizer(OptimizerWrapper):
         From a state that another rank saved, the residuals are not loaded, with a warning if there are any. Residuals
         are gradients that were not sent yet, and every rank must load its own.
         """
-        state = dict(state_dict)
-        own = state.pop("topkube", {})
-        self.inner.load_state_dict(state)
-        backward = self._backward
-        backward.steps, backward.skipped_steps = own.get("steps", 0), own.get("skipped_steps", 0)
-        residuals = own.get("residuals", {})
-        pieces, rank = residuals.get("pieces", {}), residuals.get("rank", backward.world.rank)
-        if rank != backward.world.rank and pieces:
-            warnings.warn(
-                f"rank {backward.world.rank} loads the optimizer state of rank {rank}: residuals of"
-                f" {residuals['ranks'] - 1} of {residuals['ranks']} ranks are lost, and with them gradients that were"
-                " not sent yet. Save and load the state_dict() of every rank, or use topkube.checkpointing",
-                stacklevel=2,
-            )
-            pieces, residuals = {}, {}
-        self._load_residuals(residuals, pieces)
-        backward.plan.restore(own)
-
-    def _load_residuals(self, saved: dict[str, Any], pieces: dict[str, Any]) -> None:
-        is_of_weights = bool({"weight", "mass"} & saved.keys())
-        if (pieces or saved.get("differ")) and is_of_weights != self.aggregation.in_weights:
-            raise TrainingError(
-                "the state holds what another kind of algorithm has not sent yet: a part of the "
-                + ("weights" if is_of_weights else "gradients"),
-                cause="the state was saved with another algorithm",
-                next_step="use the algorithm that saved the state, or load only the model's weights",
-            )
-        if self._node_weights is not None:
-            self._node_weights.guard.want(self.aggregation.at(self.steps).period)
-            self._node_weights.load({**saved, "pieces": pieces})
-        elif not is_of_weights:
-            self._backward.exchange.residuals.load(pieces)
+        self._own_state.load(state_dict)
 
     def shared_state(self) -> dict[str, Any]:
         """Return the state that `topkube.broadcast_optimizer_state` copies to all ranks: everything but residuals."""
-        backward = self._backward
-        own = {**backward.plan.state(), "steps": self.steps, "skipped_steps": self.skipped_steps}
-        return {**self.inner.state_dict(), "topkube": own}
+        return self._own_state.save_shared()
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         """Load a state that `shared_state` returned on another rank. Residuals stay as they are."""
-        if self._node_weights is not None and self._node_weights.differ:
-            raise TrainingError(
-                "the optimizer's state cannot be broadcast: every node has its own",
-                next_step="call topkube.broadcast_optimizer_state before the first step",
-            )
-        state = dict(state)
-        own, backward = state.pop("topkube"), self._backward
-        self.inner.load_state_dict(state)
-        backward.steps, backward.skipped_steps = own["steps"], own["skipped_steps"]
-        pieces = backward.exchange.residuals.save()
-        backward.plan.restore(own)
-        backward.exchange.residuals.load(pieces)
+        self._own_state.load_shared(state)
 
     # ---- copies
 
@@ -463,30 +396,10 @@ class DistributedOptimizer(OptimizerWrapper):
     def __setstate__(self, state: dict[str, Any]) -> None:
         names, aggregation = state["names"], state["aggregation"]
         self._build(state["inner"], names, aggregation, state["settings"], current(), is_copy=True)
-        own, backward = state["own"], self._backward
-        backward.steps, backward.skipped_steps = own["steps"], own["skipped_steps"]
-        backward.exchange.residuals.load(own["residuals"]["pieces"])
-        backward.plan.restore(own)
+        self._own_state.load_copy(state["own"])
 
     def _ids(self) -> list[int]:
         return [id(tensor) for tensor in self.exchanged_parameters()]
-
-    def _guard_step(self) -> Any:
-        """Refuse a step of the torch optimizer itself, because the exchange would not notice it."""
-        innermost, me = self.inner, weakref.ref(self)
-        while isinstance(innermost, OptimizerWrapper):
-            innermost = innermost.inner
-
-        def refuse(*_: Any) -> None:
-            owner = me()
-            if owner is not None and not owner._stepping:
-                raise TrainingError(
-                    "step() was called on the torch optimizer instead of the DistributedOptimizer",
-                    cause="the script still uses the optimizer that it wrapped",
-                    next_step="call step() on the DistributedOptimizer",
-                )
-
-        return innermost.register_step_pre_hook(refuse)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.inner!r}, {self.aggregation})"

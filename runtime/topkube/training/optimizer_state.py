@@ -39,6 +39,7 @@ class OptimizerState:
         """Return the whole state of this rank, with its residuals by parameter name."""
         backward = self._backward
         backward.plan.tuning.is_saved = True
+        shared = self._shared()
         copy, copies = self.residual_copy
         residuals: dict[str, Any] = {
             "copy": copy,
@@ -49,7 +50,7 @@ class OptimizerState:
         }
         if self._node_weights is not None:
             residuals |= self._node_weights.save()
-        return {**self._inner.state_dict(), "topkube": {**self._shared(), "residuals": residuals}}
+        return {**self._inner.state_dict(), "topkube": {**shared, "residuals": residuals}}
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `save` returned, or the state of a plain optimizer (residuals are then zero). Warns if the

@@ -14,10 +14,8 @@ from topkube.training.optimizers.wrapper import OptimizerWrapper
 
 
 class StepGuard:
-    """Refuse every step of `optimizer` outside `allowed()`, because the exchange would not notice it. The innermost
-    optimizer is watched. Ends with `remove()`, or when nothing refers to the guard any more.
-
-    Step raises TrainingError if it is refused.
+    """Refuse every step of `optimizer`, and of the optimizers inside it, outside `allowed()`: the exchange would not
+    notice the step, which raises TrainingError. The guard ends with `remove()`, or when nothing refers to it any more.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
