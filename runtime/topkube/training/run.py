@@ -28,8 +28,8 @@ from topkube.telemetry.rank_file import ABSENT, RankMetrics
 from topkube.training.batches.generators import set_generators
 from topkube.training.batches.samples import Samples
 from topkube.training.batches.uneven_batches import Sums
+from topkube.training.checkpoint.format.weights_file import write_weights
 from topkube.training.checkpoint.stages import Stages
-from topkube.training.checkpoint.weights_file import write_weights
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.ranks.communication_thread import schedule
 from topkube.training.reporting.norms import Norms

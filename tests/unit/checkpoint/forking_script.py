@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from topkube.training.checkpoint import state_file
+from topkube.training.checkpoint.format import state_file
+from topkube.training.checkpoint.format.state_file import _Checked, read_state, write_state
 from topkube.training.checkpoint.save import run_in_thread
-from topkube.training.checkpoint.state_file import _Checked, read_state, write_state
 
 
 def main(path: Path) -> None:

@@ -26,7 +26,7 @@ from topkube.errors import CheckpointError, StorageError
 from topkube.settings import Settings
 from topkube.telemetry.progress import read_records
 from topkube.training.checkpoint import save as save_module
-from topkube.training.checkpoint import state_file
+from topkube.training.checkpoint.format import state_file
 from topkube.training.run import Run
 
 KILLED = Path(__file__).with_name("saving_script.py")

@@ -23,9 +23,9 @@ from topkube.errors import CheckpointError, StorageError
 from topkube.settings import Settings
 from topkube.training.checkpoint import CheckpointStore, host_copies
 from topkube.training.checkpoint import save as save_module
+from topkube.training.checkpoint.format.state_file import write_state
 from topkube.training.checkpoint.host_memory import available_bytes
 from topkube.training.checkpoint.stages import Stages
-from topkube.training.checkpoint.state_file import write_state
 
 FORKING = Path(__file__).with_name("forking_script.py")
 SECONDS = 60

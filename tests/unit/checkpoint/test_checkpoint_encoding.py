@@ -22,8 +22,8 @@ from hypothesis.extra import numpy as arrays
 from torch import nn
 
 from topkube.errors import CheckpointError
-from topkube.training.checkpoint.encoding import Undecodable, decode, encode
-from topkube.training.checkpoint.state_file import Damaged, read_state, write_state
+from topkube.training.checkpoint.format.encoding import Undecodable, decode, encode
+from topkube.training.checkpoint.format.state_file import Damaged, read_state, write_state
 
 ZONES = st.one_of(
     st.none(),

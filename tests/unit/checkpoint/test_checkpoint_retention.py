@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import topkube
 from topkube.errors import CheckpointError, StorageError
 from topkube.training.checkpoint import save as save_module
-from topkube.training.checkpoint import state_file
+from topkube.training.checkpoint.format import state_file
+from topkube.training.checkpoint.format.state_file import FileDigest
 from topkube.training.checkpoint.residual_shares import recut, shares
 from topkube.training.checkpoint.save import await_files
-from topkube.training.checkpoint.state_file import FileDigest
 
 
 @pytest.fixture(autouse=True)

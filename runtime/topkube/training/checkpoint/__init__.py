@@ -1,6 +1,7 @@
 """Checkpoints: how they are written, published, loaded and removed.
 
-`store.py` is the directory of checkpoints; `resumption.py` loads a checkpoint into model and optimizer.
+`store.py` is the directory of checkpoints; `resumption.py` loads a checkpoint into model and optimizer;
+`format` defines what the files contain.
 """
 
 from __future__ import annotations

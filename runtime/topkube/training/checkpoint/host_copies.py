@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from topkube.training.checkpoint.encoding import CopyTensor
+from topkube.training.checkpoint.format.encoding import CopyTensor
 from topkube.training.checkpoint.host_memory import available_bytes
 
 _SHARE = 0.8

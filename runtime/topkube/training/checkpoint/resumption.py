@@ -12,7 +12,7 @@ import torch
 
 from topkube.errors import CheckpointError
 from topkube.training.batches.generators import check_generators
-from topkube.training.checkpoint.state_file import Damaged
+from topkube.training.checkpoint.format.state_file import Damaged
 from topkube.training.checkpoint.store import Loaded
 from topkube.training.optimizers.wrapper import OptimizerWrapper
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from topkube.training.checkpoint.manifest import is_whole
+from topkube.training.checkpoint.format.manifest import is_whole
 from topkube.training.checkpoint.place import Place, published, unfinished
 
 

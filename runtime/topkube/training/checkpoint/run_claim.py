@@ -23,8 +23,8 @@ from typing import Any
 
 from topkube.errors import CheckpointError
 from topkube.files import new_folder, sync_directory
+from topkube.training.checkpoint.format.state_file import write_new_text
 from topkube.training.checkpoint.place import last_run
-from topkube.training.checkpoint.state_file import write_new_text
 
 _NAME = re.compile(r"\.run-(\d+)")
 _KEPT = 16

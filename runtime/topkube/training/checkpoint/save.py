@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from topkube.errors import CheckpointError, StorageError
-from topkube.training.checkpoint import state_file
-from topkube.training.checkpoint.state_file import FileDigest, Tally, write_state
+from topkube.training.checkpoint.format import state_file
+from topkube.training.checkpoint.format.state_file import FileDigest, Tally, write_state
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from topkube.errors import CheckpointError, StorageError
-from topkube.training.checkpoint.state_file import Damaged, is_missing
+from topkube.training.checkpoint.format.state_file import Damaged, is_missing
 from topkube.training.ranks.agreement import agreement, names_of
 from topkube.training.ranks.communication_thread import schedule
 from topkube.world import World

@@ -2,9 +2,9 @@
 rename, so that there is always a complete checkpoint.
 
 `DIRECTORY/step-00000500.run-00002/` holds `shared.pt` (model, optimizer, sampler: rank 0's), `rank-00000.pt` for every
-rank (its residuals and random generators) and `checkpoint.json`, which is written last (`manifest.py`). The number of
-the run comes from its claim (`run_claim.py`), so no run overwrites the checkpoints of another. If a checkpoint is
-damaged, the previous checkpoint is loaded.
+rank (its residuals and random generators) and `checkpoint.json`, which is written last (`format/manifest.py`). The
+number of the run comes from its claim (`run_claim.py`), so no run overwrites the checkpoints of another. If a
+checkpoint is damaged, the previous checkpoint is loaded.
 
 A save has two stages, both in threads beside training. Every rank writes its files; when all ranks have agreed that all
 files are written, rank 0 publishes the checkpoint. Ranks agree only at the ends of steps, so that the order of
@@ -23,16 +23,16 @@ from typing import Any
 
 from topkube.errors import CheckpointError, StorageError
 from topkube.files import sync_directory
-from topkube.training.checkpoint.encoding import encode
+from topkube.training.checkpoint.format.encoding import encode
+from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, Manifest, rank_file, read_manifest
+from topkube.training.checkpoint.format.state_file import Damaged, FileDigest, read_state, write_new_text
 from topkube.training.checkpoint.host_copies import HostCopies, NoRoom
-from topkube.training.checkpoint.manifest import NAME, SHARED_FILE, Manifest, rank_file, read_manifest
 from topkube.training.checkpoint.place import Place, aside, published
 from topkube.training.checkpoint.residual_shares import recut, shares
 from topkube.training.checkpoint.retention import Retention, warn
 from topkube.training.checkpoint.run_claim import Claim
 from topkube.training.checkpoint.save import Save, await_files
 from topkube.training.checkpoint.stages import PassedOver, Stages
-from topkube.training.checkpoint.state_file import Damaged, FileDigest, read_state, write_new_text
 from topkube.world import World
 
 _CHECK_SECONDS = 0.25

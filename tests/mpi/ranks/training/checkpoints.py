@@ -19,7 +19,7 @@ from ranks.training.scene import distributed, loss_of, network, samples, weights
 from topkube.errors import CheckpointError, StorageError
 from topkube.settings import Settings
 from topkube.training.checkpoint import save as save_module
-from topkube.training.checkpoint.state_file import write_state
+from topkube.training.checkpoint.format.state_file import write_state
 from topkube.world import World
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from topkube.errors import CheckpointError
-from topkube.training.checkpoint.state_file import Damaged, FileDigest, is_seen_within, read_text
+from topkube.training.checkpoint.format.state_file import Damaged, FileDigest, is_seen_within, read_text
 
 FORMAT = 2
 """The format of the files in a checkpoint. Format 1 had no typed encoding. Later formats are refused."""
