@@ -62,7 +62,7 @@ class Algorithm:
     """An all-reduce algorithm.
 
     `name` is the name in a TrainingJob. `summary` is one sentence for people, without a full stop. `sends` names what
-    is sent: the compressor. `route` is how that travels between nodes. `state` is what is kept for the next step.
+    is sent: the compressor. `route` is the way of these bytes between nodes. `state` lists what each rank keeps for the next step.
     `parameters` are those that the algorithm reads. `traffic` returns what one exchange costs. `overlaps` is True if
     the algorithm sends one piece while it adds up another. `on_device` is True if the algorithm also reduces torch
     tensors on a GPU; every algorithm reduces CPU arrays. `in_weights` is True if training keeps what was not sent in
