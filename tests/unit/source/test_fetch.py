@@ -22,7 +22,7 @@ from topkube.launch import contract
 from topkube.launch.host.environment import read_source_digest, source_variables
 from topkube.settings import Settings
 from topkube.source import download, fetch, packages, repository
-from topkube.source.archive import folder_digest
+from topkube.source.archive import compute_folder_digest
 
 QUICK = Patience(retries=1, pause_seconds=0.01, stall_seconds=20)
 
@@ -78,7 +78,7 @@ def test_every_key_of_a_config_map_becomes_a_file(pod: _Pod) -> None:
     pod.fetch(Source(config_map=ConfigMapSource(name="code")))
     assert {path.name: path.read_bytes() for path in pod.source.iterdir()} == {"train.py": b"1", "model.py": b"2"}
     assert not any(path.is_symlink() for path in pod.source.iterdir())
-    assert read_source_digest(pod.source) == folder_digest(pod.source)
+    assert read_source_digest(pod.source) == compute_folder_digest(pod.source)
     assert sorted(path.name for path in pod.volume.iterdir()) == ["source", "source.sha256"], "nothing else is left"
 
 
