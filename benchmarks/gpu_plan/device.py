@@ -77,13 +77,13 @@ class Device:
 
     def facts(self) -> dict[str, Any]:
         """Return what a figure needs to be understood: device, driver and versions."""
-        found: dict[str, Any] = {"torch": torch.__version__, "CUDA of torch": torch.version.cuda, "dry": self.dry}
+        facts: dict[str, Any] = {"torch": torch.__version__, "CUDA of torch": torch.version.cuda, "dry": self.dry}
         if not self.dry:
             properties: Any = torch.cuda.get_device_properties(0)
-            found |= {
+            facts |= {
                 "device": properties.name,
                 "multiprocessors": properties.multi_processor_count,
                 "memory bytes": properties.total_memory,
                 "compute capability": f"{properties.major}.{properties.minor}",
             }
-        return found
+        return facts

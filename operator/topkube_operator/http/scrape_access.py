@@ -36,7 +36,7 @@ class ScrapeOptions:
     """How /metrics is protected."""
 
     tls: bool = False
-    """Serve TLS with a certificate of our own if `certificate` is None."""
+    """Serve TLS. If `certificate` is None, the certificate is of our own authority."""
     certificate: Path | None = None
     """A folder with tls.crt and tls.key."""
     authentication: str = "none"
@@ -52,7 +52,11 @@ class ScrapeOptions:
 def add_scrape_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ScrapeOptions."""
     add = parser.add_argument
-    add("--metrics-tls", action="store_true", help="serve the metrics port with TLS and a certificate of our own")
+    add(
+        "--metrics-tls",
+        action="store_true",
+        help="serve the metrics port with TLS and a certificate that the operator creates",
+    )
     add(
         "--metrics-certificate",
         type=Path,

@@ -66,7 +66,7 @@ def wait_until(holds: Callable[[], Any], seconds: float = 60.0) -> None:
 
 
 def test_half_sent_requests_are_neither_threads_nor_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "BOUNDS", Bounds(connections=64, connections_of_one=16, head_seconds=1.0))
+    monkeypatch.setattr(probes, "BOUNDS", Bounds(connections=64, connections_per_client=16, head_seconds=1.0))
     with serving() as server, contextlib.ExitStack() as stack:
         threads = threading.active_count()
         held = []
@@ -160,7 +160,7 @@ def test_who_waits_longest_makes_room_and_who_is_being_answered_stays() -> None:
                 await held.wait()
             return await hello(request)
 
-        async with opened(Bounds(connections=4, connections_of_one=3), slow) as (server, port):
+        async with opened(Bounds(connections=4, connections_per_client=3), slow) as (server, port):
             reader, slow_writer = await talk(port, b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
             await busy.wait()
             idle = [await talk(port, b"GET /") for _ in range(6)]
@@ -185,7 +185,7 @@ def test_when_all_are_being_answered_a_newcomer_is_turned_away() -> None:
             await held.wait()
             return await hello(request)
 
-        async with opened(Bounds(connections=2, connections_of_one=2), slow) as (_, port):
+        async with opened(Bounds(connections=2, connections_per_client=2), slow) as (_, port):
             kept = [await talk(port) for _ in range(2)]
             for _ in kept:
                 await entered.acquire()
