@@ -19,7 +19,7 @@ from topkube.world import current
 Tensors = Sequence[torch.Tensor]
 
 
-def shares(sizes: Sequence[int], ranks: int) -> list[int]:
+def assign_layers(sizes: Sequence[int], ranks: int) -> list[int]:
     """Return the rank of each of the layers with `sizes` elements. The layers are assigned from the largest to the
     smallest, each to the rank with the fewest elements. The result is the same on all ranks."""
     loads = [(0, rank) for rank in range(ranks)]
@@ -49,7 +49,7 @@ def map(
     world = current() if parallel and layers else None
     if world is None or world.size == 1:
         return _check_shape(function(list(range(layers))) if layers else [], layers, numbers)
-    owner = shares(sizes, world.size)
+    owner = assign_layers(sizes, world.size)
     own = [layer for layer in range(layers) if owner[layer] == world.rank]
     values = np.zeros((layers, numbers))
     if own:

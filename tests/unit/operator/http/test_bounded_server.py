@@ -270,7 +270,7 @@ def test_a_body_that_never_comes_is_not_waited_for() -> None:
     asyncio.run(scenario())
 
 
-# Nonsense.
+# Malformed requests.
 
 HEADS = st.lists(
     st.sampled_from(
