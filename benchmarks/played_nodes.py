@@ -80,7 +80,7 @@ def job(name: str, workers: int) -> dict[str, Any]:
     }
 
 
-def finished(cluster: Cluster, name: str, workers: int) -> None:
+def create_finished_job(cluster: Cluster, name: str, workers: int) -> None:
     """Create a finished job and its pods, in the state that the operator stores at the end of a job."""
     made_job = cluster.create(job(name, workers))
     uid = made_job["metadata"]["uid"]
