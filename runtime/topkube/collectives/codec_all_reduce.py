@@ -46,7 +46,7 @@ class CodecAllReduce(ShardAllReduce):
 
         stage = TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes)
         change = shard.accumulate()
-        call.same_between_nodes()
+        call.check_between_nodes()
         sent = stage.exchange(call, change, [1.0] * world.nodes)
         shard.finite.append(stage.is_finite)
         if request.residual is not None:

@@ -105,7 +105,7 @@ def _measure_memory(world: World) -> float:
             call.reduce_scatter(values, 1.0)
             call.all_gather(values)
         seconds = min(seconds, time.perf_counter() - start)
-        call.same_between_nodes()
+        call.check_between_nodes()
     load = Workload(1, ranks, values.size)
     moved = reduce_scatter_memory(load) + all_gather_memory(load) if ranks > 1 else 3 * values.nbytes
     return moved / max(seconds, 1e-9)

@@ -53,7 +53,7 @@ class PowerSgd(AllReduce):
         else:
             own = workspace(world, "shard", last - first, np.float32)
             finite = call.reduce_scatter(x, request.scale(world.size), own)
-        call.same_between_nodes()
+        call.check_between_nodes()
         factorization = _Factorization(call, request, own, first, last)
         with phases.current.timed("select"):
             rights = factorization.begin(residual.factors if residual is not None else ())
