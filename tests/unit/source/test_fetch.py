@@ -269,7 +269,7 @@ def test_an_image_without_git_is_named(pod: _Pod, monkeypatch: pytest.MonkeyPatc
 
 def test_credentials_of_git_come_from_the_secret(pod: _Pod, tmp_path: Path) -> None:
     (pod.secret / "password").write_text("t0ken")
-    program = repository._credentials(pod.secret, tmp_path)["GIT_ASKPASS"]
+    program = repository._write_credentials(pod.secret, tmp_path)["GIT_ASKPASS"]
     answers = [
         subprocess.run([program, words], capture_output=True, text=True, check=True).stdout.strip()
         for words in ("Username for 'https://host': ", "Password for 'https://token@host': ")
@@ -277,9 +277,9 @@ def test_credentials_of_git_come_from_the_secret(pod: _Pod, tmp_path: Path) -> N
     assert answers == ["token", "t0ken"]
     (pod.secret / "ssh-privatekey").write_text("key")
     with pytest.raises(SourceError, match="no known_hosts"):
-        repository._credentials(pod.secret, tmp_path)
+        repository._write_credentials(pod.secret, tmp_path)
     (pod.secret / "known_hosts").write_text("host key")
-    command = repository._credentials(pod.secret, tmp_path)["GIT_SSH_COMMAND"]
+    command = repository._write_credentials(pod.secret, tmp_path)["GIT_SSH_COMMAND"]
     assert "StrictHostKeyChecking=yes" in command
     assert (tmp_path / "ssh-key").stat().st_mode & 0o777 == 0o600
 
