@@ -44,7 +44,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
         fake.record_stream(tensor, stream)
         return tensor
 
-    monkeypatch.setattr(device_batches, "_lend", lend)
+    monkeypatch.setattr(device_batches, "_keep_until_used", lend)
     with fake.stream(FakeStream("script", fake)), fake.watch():
         yield fake
 
