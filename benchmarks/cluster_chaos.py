@@ -4,8 +4,9 @@
 
 Twenty small jobs of two workers each run on the real Kubernetes of `make cluster`, a few at a time. Their ranks meet in
 an all-reduce at every step, and rank 0 saves the number of the step every 20 steps. Three of the jobs fail by design.
-Every few seconds one thing is broken, chosen by a random generator whose seed is recorded. Afterwards the script checks
-each promise of the operator against what it saw: see `Findings`. The result is one JSON file.
+Every few seconds the script breaks one thing, which a random generator with a recorded seed chooses. Afterwards the
+script checks each guarantee of the operator against the records of the run: see `Findings`. The result is one JSON
+file.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from topkube.launch.rank import commands_among
 RESULTS = Path(__file__).with_name("results") / "cluster-chaos.json"
 JOBS, AT_ONCE, STEPS, EVERY_STEPS, PAUSE = 20, 5, 500, 20, 0.05
 FAILING = 3
-"""So many of the jobs end with exit code 7 at a step of theirs, whatever else happens."""
+"""The number of jobs that end with exit code 7 in the middle of their steps."""
 SCRIPT = """
 import os, pathlib, sys, time, numpy as np, topkube
 name, fails, count, every, pause = sys.argv[1], sys.argv[2] == "fails", *map(int, sys.argv[3:5]), float(sys.argv[5])
@@ -77,7 +78,7 @@ class Findings:
     wrong_end: list[str] = field(default_factory=list)
     """Jobs that could finish and did not, or that had to fail and did not."""
     ran_after_the_end: list[str] = field(default_factory=list)
-    """Jobs of which an attempt began after their status had said Succeeded or Failed, or whose end changed."""
+    """Jobs that began another attempt after their phase was Succeeded or Failed, or whose phase then changed."""
     two_attempts: list[str] = field(default_factory=list)
     """Jobs of which steps of an older attempt were written after the first step of a newer one."""
     steps_lost: list[str] = field(default_factory=list)

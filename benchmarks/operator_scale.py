@@ -46,7 +46,7 @@ from localkube.control_plane import ControlPlane  # noqa: E402
 from localkube.layout import Layout  # noqa: E402
 from localkube.packages import TO_RUN, install, kubernetes  # noqa: E402
 
-from played_nodes import NAMESPACE, finished, job  # noqa: E402
+from played_nodes import NAMESPACE, create_finished_job, job  # noqa: E402
 from topkube.job import KIND  # noqa: E402
 from topkube_operator.control.plan_executor import CALLS  # noqa: E402
 from topkube_operator.model import names  # noqa: E402
@@ -311,7 +311,7 @@ def succeeded(job: dict[str, Any], workers: int) -> bool:
 
 def idle(cluster: Cluster, kubeconfig: str, jobs: int, workers: int, seconds: float) -> dict[str, Any]:
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: finished(cluster, f"done-{number}", workers), range(jobs)))
+        list(pool.map(lambda number: create_finished_job(cluster, f"done-{number}", workers), range(jobs)))
     load, floor_percent = os.getloadavg()[0], measure_played_watcher(kubeconfig, seconds)
     with operator(kubeconfig) as process:
         until(lambda: quiet(cluster), "the operator to reconcile all jobs", 180)

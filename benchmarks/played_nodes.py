@@ -19,28 +19,28 @@ NAMESPACE = "scale"
 
 
 def play_kubelets(kubeconfig: str) -> None:
-    """Starts every new pod, and ends the pods of a job one second after its launcher started."""
+    """Start every new pod. End a launcher 2 s after its start, and a worker 2.5 s after its start."""
     cluster = Cluster(kubeconfig)
     pool = ThreadPoolExecutor(8)
     pods, version = cluster.list("Pod", NAMESPACE, names.JOB_NAME)
     for pod in pods:
-        pool.submit(started, cluster, pod)
+        pool.submit(start_pod, cluster, pod)
     while True:
         for event in cluster.watch("Pod", NAMESPACE, names.JOB_NAME, version):
             version = event["object"]["metadata"]["resourceVersion"]
             if event["type"] == "ADDED":
-                pool.submit(started, cluster, event["object"])
+                pool.submit(start_pod, cluster, event["object"])
 
 
-def started(cluster: Cluster, pod: dict[str, Any]) -> None:
+def start_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
     set_pod(cluster, pod, "Running", {"running": {"startedAt": now()}})
     seconds = 2.0 if pod["metadata"]["labels"][names.ROLE] == names.LAUNCHER else 2.5
-    timer = threading.Timer(seconds, ended, (cluster, pod))
+    timer = threading.Timer(seconds, end_pod, (cluster, pod))
     timer.daemon = True
     timer.start()
 
 
-def ended(cluster: Cluster, pod: dict[str, Any]) -> None:
+def end_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
     set_pod(cluster, pod, "Succeeded", {"terminated": {"exitCode": 0, "startedAt": now(), "finishedAt": now()}})
 
 
@@ -80,8 +80,8 @@ def job(name: str, workers: int) -> dict[str, Any]:
     }
 
 
-def finished(cluster: Cluster, name: str, workers: int) -> None:
-    """Create a job that ended long ago, with its pods, in the state in which the operator leaves it."""
+def create_finished_job(cluster: Cluster, name: str, workers: int) -> None:
+    """Create a finished job and its pods, in the state that the operator stores at the end of a job."""
     made_job = cluster.create(job(name, workers))
     uid = made_job["metadata"]["uid"]
     pods = [(names.launcher_name(name, 1), names.LAUNCHER, "")]

@@ -1,4 +1,4 @@
-"""`python -m monitoring` writes every generated file of this package. `--check` only lists stale files."""
+"""`python -m monitoring` writes all generated files of this package. With `--check`, it only lists stale files."""
 
 from __future__ import annotations
 

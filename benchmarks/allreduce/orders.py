@@ -10,7 +10,7 @@ from typing import Any
 
 
 def follow(path: str, rank: int, execute: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Execute orders until the other side closes the socket. The answer to an order that fails is its traceback."""
+    """Execute orders until the other side closes the socket. If an order fails, the answer is the traceback."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         stream = connection.makefile("rw")

@@ -11,7 +11,8 @@ Row = dict[str, Any]
 LINKS = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
 
 
-def told(problem: dict[str, Any]) -> str:
+def describe(problem: dict[str, Any]) -> str:
+    """Return the size of a problem in a few words."""
     size = f"{problem['sample_bytes'] / 1000:.0f} KB" if problem["sample_bytes"] > 10_000 else "3 KB"
     samples = f"{problem['samples']:,}"
     return (
@@ -29,7 +30,7 @@ def filled(stored: dict[str, Any]) -> dict[str, str]:
     """Return the values of the template's placeholders."""
     first = [
         [
-            told(stored["problems"][row["problem"]]),
+            describe(stored["problems"][row["problem"]]),
             _bold(row),
             LINKS[row["link"]],
             f"{row['seconds']:.2f}",
@@ -43,7 +44,7 @@ def filled(stored: dict[str, Any]) -> dict[str, str]:
     ]
     second = [
         [
-            told(stored["problems"][row["problem"]]),
+            describe(stored["problems"][row["problem"]]),
             _bold(row),
             f"{row['mb_per_s']:,.0f}",
             f"{row['min']:,.0f}–{row['max']:,.0f}",
@@ -104,7 +105,7 @@ def picture(stored: dict[str, Any], path: Path) -> None:
             axes.tick_params(axis="y", length=0)
             axes.grid(axis="x", color=plots.FAINT, zorder=0)
             if part == "first":
-                axes.set_title(told(stored["problems"][name]).replace(", ", ",\n"))
+                axes.set_title(describe(stored["problems"][name]).replace(", ", ",\n"))
                 axes.axvline(100, color=plots.INK, linewidth=1.4, zorder=3)
                 axes.set_xlim(0, 119)
                 axes.set_xlabel("first epoch, % of the link's rate (1 Gbit/s)")

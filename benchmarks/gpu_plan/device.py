@@ -15,7 +15,8 @@ _DRY_ELEMENTS = 40_000
 
 
 class Device:
-    """Where tensors of the plan are. In the `dry` mode they are small, and on the CPU: figures mean nothing."""
+    """The device of the plan's tensors. In the `dry` mode, tensors are small and on the CPU, and times say nothing
+    about a GPU."""
 
     def __init__(self, dry: bool, repeats: int) -> None:
         self.dry, self.repeats = dry, 1 if dry else repeats
@@ -33,7 +34,7 @@ class Device:
             torch.cuda.synchronize()
 
     def free(self) -> None:
-        """Give cached memory back to the device."""
+        """Return torch's cached memory to the device."""
         if not self.dry:
             torch.cuda.empty_cache()
 
@@ -76,14 +77,14 @@ class Device:
         return times
 
     def facts(self) -> dict[str, Any]:
-        """Return what a figure needs to be understood: device, driver and versions."""
-        found: dict[str, Any] = {"torch": torch.__version__, "CUDA of torch": torch.version.cuda, "dry": self.dry}
+        """Return the facts that a reader of the figures needs: device, driver and versions."""
+        facts: dict[str, Any] = {"torch": torch.__version__, "CUDA of torch": torch.version.cuda, "dry": self.dry}
         if not self.dry:
             properties: Any = torch.cuda.get_device_properties(0)
-            found |= {
+            facts |= {
                 "device": properties.name,
                 "multiprocessors": properties.multi_processor_count,
                 "memory bytes": properties.total_memory,
                 "compute capability": f"{properties.major}.{properties.minor}",
             }
-        return found
+        return facts

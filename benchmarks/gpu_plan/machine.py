@@ -1,5 +1,5 @@
-"""Make a machine ready: collect wheels on a machine with a network, install them on a machine without a network, and
-build."""
+"""Prepare a machine for the plan: download wheels on a machine with a network, install them on a machine without a
+network, and build the extension."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGES = {
     "typing_inspection": "typing-inspection",
     "typing_extensions": "typing_extensions",
 }
-"""What the stages import beside torch: name of the module, name of the distribution."""
+"""The modules that the stages import besides torch, and the distribution of each."""
 NEEDED = {
     "build": ["nanobind"],
     "kernels": ["numpy", "ml_dtypes", "xxhash"],
@@ -64,7 +64,7 @@ def pinned_versions(constraints: Path) -> dict[str, str]:
 
 
 def canonical(name: str) -> str:
-    """Return a package's name as indexes compare it."""
+    """Return a package's name in the form in which package indexes compare names: "Foo_Bar" becomes "foo-bar"."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -95,8 +95,8 @@ def build(work: Path, environment: dict[str, str], cuda: bool) -> Path:
     """Compile the extension for this Python with CMake, and return a folder with the package, to import it from. This
     needs no scikit-build-core and changes no environment. Raises subprocess.CalledProcessError."""
     compiled, site = work / "build", work / "package"
-    ask = [sys.executable, "-m", "nanobind", "--cmake_dir"]
-    nanobind = subprocess.run(ask, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+    command = [sys.executable, "-m", "nanobind", "--cmake_dir"]
+    nanobind = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
     configure = [
         *("cmake", "-S", str(ROOT / "csrc"), "-B", str(compiled), "-DCMAKE_BUILD_TYPE=Release"),
         *(f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind}"),

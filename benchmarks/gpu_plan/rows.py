@@ -1,4 +1,4 @@
-"""Results, written one row at a time: what was measured stays if the machine is taken away, and a new run continues."""
+"""Results, written one row at a time. Rows stay if the run is interrupted, and a new run continues after them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rows:
     def __init__(self, path: Path, deadline: float = float("inf")) -> None:
         self.path, self.deadline = path, deadline
         self.left_out: list[str] = []
-        """The keys of rows that were not started, because the time was over."""
+        """The keys of rows that were not started before the deadline."""
         self._rows = {row["key"]: row for row in read(path)}
         if path.exists() and not path.read_text().endswith("\n"):  # a line that was cut off ends here
             with path.open("a") as file:
@@ -28,7 +28,7 @@ class Rows:
 
     def measure(self, key: str, work: Callable[[], Row]) -> Row | None:
         """Return the row `key`. Run `work` for it if the file does not have it, and write it at once. A failure becomes
-        a row with `error`, which a new run measures again. Return None if the time is over."""
+        a row with `error`, which a new run measures again. Return None after the deadline."""
         row = self._rows.get(key)
         if row is not None and "error" not in row:
             return row
@@ -49,7 +49,7 @@ class Rows:
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows of a file, the last one of each key. A line that was cut off is ignored."""
+    """Return the rows of a file, the last row of each key. A line that was cut off is ignored."""
     rows: dict[str, Row] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:

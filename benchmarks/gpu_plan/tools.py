@@ -52,30 +52,33 @@ def suite(rows: Rows, dry: bool, seconds: float = 300) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", *folders]
     is_there = all(importlib.util.find_spec(name) is not None for name in ("pytest", "hypothesis"))
     skipped = "the dry mode" if dry else "" if is_there else "pytest or hypothesis is not installed"
-    rows.measure("suite", lambda: {"tool": "pytest", "skipped": skipped} if skipped else _ended(command, seconds, 1))
+    rows.measure(
+        "suite", lambda: {"tool": "pytest", "skipped": skipped} if skipped else _run_command(command, seconds, 1)
+    )
 
 
 def profile(rows: Rows, dry: bool, seconds: float = 120) -> None:
     """Read the counters of the hot kernels with Nsight Compute."""
     command = ["ncu", "--metrics", _COUNTERS, "--kernel-name", _HOT, "--csv", sys.executable, "-c", _SAMPLE]
-    rows.measure("counters", lambda: _tool(command, seconds, dry))
+    rows.measure("counters", lambda: _run_if_installed(command, seconds, dry))
 
 
 def sanitise(rows: Rows, dry: bool, seconds: float = 120) -> None:
     """Check a selection for memory errors and races with compute-sanitizer."""
     for tool in ("memcheck", "racecheck"):
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", sys.executable, "-c", _SAMPLE]
-        rows.measure(f"sanitiser {tool}", lambda command=command: _tool(command, seconds, dry))
+        rows.measure(f"sanitiser {tool}", lambda command=command: _run_if_installed(command, seconds, dry))
 
 
-def _tool(command: list[str], seconds: float, dry: bool) -> Row:
+def _run_if_installed(command: list[str], seconds: float, dry: bool) -> Row:
     if dry or shutil.which(command[0]) is None:
         return {"tool": command[0], "skipped": "the dry mode" if dry else "it is not installed"}
-    return _ended(command, seconds, 3)
+    return _run_command(command, seconds, 3)
 
 
-def _ended(command: list[str], seconds: float, wrong_status: int) -> Row:
-    """Run a command and return how it ended. `wrong_status` is the exit status by which it reports errors."""
+def _run_command(command: list[str], seconds: float, wrong_status: int) -> Row:
+    """Run a command. Return its exit status and its output. `wrong_status` is the exit status with which it reports
+    errors."""
     status, output = run_group(command, seconds, capture=True)
     if status is None:
         return {"tool": command[0], "skipped": f"it did not end within {seconds:g} s"}

@@ -22,7 +22,8 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(FLOATS)}
 
 
 def as_bytes(view: Array) -> Array:
-    """Return the bytes of a contiguous array, as a view; MPI and the kernels take them without the type."""
+    """Return the bytes of a contiguous array as a (nbytes,) uint8 view. MPI and the kernels take bytes without a
+    type."""
     return view.view(np.uint8)
 
 
@@ -85,7 +86,8 @@ def _tensor_view(x: Any, name: str) -> Array:
 
 
 def like(values: Array, original: object) -> Any:
-    """Return `values` as the kind of array that `original` is: a torch tensor that shares memory, or unchanged."""
+    """Return a torch tensor that shares the memory of `values` if `original` is a torch tensor, else `values`
+    itself."""
     if not is_tensor(original):
         return values
     torch = sys.modules["torch"]

@@ -44,7 +44,7 @@ def own_share(own: frozenset[int], affinities: Sequence[frozenset[int]], granted
 
 def near_pci(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> frozenset[int]:
     """Return the processors of the NUMA node that the PCI device `address` ("0000:3b:00.0") is attached to; an empty
-    set if the kernel does not say."""
+    set if the kernel does not report them."""
     processors: set[int] = set()
     for part in ",".join(_lines(devices / address / "local_cpulist")).split(","):
         first, _, last = part.strip().partition("-")
@@ -55,7 +55,7 @@ def near_pci(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> froz
 
 def bind_near_pci(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> None:
     """Bind this thread, and the threads that it starts later, to the processors near a PCI device. Does nothing if none
-    of these processors is in the thread's affinity: whoever started the rank bound it elsewhere."""
+    of these processors is in the thread's affinity: then the program that started the rank has bound it elsewhere."""
     near = near_pci(address, devices) & os.sched_getaffinity(0)
     if near:
         os.sched_setaffinity(0, near)

@@ -51,7 +51,9 @@ class Settings:
         ("auto", "torch"),
     )
     # aggregation: the job's spec.aggregation
-    algorithm: str = _setting("TOPKUBE_ALGORITHM", "auto", "aggregation: auto, dense, or an algorithm's name")
+    algorithm: str = _setting(
+        "TOPKUBE_ALGORITHM", "auto", "aggregation: auto or dense, which send the whole gradient, or an algorithm's name"
+    )
     density: float = _setting("TOPKUBE_DENSITY", 0.01, "share of a gradient that is sent, in (0, 1]")
     warmup_steps: int = _setting("TOPKUBE_WARMUP_STEPS", 0, "steps over which the density falls from 1 to its target")
     wire: str = _setting("TOPKUBE_WIRE", "bf16", "type of the values on the wire in training", ("fp32", "bf16", "fp16"))

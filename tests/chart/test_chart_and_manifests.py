@@ -25,7 +25,7 @@ def test_roles_give_the_same_rights() -> None:
     chart, plain = render(), manifests("rbac")
     for kind in ("ClusterRole", "Role"):
         charts = {role["metadata"]["name"]: rules(role) for role in select_kind(kind, chart)}
-        charts.pop("topkube-test", None)  # of helm test, and gone after it
+        charts.pop("topkube-test", None)  # exists during helm test only
         charts.pop("topkube-admin", None)
         assert {role["metadata"]["name"]: rules(role) for role in select_kind(kind, plain)} == charts
     for kind in ("ClusterRoleBinding", "RoleBinding"):
@@ -58,7 +58,7 @@ def test_service_and_webhook_are_the_same() -> None:
     assert plain["webhooks"] == chart["webhooks"]
 
 
-def test_both_keep_everybody_else_out_of_the_operators_pods() -> None:
+def test_both_have_the_same_network_policy_for_the_operators_pods() -> None:
     plain, chart = (find_only("NetworkPolicy", item)["spec"] for item in (manifests("operator"), render()))
     assert plain["policyTypes"] == chart["policyTypes"] == ["Ingress"]
     pod = find_only("Deployment", manifests("operator"))["spec"]["template"]
@@ -80,7 +80,7 @@ def test_the_webhooks_callers_can_be_named() -> None:
 
 
 def _bare(item: dict[str, Any]) -> dict[str, Any]:
-    """Without labels, which Helm has more of."""
+    """Return the object without its labels and annotations: Helm adds labels."""
     rest = json.loads(json.dumps(item))
     rest["metadata"] = {key: rest["metadata"].get(key) for key in ("name", "namespace")}
     return rest

@@ -57,7 +57,7 @@ class Life:
         self.seconds = 0.0
 
     def namespace(self) -> Namespace:
-        """A fresh one."""
+        """Create a new namespace for jobs."""
         name = f"chart-{uuid.uuid4().hex[:6]}"
         self.target.core.create_namespace({"metadata": {"name": name}})
         self.namespaces.append(name)
@@ -93,7 +93,7 @@ class Life:
 
 
 def release_before(directory: Path) -> Path:
-    """The chart as an earlier release: another version, and a definition that lacks a column."""
+    """Return a copy of the chart as an earlier release: another version, and a definition that lacks a column."""
     older = directory / "before/topkube"
     shutil.copytree(CHART, older)
     text = (older / "Chart.yaml").read_text()
@@ -110,10 +110,10 @@ def release_before(directory: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def life(target: Target, kubectl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
-    """The release before this one, installed in place of the operator of manifests/."""
+    """Install an earlier release in place of the operator of manifests/."""
     directory = tmp_path_factory.mktemp("chart")
     life = Life(target, kubectl, directory)
-    with life.commands.helm(OPERATOR_NAMESPACE) as config:  # what an interrupted session left
+    with life.commands.helm(OPERATOR_NAMESPACE) as config:  # from an interrupted test run
         config.uninstall("topkube", ignore_not_found=True)
     was_installed = _deployed(target)
     apply_manifests(target)

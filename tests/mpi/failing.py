@@ -55,7 +55,7 @@ def absent_from_a_barrier(world: World) -> None:
 
 
 def elsewhere(world: World) -> None:
-    """Rank 1 waits too, in another place."""
+    """Rank 1 waits in an all-reduce, and the other ranks wait in a barrier."""
     if world.rank == 1:
         topkube.allreduce_(x())
     else:
@@ -246,7 +246,7 @@ def leave(directory: Path, rank: int, act: Callable[[], object]) -> None:
 
 
 def await_all(directory: Path, ranks: int) -> NoReturn:
-    """The world is out of step, so MPI cannot end it in order: all leave once all have written."""
+    """End the process when all ranks have written. The ranks are out of step, so MPI_Finalize would not return."""
     while len(list(directory.glob("*.json"))) < ranks:
         time.sleep(0.01)
     os._exit(0)

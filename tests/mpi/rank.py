@@ -42,7 +42,7 @@ def main(modules: str, results: Path, chosen: list[str]) -> None:
             problem = ""
             try:
                 function(world)
-            except BaseException:  # pytest's own failures are no Exceptions
+            except BaseException:  # pytest's own failures do not derive from Exception
                 problem = f"rank {world.rank}: {traceback.format_exc()}"
                 print(problem, file=sys.stderr, flush=True)  # others may wait for this rank until they are killed
             problems = world.comm.gather(problem)

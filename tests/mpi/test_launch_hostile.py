@@ -1,5 +1,5 @@
-"""Unauthenticated and hostile callers of the launcher's port: they are refused, and a stolen token makes nobody a
-rank."""
+"""Unauthenticated and hostile callers of the launcher's port: they are refused, and nobody becomes a
+rank with a stolen token."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_status_is_for_the_operator(job: PlayedJob) -> None:
 
 
 def test_a_token_does_not_work_from_another_address(job: PlayedJob) -> None:
-    """A token that was read off somewhere is of no use to another pod."""
+    """Another pod cannot use a stolen token."""
     with connect(job, "127.88.0.1") as connection:
         connection.sendall(join().encode() + hello())
         answer = everything(connection)
@@ -108,7 +108,7 @@ def test_a_token_does_not_work_from_another_address(job: PlayedJob) -> None:
 
 
 def test_a_call_through_a_service_mesh_is_named_as_such(job: PlayedJob) -> None:
-    """Istio's sidecar passes on what comes in from an address of its own."""
+    """Istio's sidecar forwards calls, which then arrive from the sidecar's address."""
     with connect(job, "127.0.0.6") as connection:
         connection.sendall(join().encode() + hello())
         answer = everything(connection)

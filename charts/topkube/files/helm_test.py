@@ -24,8 +24,8 @@ def until(look, what):
     end, last = time.monotonic() + 60, None
     while time.monotonic() < end:
         try:
-            if found := look():
-                return found
+            if result := look():
+                return result
         except OSError as error:
             last = error
         time.sleep(0.5)

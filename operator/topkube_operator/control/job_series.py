@@ -82,32 +82,32 @@ def render_jobs(jobs: Iterable[Mapping[str, Any]]) -> str:
         if first and phase != "Succeeded":
             rank = "" if first.get("rank") is None else str(first["rank"])
             values = (*name, first.get("pod") or "", rank, first.get("reason") or "")
-            lines[JOB_FAILURE].append(_line(JOB_FAILURE, values, 1))
+            lines[JOB_FAILURE].append(_format_line(JOB_FAILURE, values, 1))
         if phase == "Failed" and (failed := parse_timestamp(status.get("completionTime"))) is not None:
-            lines[JOB_FAILED_AT].append(_line(JOB_FAILED_AT, name, failed.timestamp()))
+            lines[JOB_FAILED_AT].append(_format_line(JOB_FAILED_AT, name, failed.timestamp()))
         if phase in FINISHED:
             continue
         if (job.get("spec") or {}).get("checkpoint"):
-            for metric, value in _checkpoint_values(status, phase):
-                lines[metric].append(_line(metric, name, value))
+            for metric, value in _list_checkpoint_values(status, phase):
+                lines[metric].append(_format_line(metric, name, value))
         restarts = (status.get("restarts") or 0) + (status.get("disruptions") or 0)
-        lines[JOB_PHASE].append(_line(JOB_PHASE, (*name, phase), 1))
+        lines[JOB_PHASE].append(_format_line(JOB_PHASE, (*name, phase), 1))
         for entry in status.get("avoidedNodes") or ():
             lines[JOB_AVOIDED_NODE].append(
-                _line(JOB_AVOIDED_NODE, (*name, entry["name"], entry.get("reason") or ""), 1)
+                _format_line(JOB_AVOIDED_NODE, (*name, entry["name"], entry.get("reason") or ""), 1)
             )
-        lines[JOB_RESTARTS].append(_line(JOB_RESTARTS, name, restarts))
-        if (entered := _phase_entered_at(metadata, status)) is not None:
-            lines[JOB_PHASE_SINCE].append(_line(JOB_PHASE_SINCE, name, entered))
+        lines[JOB_RESTARTS].append(_format_line(JOB_RESTARTS, name, restarts))
+        if (entered := _find_phase_entry(metadata, status)) is not None:
+            lines[JOB_PHASE_SINCE].append(_format_line(JOB_PHASE_SINCE, name, entered))
     for namespace in sorted({namespace for namespace, _ in counts}):
-        lines[JOBS] += [_line(JOBS, (namespace, phase), counts[namespace, phase]) for phase in PHASES]
+        lines[JOBS] += [_format_line(JOBS, (namespace, phase), counts[namespace, phase]) for phase in PHASES]
     return "".join(
         f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n{''.join(samples)}"
         for metric, samples in lines.items()
     )
 
 
-def _checkpoint_values(status: Mapping[str, Any], phase: str) -> Iterable[tuple[Metric, float]]:
+def _list_checkpoint_values(status: Mapping[str, Any], phase: str) -> Iterable[tuple[Metric, float]]:
     """Yield the series about the checkpoints of an unfinished job."""
     conditions = [entry for entry in status.get("conditions") or () if isinstance(entry, Mapping)]
     has_failed = any(entry.get("type") == CHECKPOINT_FAILED and entry.get("status") == "True" for entry in conditions)
@@ -118,7 +118,7 @@ def _checkpoint_values(status: Mapping[str, Any], phase: str) -> Iterable[tuple[
         yield JOB_CHECKPOINT_AT, saved.timestamp()
 
 
-def _line(metric: Metric, values: Sequence[str], value: float) -> str:
+def _format_line(metric: Metric, values: Sequence[str], value: float) -> str:
     """Return a sample in Prometheus's text format."""
     labels = ",".join(f'{name}="{_escape(text)}"' for name, text in zip(metric.labels, values, strict=True))
     return f"{metric.name}{{{labels}}} {float(value)!r}\n"
@@ -128,7 +128,7 @@ def _escape(value: str) -> str:
     return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
-def _phase_entered_at(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> float | None:
+def _find_phase_entry(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> float | None:
     """Return when the job entered its phase, as Unix time: the last change of a condition of
     the phase, or else its creation."""
     conditions = status.get("conditions") or []

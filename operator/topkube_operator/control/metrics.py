@@ -133,7 +133,7 @@ class OperatorMetrics:
         namespace: str = "topkube-system",
         release: str = "topkube",
     ) -> None:
-        disable_created_metrics()  # they would add a series to each counter, which nobody reads
+        disable_created_metrics()  # they would add an unused series to each counter
         self._jobs, self._own = jobs, (namespace, release)
         self._queue: WorkQueue | None = None
         self._namespaces: dict[str, float] = {}

@@ -38,7 +38,7 @@ class Bounds:
 
     connections: int = 512
     """The most connections at a time."""
-    connections_of_one: int = 256
+    connections_per_client: int = 256
     """The most connections from one address. An API server opens one connection for each concurrent review."""
     head_seconds: float = 10.0
     """The longest time from the beginning of a connection to the end of its first request's head."""
@@ -133,7 +133,7 @@ class BoundedServer:
         """Return False if all connections are at work, so that none can be closed for a new one from this address."""
         connections = list(self._connections.values())
         own = [connection for connection in connections if connection.host == host]
-        candidates = own if len(own) >= self._bounds.connections_of_one else connections
+        candidates = own if len(own) >= self._bounds.connections_per_client else connections
         if candidates is connections and len(connections) < self._bounds.connections:
             return True
         waiting = [connection for connection in candidates if not connection.working]

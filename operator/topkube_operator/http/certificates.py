@@ -71,7 +71,7 @@ class Authority:
             build_certificate(
                 subject, self.certificate.subject, key.public_key(), x509.random_serial_number(), begin, until
             )
-            .add_extension(x509.SubjectAlternativeName([_general_name(name) for name in names]), critical=False)
+            .add_extension(x509.SubjectAlternativeName([_build_general_name(name) for name in names]), critical=False)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
             .sign(self.key, hashes.SHA256())
         )
@@ -80,7 +80,7 @@ class Authority:
         text = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        with _file(text) as path:
+        with _write_private_file(text) as path:
             context.load_cert_chain(path)
         return context
 
@@ -124,7 +124,7 @@ def build_certificate(
     )
 
 
-def _general_name(name: str) -> x509.GeneralName:
+def _build_general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
@@ -132,7 +132,7 @@ def _general_name(name: str) -> x509.GeneralName:
 
 
 @contextlib.contextmanager
-def _file(content: bytes) -> Iterator[str]:
+def _write_private_file(content: bytes) -> Iterator[str]:
     """Write a temporary file that only this user can read. OpenSSL reads keys from files only."""
     handle, path = tempfile.mkstemp()
     try:

@@ -1,8 +1,8 @@
 """Who may read /metrics: TLS for the connection, and Kubernetes' own authentication for the caller.
 
-With authentication, a scraper sends the token of its service account. The API server says whose token it is
-(TokenReview), and if its owner may `get` the non-resource URL /metrics (SubjectAccessReview). The kubelet's probes need
-no token.
+With authentication, a scraper sends the token of its service account. The API server returns whose token it is
+(TokenReview), and whether that account may `get` the non-resource URL /metrics (SubjectAccessReview). The kubelet's
+probes need no token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ScrapeOptions:
     """How /metrics is protected."""
 
     tls: bool = False
-    """Serve TLS with a certificate of our own if `certificate` is None."""
+    """Serve TLS. If `certificate` is None, the certificate is of our own authority."""
     certificate: Path | None = None
     """A folder with tls.crt and tls.key."""
     authentication: str = "none"
@@ -52,7 +52,11 @@ class ScrapeOptions:
 def add_scrape_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ScrapeOptions."""
     add = parser.add_argument
-    add("--metrics-tls", action="store_true", help="serve the metrics port with TLS and a certificate of our own")
+    add(
+        "--metrics-tls",
+        action="store_true",
+        help="serve the metrics port with TLS and a certificate that the operator creates",
+    )
     add(
         "--metrics-certificate",
         type=Path,

@@ -1,8 +1,9 @@
 """The validating webhook: `admission.review` behind TLS.
 
 The certificate authority derives from the operator's own secret, so that all replicas have the same authority and a
-restart does not change it. Each replica signs its own serving certificate at start. The API server learns the authority
-from the `caBundle` of our ValidatingWebhookConfiguration. The operator writes the `caBundle` and keeps it up to date.
+restart does not change it. Each replica signs its own serving certificate at start. The API server reads the
+authority's certificate from the `caBundle` of our ValidatingWebhookConfiguration. The operator writes the `caBundle`
+and keeps it up to date.
 
 `failurePolicy` is Ignore: while no operator answers, people can still create, suspend and delete jobs. Nothing invalid
 starts, because the reconciler refuses what the webhook would have refused, with the same message.
@@ -54,15 +55,16 @@ class ReviewObserver(Protocol):
     """Receives what happens to the webhook."""
 
     def set_serving(self, expires_at: float, published: bool | None) -> None:
-        """The webhook serves. It calls this again after each check of the certificate. `expires_at` is the Unix time
-        at which the serving certificate expires. `published` is None if the operator writes no caBundle."""
+        """Note that the webhook serves. The webhook calls this again after each check of the certificate. `expires_at`
+        is the Unix time at which the serving certificate expires. `published` is None if the operator writes no
+        caBundle."""
 
     def observe_review(self, outcome: str, seconds: float) -> None:
-        """A request was answered. `outcome` is one of REVIEW_OUTCOMES."""
+        """Note an answer that took `seconds`. `outcome` is one of REVIEW_OUTCOMES."""
 
 
 class NoObserver:
-    """Ignores everything."""
+    """An observer that does nothing with what it receives."""
 
     def set_serving(self, expires_at: float, published: bool | None) -> None:
         pass
@@ -90,10 +92,11 @@ async def serve(
     """Serve until the block ends. Yield the port, which is a free port if `port` is 0.
 
     `names` are the DNS names or addresses by which the API server calls the webhook. `publish` writes the caBundle into
-    the ValidatingWebhookConfiguration if it has another. `publish` is called again every minute, because an upgrade may
-    empty the caBundle. Errors of `publish` are logged, because jobs can do without the webhook. `certificate` is a
-    folder with tls.crt and tls.key that cert-manager maintains. In this case nothing is published, and the files are
-    read again every minute, because cert-manager renews them. `observer` learns of every answer.
+    the ValidatingWebhookConfiguration if a different caBundle is there. `publish` is called again every minute, because
+    an upgrade may empty the caBundle. Errors of `publish` are logged and not raised, because jobs also run without the
+    webhook. `certificate` is a folder with tls.crt and tls.key that cert-manager maintains. In this case nothing is
+    published, and the files are read again every minute, because cert-manager renews them. `observer` receives every
+    answer.
     """
     observer = observer or NoObserver()
     authority = Authority.derived(secret)
@@ -139,7 +142,7 @@ class Reviews:
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
         """Return the answer to a request, and report it to the observer."""
-        begun, outcome = time.monotonic(), "error"
+        start, outcome = time.monotonic(), "error"
         try:
             response = await self._answer(request)
             outcome = _find_outcome(response)
@@ -148,7 +151,7 @@ class Reviews:
             outcome = "refused"
             raise
         finally:
-            self._observer.observe_review(outcome, time.monotonic() - begun)
+            self._observer.observe_review(outcome, time.monotonic() - start)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         if request.path != PATH:

@@ -1,6 +1,6 @@
 """`python -m topkube_operator.node_cache.metrics_server`: serves the file with the agent's metrics.
 
-The agent starts this process and starts it again if it ends. It ends when the agent ends.
+The agent starts this process, and starts it again if it ends. The process ends when the agent ends.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Volume:
     def read_datasets(self, namespace: str) -> list[LocalDataset]:
         """Return the datasets of a namespace. Raises UnusableFolder."""
         answers = _run_confined(self.root / namespace, _describe_datasets, _READ_SECONDS)
-        return [dataset for answer in answers if (dataset := _checked_dataset(namespace, answer)) is not None]
+        return [dataset for answer in answers if (dataset := _parse_dataset(namespace, answer)) is not None]
 
     def apply(self, namespace: str, evict: Iterable[str], pin: Iterable[str], unpin: Iterable[str]) -> set[str]:
         """Remove datasets that nobody uses, and set and remove pins. Return the ids of the removed datasets. Raises
@@ -141,7 +141,7 @@ def _describe_datasets(tier: DiskTier) -> list[dict[str, Any]]:
     ]
 
 
-def _checked_dataset(namespace: str, answer: Any) -> LocalDataset | None:
+def _parse_dataset(namespace: str, answer: Any) -> LocalDataset | None:
     """Return the dataset that a child describes; None if the description cannot be true."""
     try:
         uri, total = str(answer["uri"]), answer["totalBytes"]
@@ -151,9 +151,9 @@ def _checked_dataset(namespace: str, answer: Any) -> LocalDataset | None:
             namespace,
             str(answer["id"]),
             uri,
-            cached_bytes=_bytes(answer["cachedBytes"]),
-            shards=_bytes(answer["shards"]),
-            total_bytes=None if total is None else _bytes(total),
+            cached_bytes=_clamp_bytes(answer["cachedBytes"]),
+            shards=_clamp_bytes(answer["shards"]),
+            total_bytes=None if total is None else _clamp_bytes(total),
             last_used=min(max(0.0, float(answer["lastUsed"])), time.time()),
             in_use=bool(answer["inUse"]),
             pinned=bool(answer["pinned"]),
@@ -162,7 +162,7 @@ def _checked_dataset(namespace: str, answer: Any) -> LocalDataset | None:
         return None
 
 
-def _bytes(value: Any) -> int:
+def _clamp_bytes(value: Any) -> int:
     return min(max(0, int(value)), _MOST_BYTES)
 
 

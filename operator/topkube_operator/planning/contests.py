@@ -1,8 +1,8 @@
 """Children of a job that something else changes back after every write: a policy engine, or another controller.
 
-If the operator wrote such a child at once each time, the writes would continue forever, many per second. Therefore the
-first repair comes at once, each further write of the same content waits twice as long, and from the third write on the
-operator reports the contest.
+If the operator repaired such a child at once each time, the writes would continue forever, many per second. Therefore
+only the first repair is immediate. Each further write of the same content waits twice as long, and from the third write
+on the operator reports the contest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from topkube_operator.model.observed import Trouble, find_difference, hash_data,
 ChildKey = tuple[str, str]
 """Kind and name."""
 _FREE_WRITES = 2
-"""The first write makes or changes the child, the second repairs it: people delete a child by mistake."""
+"""Writes without a pause: the first creates or changes the child. The second repairs it at once, because people
+sometimes delete a child by mistake."""
 _REPORTED_FROM = 3
 _LONGEST_PAUSE = 300.0
 _FORGOTTEN_AFTER = 600.0

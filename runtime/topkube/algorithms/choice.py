@@ -26,8 +26,8 @@ _DENSE_OWN = tuple(algorithm for algorithm in OWN if algorithm.family is Family.
 
 @dataclass(frozen=True)
 class BucketSize:
-    """What is exchanged at once: `elements` values of `itemsize` bytes. Values of a `small` bucket are never rounded to
-    a 16-bit format."""
+    """The size of a bucket: `elements` values of `itemsize` bytes. Values of a `small` bucket are never rounded to a
+    16-bit format."""
 
     elements: int
     itemsize: int = 4
@@ -51,10 +51,10 @@ class Choice:
 
 
 def rank_choices(name: str, machines: Machines, buckets: Sequence[BucketSize], dense_wire: str) -> list[Choice]:
-    """Return what `name`, which is one of CHOICES, can stand for, the fastest first.
+    """Return the choices that `name`, one of CHOICES, can stand for, the fastest first.
 
-    `dense_wire` is the user's: `dense` has this format, `auto` this format or float32. The result depends on the
-    arguments only: ranks that pass the same measurements choose the same.
+    `dense_wire` is the format that the job names. `dense` uses this format; `auto` uses this format or float32. The
+    result depends on the arguments only: ranks that pass the same measurements get the same order.
     """
     wires = dict.fromkeys([DENSE_WIRE.default, dense_wire] if name == AUTO else [dense_wire])
     choices = [
@@ -88,33 +88,33 @@ def resolve(name: str, nodes: int, length: int, density: float) -> Algorithm:
     The choice is the same on all ranks. It considers TopKube's own algorithms only, so that installing a package
     changes no job. Raises ArgumentError if there is no algorithm of this name.
     """
-    return _with_least_traffic(nodes, length, density) if name in CHOICES else find(name)
+    return _find_least_traffic(nodes, length, density) if name in CHOICES else find(name)
 
 
 def describe(name: str, density: float) -> str:
     """Return an algorithm and its density in a few words: "hitopk at density 0.01", "dense"."""
     if name in CHOICES:
         return name
-    algorithm = _loaded(name)
+    algorithm = _load_if_known(name)
     uses_density = algorithm is None or DENSITY in algorithm.parameters
     return f"{name} at density {density:g}" if uses_density else name
 
 
 def compresses(name: str) -> bool:
-    """Return True if the algorithm behind a name may send less than the whole gradient. An algorithm that cannot be
-    loaded here counts as one that does."""
+    """Return True if the algorithm behind a name may send less than the whole gradient. The result is also True for an
+    algorithm that cannot be loaded here."""
     if name in CHOICES:
         return False
-    algorithm = _loaded(name)
+    algorithm = _load_if_known(name)
     return algorithm is None or algorithm.compresses
 
 
 def reads_dense_wire(name: str) -> bool:
-    """Return True if the algorithm behind a name can send dense values in 16 bits. An algorithm that cannot be loaded
-    here counts as one that can."""
+    """Return True if the algorithm behind a name can send dense values in 16 bits. The result is also True for an
+    algorithm that cannot be loaded here."""
     if name in CHOICES:
         return True
-    algorithm = _loaded(name)
+    algorithm = _load_if_known(name)
     return algorithm is None or DENSE_WIRE in algorithm.parameters
 
 
@@ -126,7 +126,7 @@ def explain_dense_wire(name: str) -> str:
     )
 
 
-def _loaded(name: str) -> Algorithm | None:
+def _load_if_known(name: str) -> Algorithm | None:
     try:
         return find(name) if known(name) else None
     except AlgorithmError:
@@ -134,7 +134,7 @@ def _loaded(name: str) -> Algorithm | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _with_least_traffic(nodes: int, length: int, density: float) -> Algorithm:
+def _find_least_traffic(nodes: int, length: int, density: float) -> Algorithm:
     def price(algorithm: Algorithm) -> tuple[float, float]:
         traffic = algorithm.traffic(Workload(max(nodes, 2), 1, length, density, "fp32"))
         return traffic.sent, traffic.messages

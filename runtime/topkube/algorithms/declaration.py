@@ -62,15 +62,17 @@ class Algorithm:
     """An all-reduce algorithm.
 
     `name` is the name in a TrainingJob. `summary` is one sentence for people, without a full stop. `sends` names what
-    is sent: the compressor. `route` is how that travels between nodes. `state` is what is kept for the next step.
-    `parameters` are those that the algorithm reads. `traffic` returns what one exchange costs. `overlaps` is True if
-    the algorithm sends one piece while it adds up another. `on_device` is True if the algorithm also reduces torch
-    tensors on a GPU; every algorithm reduces CPU arrays. `in_weights` is True if training keeps what was not sent in
-    the node's weights: gradients are then reduced within the node only, and nodes exchange the changes of their weights
-    in the optimizer's step (training/node_weights/). From `two_stage_from` nodes on, these exchanges have two stages;
-    `corrects_second_moment` is True if Adam's second moment is corrected for the noise of one node's gradient.
-    `has_outer_step` is True if the mean change of all nodes has a momentum of its own, and `least_period` is the
-    smallest period that makes sense.
+    is sent: the compressor. `route` is the collective that sends these bytes between nodes. `state` lists what each
+    rank keeps for the next step. `parameters` are those that the algorithm reads. `traffic` returns what one exchange
+    costs. `overlaps` is True if the algorithm sends one piece while it adds up another. `on_device` is True if the
+    algorithm also reduces torch tensors on a GPU; every algorithm reduces CPU arrays.
+
+    `in_weights` is True if training keeps what was not sent in the node's weights: gradients are then reduced within
+    the node only, and nodes exchange the changes of their weights in the optimizer's step (training/node_weights/).
+    From `two_stage_from` nodes on, these exchanges have two stages (collectives/two_stage.py). `corrects_second_moment`
+    is True if Adam's second moment is corrected for the noise of one node's gradient. `has_outer_step` is True if the
+    mean change of all nodes has a momentum of its own. `least_period` is the smallest allowed period.
+
     `implementation` is the import path "module:Class" of a subclass of `topkube.collectives.AllReduce`, which is loaded
     when the algorithm first runs. With `in_weights`, it is a subclass of
     `topkube.collectives.codec_all_reduce.CodecAllReduce`.

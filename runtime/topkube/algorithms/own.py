@@ -80,14 +80,14 @@ def _naive(load: Workload) -> Traffic:
 
 def _onebit(load: Workload) -> Traffic:
     bits, scales = load.elements / 8, 2 * -(-load.elements // _SIGN_BLOCK)
-    return _of_changes(load, bits + scales, _TWO_STAGE_FROM)
+    return _count_change_traffic(load, bits + scales, _TWO_STAGE_FROM)
 
 
 def _topk1bit(load: Workload) -> Traffic:
     count = -(-load.elements // 10)
     signs, scales = count / 8, 2 * -(-count // _SIGN_BLOCK)
     indices = (3 * count + count + load.elements / 8) / 8  # three low bits of each, and the others in unary
-    return _of_changes(load, signs + scales + indices, _TWO_STAGE_FROM)
+    return _count_change_traffic(load, signs + scales + indices, _TWO_STAGE_FROM)
 
 
 def _signsgd(load: Workload) -> Traffic:
@@ -98,10 +98,10 @@ def _signsgd(load: Workload) -> Traffic:
 
 
 def _localsgd(load: Workload) -> Traffic:
-    return _of_changes(load, VALUE_BYTES[load.wire] * load.elements, _AVERAGE_IN_TWO_STAGES_FROM)
+    return _count_change_traffic(load, VALUE_BYTES[load.wire] * load.elements, _AVERAGE_IN_TWO_STAGES_FROM)
 
 
-def _of_changes(load: Workload, message_bytes: float, two_stage_from: int) -> Traffic:
+def _count_change_traffic(load: Workload, message_bytes: float, two_stage_from: int) -> Traffic:
     """Return the traffic of an exchange of weight changes. `message_bytes`: the encoded change of all weights."""
     if load.nodes < two_stage_from:
         sent, messages = (load.nodes - 1) * message_bytes, all_gather_messages(load.nodes)

@@ -16,6 +16,10 @@ This page lists the names for `spec.aggregation.algorithm` of a [TrainingJob](tr
 `topkube.allreduce_`.
 [Collectives](collectives.md) describes how they work. [Add an algorithm](new-algorithm.md) shows how to write another.
 This page is generated from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`.
+
+`auto` is the default. It does not compress, and neither does `dense`: both send the whole gradient. To send fewer
+bytes, name an algorithm, such as `hitopk` or `onebit`. [Accuracy](accuracy.md) shows which algorithm fits which link
+and model, and its loss.
 """
 _ELEMENTS, _SLOTS, _NODES = 25_600_000, 8, (2, 8, 16, 64)
 
@@ -36,8 +40,9 @@ def markdown() -> str:
         "## Bytes that a node sends",
         "",
         f"MB per step for {_ELEMENTS / 1e6:.1f} million parameters, {_SLOTS} ranks per node, density "
-        f"{PARAMETERS['density'].default:g}, {PARAMETERS['wire'].default} values, by the declared costs. "
-        "`topkube plan` computes them for your cluster.",
+        f"{PARAMETERS['density'].default:g}, {PARAMETERS['wire'].default} values, and the smallest period (1, or 2 for "
+        "`diloco`), by the declared costs. With a period of N, an algorithm that reads `period` sends one N-th of the "
+        "bytes of period 1. `topkube plan` computes the bytes for your cluster.",
         "",
         "| name | " + " | ".join(f"{nodes} nodes" for nodes in _NODES) + " |",
         "|---|" + "---|" * len(_NODES),
@@ -54,7 +59,10 @@ def markdown() -> str:
 
 def _row(algorithm: Algorithm) -> str:
     kept = [f"{state.name}, one copy per {_COPIES[state.scope]}: {state.summary}" for state in algorithm.state]
-    cells = [f"`{algorithm.name}`", algorithm.family, algorithm.sends, algorithm.route]
+    stages = (
+        f"; from {algorithm.two_stage_from} nodes on, reduce-scatter and all-gather" if algorithm.two_stage_from else ""
+    )
+    cells = [f"`{algorithm.name}`", algorithm.family, algorithm.sends, f"{algorithm.route}{stages}"]
     return "| " + " | ".join([*cells, "; ".join(kept) or "nothing", "yes" if algorithm.on_device else "no"]) + " |"
 
 
@@ -63,7 +71,8 @@ _COPIES = {"shard": "node, cut over its ranks", "rank": "rank"}
 
 def _sent(algorithm: Algorithm) -> Iterator[str]:
     for nodes in _NODES:
-        yield f"{algorithm.traffic(Workload(nodes, _SLOTS, _ELEMENTS)).sent / 1e6:,.0f}"
+        load = Workload(nodes, _SLOTS, _ELEMENTS, period=algorithm.least_period)
+        yield f"{algorithm.traffic(load).sent / 1e6:,.0f}"
 
 
 if __name__ == "__main__":

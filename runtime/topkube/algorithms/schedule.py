@@ -16,11 +16,13 @@ from topkube.algorithms.parameters import DENSITY, PERIOD
 from topkube.errors import ArgumentError
 
 MOST_STAGES = 32
+"""The most stages of a schedule."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What changes when `from_step` updates are done. What is None stays as it was."""
+    """A stage of a schedule. When `from_step` updates of the weights are done, the fields that are not None replace the
+    present algorithm, density or period (steps between exchanges). The other fields stay as they were."""
 
     from_step: int
     algorithm: str | None = None
@@ -80,7 +82,7 @@ def _check_change(where: str, current: str, stage: Stage, momentum_correction: b
         if value is None:
             continue
         parameter.check(value)
-        if not any(parameter in reader.parameters for reader in _algorithms(following)):
+        if not any(parameter in reader.parameters for reader in _list_algorithms(following)):
             raise ArgumentError(
                 f"{where} sets the {parameter.name}, but {following} does not read it",
                 next_step=f"leave the {parameter.name} out of this stage",
@@ -94,7 +96,7 @@ def _check_residuals(names: Sequence[str]) -> None:
     scopes = {
         algorithm.residual.scope: algorithm.name
         for name in names
-        for algorithm in _algorithms(name)
+        for algorithm in _list_algorithms(name)
         if algorithm.residual is not None
     }
     if len(scopes) > 1:
@@ -102,14 +104,14 @@ def _check_residuals(names: Sequence[str]) -> None:
         raise ArgumentError(
             f"the schedule has {first} and {second}, which keep what was not sent in different ways",
             cause="the residual of a node and that of a rank cannot replace each other",
-            next_step="choose one of them, together with dense",
+            next_step="use only one of the two; the other stages can be dense",
         )
 
 
 def _keeps_weights(name: str) -> bool:
-    return any(algorithm.in_weights for algorithm in _algorithms(name))
+    return any(algorithm.in_weights for algorithm in _list_algorithms(name))
 
 
-def _algorithms(name: str) -> list[Algorithm]:
+def _list_algorithms(name: str) -> list[Algorithm]:
     """Return the algorithms that a name may stand for, without those of packages that are not installed here."""
     return [find(name)] if name not in CHOICES and known(name) else []

@@ -11,8 +11,8 @@ from topkube.bench.report import timed
 
 def reading_seconds(x: Array, repeats: int = 7) -> dict[str, float]:
     """Return the median seconds in which one thread reads all of `x` once, by reader: a plain sum of words, the search
-    for a non-finite element, and for float32 torch's sum if torch is installed. None of them is the fastest on every
-    processor; the fastest is the strictest bound."""
+    for a non-finite element, and for float32 torch's sum if torch is installed. Which reader is the fastest depends on
+    the processor. The shortest time is the strictest bound."""
     view = flat_view(x, "x")
     readers: dict[str, Callable[[], object]] = {
         "sum of words": lambda: _kernels.read_all(view.view("uint8")),

@@ -83,7 +83,7 @@ class ShardAllReduce(AllReduce):
         world = shard.world
         with phases.current.timed("select"):
             packed = self.pack(shard)
-        call.same_between_nodes()
+        call.check_between_nodes()
         if world.nodes > 1:
             exchange, sent = between_nodes(self.algorithm.route, world.cross_comm, packed)
             finish_exchange(call, exchange, sent)

@@ -141,7 +141,7 @@ class Call:
         with self._inside_node((last - first) * x.itemsize, trace.GATHER) as (signature, deadline):
             self._node.all_gather(as_bytes(x), x.itemsize, None, signature, deadline)
 
-    def same_between_nodes(self) -> None:
+    def check_between_nodes(self) -> None:
         """Raise MismatchError unless the ranks that this rank exchanges with entered the same call. Called once, after
         the first stage inside the node and before the first message."""
         if self.greetings:
@@ -153,11 +153,11 @@ class Call:
         if (self._peers != self._hash).any():
             self._mismatch()
 
-    def same_everywhere(self) -> None:
-        """Check the same for a call whose messages go to any rank."""
+    def check_everywhere(self) -> None:
+        """Raise MismatchError unless all ranks entered the same call. For a call whose messages go to any rank."""
         with self._inside_node(0, "check of the call") as (signature, deadline):
             self._node.check(signature, deadline)
-        self.same_between_nodes()
+        self.check_between_nodes()
         with self._inside_node(0, "check of the call") as (signature, deadline):
             self._node.check(signature, deadline)
 

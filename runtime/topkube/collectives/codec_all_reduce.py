@@ -24,7 +24,7 @@ from topkube.collectives.two_stage import TwoStage
 
 class CodecAllReduce(ShardAllReduce):
     """An algorithm whose nodes send a row each to all other nodes; from `two_stage_from` nodes on, in two stages
-    (two_stage.py). What the owner of a segment has not sent of the sum becomes a part of its own residual."""
+    (two_stage.py). The part of the sum that the owner of a segment does not send becomes a part of its residual."""
 
     @abstractmethod
     def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
@@ -46,7 +46,7 @@ class CodecAllReduce(ShardAllReduce):
 
         stage = TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes)
         change = shard.accumulate()
-        call.same_between_nodes()
+        call.check_between_nodes()
         sent = stage.exchange(call, change, [1.0] * world.nodes)
         shard.finite.append(stage.is_finite)
         if request.residual is not None:
@@ -109,9 +109,9 @@ class LocalSgd(CodecAllReduce):
 
 class SignSgd(ShardAllReduce):
     """Majority vote (Bernstein et al., "signSGD with majority vote is communication efficient and fault tolerant",
-    2019). The sign of an element is that of most ranks, where a node votes for all its ranks; it is 0 if the votes are
-    even. Its magnitude is the mean |x| of its block of 256 elements, averaged over the nodes, so that the result has
-    the unit of a gradient. What was not sent is forgotten."""
+    2019). An element gets the sign of most ranks, or 0 if the votes are even; a node votes for all its ranks. Its
+    magnitude is the mean |x| of its block of 256 elements, averaged over the nodes, so that the result has the unit of
+    a gradient. There is no residual: what was not sent is lost."""
 
     def pack(self, shard: Shard) -> Any:
         values = shard.scratch("values", len(shard.values), "float32")

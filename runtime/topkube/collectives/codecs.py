@@ -1,4 +1,5 @@
-"""Codecs turn float32 values into rows of bytes for other nodes, and leave in the values what the bytes do not contain.
+"""Codecs turn float32 values into rows of bytes for other nodes, and leave the rest of the values, which the bytes do
+not contain, in place.
 
 `Signs` keeps one bit per element with a scale per block, `Rounded` rounds every value; top_signs.py has a codec that
 sends some elements only. The algorithms in codec_all_reduce.py send such rows.
@@ -25,8 +26,8 @@ class Codec(ABC):
 
     @abstractmethod
     def pack(self, values: Array, row: Array) -> bool:
-        """Write what is sent of `values`, float32, into `row`, (row_bytes,) uint8, and subtract it from `values`.
-        Return True if all that is sent is finite; a NaN or an infinite value makes it False."""
+        """Write the part of `values`, float32, that is sent into `row`, (row_bytes,) uint8, and subtract it from
+        `values`. Return False if the sent part contains a NaN or an infinite value, else True."""
 
     @abstractmethod
     def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:

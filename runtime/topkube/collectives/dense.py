@@ -91,7 +91,7 @@ class Torus2d(_Dense):
         world, x = call.world, request.array
         finite, exchanges = _Finite(), Exchanges()
         finite(call.reduce_scatter(x, request.scale(world.size)))
-        call.same_between_nodes()
+        call.check_between_nodes()
         _start_shard(world, exchanges, x, finite)
         exchanges.finish(0, call)
         call.all_gather(x)
@@ -104,7 +104,7 @@ class Flat(_Dense):
 
     def _run_on_nodes(self, call: Call, request: Request) -> bool:
         world, x = call.world, request.array
-        call.same_everywhere()
+        call.check_everywhere()
         scale = request.scale(world.size)
         if x.dtype == np.float16:  # the sum of all ranks may exceed fp16; the mean does not
             kernels.scale_(x, scale)

@@ -1,5 +1,5 @@
-"""Measure the links between nodes and the memory inside them once at the start: later exchanges are compared with them,
-and `auto` and `dense` choose by them.
+"""Measure the links between nodes and the memory inside them, once at the start. Metrics compare later exchanges with
+the rate of the link, and `auto` and `dense` choose by these measurements.
 
 Every rank exchanges messages with its neighbours only, a fixed number of times, so the measurements take well under a
 second on links of 100 Mbit/s and with 128 ranks.
@@ -32,7 +32,7 @@ _WHAT = "the measurement of the link"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMachine:
     """What a rank measured: `rate`, the bytes per second that it sends to another node while all ranks of its node
     send; `latency`, the seconds of a short message; `memory`, the bytes per second that all ranks of its node together
     read and write during a reduction. A rank that does not exchange with other nodes has None for the first two."""
@@ -42,7 +42,7 @@ class Measured:
     memory: float
 
 
-def link_rate(world: World) -> float | None:
+def measure_link_rate(world: World) -> float | None:
     """Return the bytes per second that this rank sends to the next node while all ranks of its node send and receive as
     much; None with one node and on surplus ranks. A collective of all ranks.
 
@@ -51,32 +51,32 @@ def link_rate(world: World) -> float | None:
     if world.nodes == 1:
         return None
     world.enter()  # on surplus ranks too: all ranks count the same collectives
-    return _rate(world) if world.cross_comm is not None else None
+    return _measure_rate(world) if world.cross_comm is not None else None
 
 
-def measure(world: World) -> Measured:
+def measure_machines(world: World) -> MeasuredMachine:
     """Measure links and memory. A collective of all ranks of several nodes."""
     world.enter()
     rate = latency = None
     if world.cross_comm is not None:
-        rate, latency = _rate(world), _best(world, 8, _LATENCY_ROUNDS)
-    return Measured(rate, latency, _memory_rate(world))
+        rate, latency = _measure_rate(world), _time_rounds(world, 8, _LATENCY_ROUNDS)
+    return MeasuredMachine(rate, latency, _measure_memory(world))
 
 
-def _rate(world: World) -> float:
+def _measure_rate(world: World) -> float:
     from mpi4py import MPI
 
     slowest, own = np.empty(1), np.empty(1)
     size = max(_LEAST, _SHORT // world.shards)
-    own[0] = seconds = _best(world, size, _ROUNDS)
+    own[0] = seconds = _time_rounds(world, size, _ROUNDS)
     world.wait([world.cross_comm.Iallreduce(own, slowest, MPI.MAX)], _WHAT)
     if slowest[0] < _SLOW_SECONDS:
         size = max(_LEAST, _LONG // world.shards)
-        seconds = _best(world, size, _ROUNDS)
+        seconds = _time_rounds(world, size, _ROUNDS)
     return size / seconds
 
 
-def _best(world: World, size: int, rounds: int) -> float:
+def _time_rounds(world: World, size: int, rounds: int) -> float:
     """Return the fewest seconds of a round in which this rank sends `size` bytes to the next node and receives as many
     from the node before."""
     comm = world.cross_comm
@@ -91,7 +91,7 @@ def _best(world: World, size: int, rounds: int) -> float:
     return fewest
 
 
-def _memory_rate(world: World) -> float:
+def _measure_memory(world: World) -> float:
     """Return the rate of a reduction inside the node, in the bytes that the cost model counts."""
     ranks = world.local_size
     values = np.zeros(_MEMORY_ELEMENTS // max(map(len, world.node_ranks)), np.float32)  # of equal length on all nodes
@@ -105,7 +105,7 @@ def _memory_rate(world: World) -> float:
             call.reduce_scatter(values, 1.0)
             call.all_gather(values)
         seconds = min(seconds, time.perf_counter() - start)
-        call.same_between_nodes()
+        call.check_between_nodes()
     load = Workload(1, ranks, values.size)
     moved = reduce_scatter_memory(load) + all_gather_memory(load) if ranks > 1 else 3 * values.nbytes
     return moved / max(seconds, 1e-9)

@@ -1,13 +1,13 @@
 """Low-rank all-reduce: `PowerSgd` sends two thin factors in place of each matrix.
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019.
-A is the sum over all nodes of a gradient and what was not sent before, a matrix of m rows and n columns. One step of
+A is the sum over all nodes of a gradient and its residual, a matrix of m rows and n columns. One step of
 the power iteration approximates A by P Q^T: P = A Q, with the Q of the last exchange; the columns of P are made
 orthonormal; Q = A^T P. Both products are linear in A, so nodes add up their P and their Q, and never send A.
 
 Inside each node, ranks first add up their gradients. Every rank then works on its shard, which may begin and end within
-a row. What all nodes must agree on is computed in a fixed order, without a BLAS: the columns of P and the product P Q^T
-have the same bits everywhere.
+a row. The columns of P and the product P Q^T must have the same bits on all nodes: they are computed in a fixed order,
+without a BLAS.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from topkube.telemetry import phases
 from topkube.world import World
 
 _LEAST_NEW = 1e-6
-"""A column of P of which less than this share is independent of the columns before it becomes zero: the matrix has a
-lower rank, and the rest is rounding."""
+"""A column of P becomes zero if less than this share of its norm is independent of the columns before it. The matrix
+then has a lower rank, and the rest of the column is a rounding error."""
 _BLOCK_ELEMENTS = 1 << 15
 """Elements of P Q^T that are computed together, so that they stay in the cache."""
 
@@ -38,9 +38,9 @@ _BLOCK_ELEMENTS = 1 << 15
 class PowerSgd(AllReduce):
     """PowerSGD with error feedback and warm start, after a dense sum inside each node.
 
-    `Request.matrices` says which parts of the array are matrices. Without it, the array is one matrix with about as
-    many rows as columns. The factor Q of the last exchange is in `Residual.factors`, one array per matrix. Without a
-    residual it is random, the same on all ranks. Columns that have become zero are random again.
+    `Request.matrices` lists the parts of the array that are matrices. If it is empty, the array is one matrix with
+    about as many rows as columns. The factor Q of the last exchange is in `Residual.factors`, one array per matrix.
+    Without a residual it is random, the same on all ranks. Columns that have become zero are random again.
     """
 
     def run(self, world: World, request: Request) -> bool:
@@ -53,15 +53,15 @@ class PowerSgd(AllReduce):
         else:
             own = workspace(world, "shard", last - first, np.float32)
             finite = call.reduce_scatter(x, request.scale(world.size), own)
-        call.same_between_nodes()
+        call.check_between_nodes()
         factorization = _Factorization(call, request, own, first, last)
         with phases.current.timed("select"):
             rights = factorization.begin(residual.factors if residual is not None else ())
-            lefts = factorization.add_lefts(rights)
+            lefts = factorization.compute_lefts(rights)
         factorization.sum_over_all(lefts)
         with phases.current.timed("select"):
             factorization.orthonormalize(lefts)
-            rights = factorization.add_rights(lefts)
+            rights = factorization.compute_rights(lefts)
         factorization.sum_over_all(rights)
         with phases.current.timed("select"):
             weight = len(world.node_ranks[world.node]) / world.size
@@ -87,15 +87,15 @@ class _Piece:
 
 
 class _Factorization:
-    """The factors of all matrices of one exchange. Factors of one kind lie side by side in one array (float32): of each
-    matrix (rows, rank) for `lefts`, or (columns, rank) for `rights`."""
+    """The factors of all matrices of one exchange. `lefts` is one float32 array with P of each matrix, (rows, rank),
+    one after the other. `rights` is the same with Q of each matrix, (columns, rank)."""
 
     def __init__(self, call: Call, request: Request, own: Array, first: int, last: int) -> None:
         self._call, self._own = call, own
-        self._matrices = request.matrices or _nearly_square(request.length)
+        self._matrices = request.matrices or _shape_as_square(request.length)
         self._ranks = [min(request.matrix_rank, matrix.rows, matrix.columns) for matrix in self._matrices]
         self._pieces = [
-            piece for number, matrix in enumerate(self._matrices) for piece in _pieces(number, matrix, first, last)
+            piece for number, matrix in enumerate(self._matrices) for piece in _cut_pieces(number, matrix, first, last)
         ]
 
     def parts(self, factors: Array, of_rows: bool) -> list[Array]:
@@ -107,7 +107,7 @@ class _Factorization:
             end += rows * rank
         return views
 
-    def _zeros(self, name: str, of_rows: bool) -> Array:
+    def _allocate(self, name: str, of_rows: bool) -> Array:
         lengths = [m.rows if of_rows else m.columns for m in self._matrices]
         count = sum(length * rank for length, rank in zip(lengths, self._ranks, strict=True))
         buffer = workspace(self._call.world, name, count, np.float32)
@@ -116,7 +116,7 @@ class _Factorization:
 
     def begin(self, warm: Sequence[Array]) -> Array:
         """Return the first `rights`: those of the last exchange, with new columns in place of zeros."""
-        rights = self._zeros("right factors", of_rows=False)
+        rights = self._allocate("right factors", of_rows=False)
         for number, part in enumerate(self.parts(rights, of_rows=False)):
             if number < len(warm) and warm[number].size == part.size:
                 part[:] = warm[number].reshape(part.shape)
@@ -125,18 +125,18 @@ class _Factorization:
                 part[:, empty] = np.random.default_rng(part.shape).random(part.shape)[:, empty] - 0.5
         return rights
 
-    def add_lefts(self, rights: Array) -> Array:
-        """Return A Q of this rank's shard."""
-        lefts = self._zeros("left factors", of_rows=True)
+    def compute_lefts(self, rights: Array) -> Array:
+        """Return this rank's share of P = A Q, from the elements of its shard."""
+        lefts = self._allocate("left factors", of_rows=True)
         all_lefts, all_rights = self.parts(lefts, of_rows=True), self.parts(rights, of_rows=False)
         for piece in self._pieces:
             part, right = all_lefts[piece.matrix], all_rights[piece.matrix]
             part[piece.row : piece.row + piece.rows] += self._values(piece) @ right[piece.left : piece.right]
         return lefts
 
-    def add_rights(self, lefts: Array) -> Array:
-        """Return A^T P of this rank's shard."""
-        rights = self._zeros("right factors", of_rows=False)
+    def compute_rights(self, lefts: Array) -> Array:
+        """Return this rank's share of Q = A^T P, from the elements of its shard."""
+        rights = self._allocate("right factors", of_rows=False)
         all_lefts, all_rights = self.parts(lefts, of_rows=True), self.parts(rights, of_rows=False)
         for piece in self._pieces:
             part, left = all_rights[piece.matrix], all_lefts[piece.matrix]
@@ -146,7 +146,7 @@ class _Factorization:
     def orthonormalize(self, lefts: Array) -> None:
         """Make the columns of each part orthonormal, or zero."""
         for part in self.parts(lefts, of_rows=True):
-            part[:] = _orthonormal(part)
+            part[:] = _orthonormalize(part)
 
     def multiply(self, lefts: Array, rights: Array, out: Array, weight: float) -> None:
         """Write P Q^T into `out`, this rank's shard of the array, and subtract `weight` times that from the shard that
@@ -185,11 +185,11 @@ class _Factorization:
         return values
 
 
-def _nearly_square(length: int) -> tuple[Matrix, ...]:
+def _shape_as_square(length: int) -> tuple[Matrix, ...]:
     return (Matrix(0, length, math.isqrt(max(length - 1, 0)) + 1),) if length else ()
 
 
-def _pieces(number: int, matrix: Matrix, first: int, last: int) -> Iterator[_Piece]:
+def _cut_pieces(number: int, matrix: Matrix, first: int, last: int) -> Iterator[_Piece]:
     """Yield the rectangles of a matrix in the elements [first, last) of the array: the end of a row, whole rows, the
     beginning of a row."""
     begin, end = max(first, matrix.start) - matrix.start, min(last, matrix.start + matrix.length) - matrix.start
@@ -201,7 +201,7 @@ def _pieces(number: int, matrix: Matrix, first: int, last: int) -> Iterator[_Pie
         begin += rows * (right - left)
 
 
-def _orthonormal(columns: Array) -> Array:
+def _orthonormalize(columns: Array) -> Array:
     """Return the columns of a matrix made orthonormal by the modified Gram-Schmidt process, in float64 and in a fixed
     order. Columns that depend on the columns before them become zero. NaN and infinite values make everything NaN."""
     result = columns.astype(np.float64)
@@ -209,14 +209,14 @@ def _orthonormal(columns: Array) -> Array:
         return np.full_like(columns, np.nan)
     for number in range(result.shape[1]):
         column = result[:, number]
-        norm = math.sqrt(_dot(column, column))
+        norm = math.sqrt(_sum_products(column, column))
         for other in range(number):
-            column -= _dot(result[:, other], column) * result[:, other]
-        left = math.sqrt(_dot(column, column))
+            column -= _sum_products(result[:, other], column) * result[:, other]
+        left = math.sqrt(_sum_products(column, column))
         result[:, number] = column / left if left > _LEAST_NEW * norm else 0.0
     return result.astype(np.float32)
 
 
-def _dot(a: Array, b: Array) -> float:
+def _sum_products(a: Array, b: Array) -> float:
     """Return the dot product of two vectors, added up from the first element to the last."""
     return float(np.add.accumulate(a * b)[-1])

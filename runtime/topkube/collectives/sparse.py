@@ -57,7 +57,7 @@ class HiTopK(ShardAllReduce):
         if world.cross_comm is not None:
             own_row = rows[world.local_rank]
             _select(shard, min(k, shard.size), request, own_row[world.node])
-            call.same_between_nodes()
+            call.check_between_nodes()
             exchanges = Exchanges()
             exchanges.start(0, all_gather_rows(world.cross_comm, own_row, 0))
             exchanges.finish(0, call)
@@ -121,7 +121,7 @@ class Naive(AllReduce):
         size = _row_bytes(x.size, k, request.wire)
         rows = workspace(world, "rows", world.size * size, np.uint8).reshape(world.size, size)
         _select(entries, k, request, rows[world.rank])
-        call.same_everywhere()
+        call.check_everywhere()
         exchanges = Exchanges()
         exchanges.start(0, all_gather_rows(world.comm, rows, 0))
         exchanges.finish(0, call)

@@ -2,8 +2,8 @@
 
 Indices are sent in the code of Elias and Fano (Elias, "Efficient storage and retrieval by content and address of static
 files", 1974): the low bits of each index as they are, the high bits as distances from index to index in unary. For a
-share of one tenth this needs 0.525 bits per element, whatever the indices are; the entropy is 0.47. All rows of a place
-therefore have the same length, and the bits of the values follow in the format of `sign_pack_`.
+share of one tenth, the code has 0.525 bits per element, whatever the indices are; the entropy is 0.47. Rows of a place
+therefore always have the same length. Signs and scales of the values have the format of `sign_pack_`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TopSigns(Codec):
             indices, chosen = kernels.topk(part, count)
             scales, bits = sign_views(row[offset:], slice(0, count))
             is_finite = kernels.sign_pack_(chosen, scales, bits)[2] and is_finite
-            part[indices] = chosen  # what sign_pack_ has left of them
+            part[indices] = chosen  # sign_pack_ has subtracted what is sent
             code.write(indices, row[offset + signs : offset + signs + code.nbytes])
         return is_finite
 
@@ -63,8 +63,8 @@ class TopSigns(Codec):
 
 @dataclass(frozen=True)
 class _IndexCode:
-    """The code of `count` indices, ascending, below `length`. `low` is the number of low bits of each index, sent as
-    one bit plane after the other; `high` the number of bits of the unary part."""
+    """The code of `count` ascending indices below `length`. `low` is the number of low bits of each index, which are
+    sent as bit planes, one after the other. `high` is the number of bits of the unary part."""
 
     length: int
     count: int

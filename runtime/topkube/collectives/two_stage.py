@@ -1,9 +1,9 @@
 """The exchange of changes in two stages: what each node sends does not grow with the number of nodes.
 
 A shard is cut into one segment per node, its owner. Each node compresses its changes and sends every owner its segment.
-The owner adds the weighted mean of all nodes to what it still owes, compresses the sum with the same codec, keeps what
-that leaves, and sends the row to all nodes. (Tang et al., "DoubleSqueeze: Parallel stochastic gradient descent with
-double-pass error-compensated compression", 2019, with owners in place of one server.)
+The owner adds the weighted mean of all nodes to its own residual, compresses the sum with the same codec, keeps the
+rest as its residual, and sends the row to all nodes. (Tang et al., "DoubleSqueeze: Parallel stochastic gradient descent
+with double-pass error-compensated compression", 2019, with owners in place of one server.)
 
 `pack`, `reduce` and `add` are the work before, between and after the two stages; `exchange` sends the rows.
 """
@@ -65,8 +65,8 @@ class TwoStage:
         return sum(codec.row_bytes for codec in self.codecs)
 
     def exchange(self, call: Call, change: Array, weights: Sequence[float]) -> list[Array]:
-        """Exchange `change` among the nodes of `call` in both stages. Leave in it what was not sent; return what all
-        owners sent of the mean, for `add`."""
+        """Exchange `change`, (length,) float32, among the nodes of `call` in both stages. `change` keeps what was not
+        sent. `weights` has one factor per node. Return the rows that all owners sent of the mean, for `add`."""
         world, me = call.world, self._node
         row_bytes = self.codecs[me].row_bytes
         rows = self.rows(workspace(world, "rows of owners", self.total_bytes, np.uint8))
@@ -84,13 +84,14 @@ class TwoStage:
         return means
 
     def pack(self, change: Array, rows: Sequence[Array]) -> None:
-        """Write what is sent of `change`, the whole shard, into one row per segment, and subtract it from `change`."""
+        """Write the part of `change` that is sent into one row per segment, and subtract it from `change`. `change` is
+        the whole shard: (length,) float32."""
         for codec, row, start, stop in zip(self.codecs, rows, self.bounds, self.bounds[1:], strict=False):
             self.is_finite = codec.pack(change[start:stop], row) and self.is_finite
 
     def reduce(self, rows: Sequence[Array], weights: Sequence[float], sent: Array) -> None:
-        """Add the weighted mean of all nodes' rows for the own segment to what is owed. Write what is sent of it into
-        `sent`; the rest stays owed."""
+        """Add the weighted mean of all nodes' rows for the own segment to `owed`. Write the part that is sent into
+        `sent`; the rest stays in `owed`."""
         codec = self.codecs[self._node]
         codec.unpack_add(self.owed, rows, weights)
         self.is_finite = codec.pack(self.owed, sent) and self.is_finite

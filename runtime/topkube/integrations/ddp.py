@@ -36,12 +36,12 @@ def ddp_hook(
     after `torch.distributed.init_process_group("gloo")`.
 
     The hook computes the mean of each bucket over all ranks as HiTopKComm does: a sum within the node, the largest
-    entries between nodes, error feedback for the rest. `aggregation` is "hitopk", or "auto" and "dense", which send
-    everything. `density` is the share of entries that is sent between
-    nodes, `wire` the format of their values ("fp32", "bf16", "fp16"), and `warmup_steps` the steps over which the
-    density falls from 1 to `density`. Arguments that are None come from the job's spec.aggregation. `ranks_per_node` is
-    by default LOCAL_WORLD_SIZE, which torchrun and `topkube run` set. The first step is dense, because
-    DistributedDataParallel makes its final buckets after that step.
+    entries between nodes, error feedback for the rest. `aggregation` is "hitopk", or "auto" and "dense", which both
+    send the whole gradient. `density` is the share of entries that is sent between nodes, `wire` the format of their
+    values ("fp32", "bf16", "fp16"), and `warmup_steps` the steps over which the density falls from 1 to `density`.
+    Arguments that are None come from the job's spec.aggregation. `ranks_per_node` is by default LOCAL_WORLD_SIZE, which
+    torchrun and `topkube run` set. The first step is dense, because DistributedDataParallel makes its final buckets
+    after that step.
 
     Buckets are float32, bfloat16 or float16 tensors on the CPU. Raises TrainingError if torch.distributed is not
     initialized, and ArgumentError if an argument has an invalid value.
@@ -108,7 +108,7 @@ class _Exchange:
         self._finite = True
 
     def submit(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Return the future of a bucket's mean. It is the bucket's own memory."""
+        """Return the future of a bucket's mean, which is written into the bucket's own memory."""
         buffer, future = bucket.buffer(), torch.futures.Future[torch.Tensor]()
         check_device(buffer.device)
         self._thread.submit(self._run, future, buffer, bucket.index(), self._step, self._is_first_bucket)

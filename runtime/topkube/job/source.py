@@ -31,7 +31,7 @@ ConfigMapKey = Annotated[
 ]
 
 
-def _inside(path: str) -> str:
+def _check_inside(path: str) -> str:
     if ".." in path.split("/"):
         raise ValueError(f"{path!r} leaves the folder of the source: '..' is not allowed")
     return path
@@ -46,7 +46,7 @@ class SourceItem(Part):
     @field_validator("path")
     @classmethod
     def _path_inside(cls, path: str) -> str:
-        return _inside(path)
+        return _check_inside(path)
 
 
 class ConfigMapSource(Part):
@@ -72,7 +72,7 @@ class ConfigMapSource(Part):
     @field_validator("archive")
     @classmethod
     def _known_archive(cls, key: str | None) -> str | None:
-        return _archive_name(key) if key is not None else None
+        return _check_archive_name(key) if key is not None else None
 
     @model_validator(mode="after")
     def _fields_that_fit(self) -> ConfigMapSource:
@@ -97,7 +97,7 @@ class ArchiveSource(Part):
     @field_validator("uri")
     @classmethod
     def _known_archive(cls, uri: str) -> str:
-        return _archive_name(uri)
+        return _check_archive_name(uri)
 
 
 class GitSource(Part):
@@ -193,7 +193,7 @@ class Setup(Part):
         return requirements
 
 
-def _archive_name(name: str) -> str:
+def _check_archive_name(name: str) -> str:
     if not name.endswith(ARCHIVE_ENDINGS):
         raise ValueError(f"{name!r} is not an archive: it must end in {', '.join(ARCHIVE_ENDINGS)}")
     return name

@@ -162,7 +162,7 @@ def _parameter(parameter: AlgorithmParameter, is_optional: bool = False) -> Any:
 
 
 class ScheduleStage(Part):
-    """What changes when this many updates of the weights are done. What is not set stays as it was."""
+    """A stage of the schedule: new values from a step on. Values that are not set stay as they were."""
 
     from_step: int = Field(ge=1, le=INT32, description="the number of updates after which the stage begins")
     algorithm: AlgorithmName | None = Field(default=None, description="the algorithm from this step on")
@@ -191,7 +191,7 @@ class Aggregation(Part):
     )
 
     @model_validator(mode="after")
-    def _has_a_possible_schedule(self) -> Aggregation:
+    def _has_an_allowed_schedule(self) -> Aggregation:
         stages = [Stage(stage.from_step, stage.algorithm, stage.density, stage.period) for stage in self.schedule]
         try:
             check_schedule(self.algorithm, self.warmup_steps, self.momentum_correction, stages)
@@ -200,7 +200,7 @@ class Aggregation(Part):
         return self
 
     @model_validator(mode="after")
-    def _exchanges_seldom_enough(self) -> Aggregation:
+    def _has_an_allowed_period(self) -> Aggregation:
         if self.algorithm not in CHOICES and not is_foreign(self.algorithm):
             try:
                 find(self.algorithm).check_period(self.period)

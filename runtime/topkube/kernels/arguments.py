@@ -16,24 +16,24 @@ WIRES = dict(zip(("fp32", "bf16", "fp16"), DTYPE_CODES.values(), strict=True))
 MOST_ELEMENTS = 2**32 - 1
 
 
-def same_length(name: str, length: int, other_name: str, other: int) -> None:
+def check_same_length(name: str, length: int, other_name: str, other: int) -> None:
     if length != other:
         raise ArgumentError(
             f"{name} has {length} elements, {other_name} has {other}", next_step="pass arrays of equal length"
         )
 
 
-def apart(name: str, view: Array, other_name: str, other: Array, *, same_allowed: bool = False) -> None:
+def check_apart(name: str, view: Array, other_name: str, other: Array, *, same_allowed: bool = False) -> None:
     """Raise ArgumentError if the two share memory. `same_allowed` accepts arrays of exactly the same elements."""
     start, other_start = view.__array_interface__["data"][0], other.__array_interface__["data"][0]
     if start >= other_start + other.nbytes or other_start >= start + view.nbytes:
         return
     if same_allowed and start == other_start and view.dtype == other.dtype:
         return
-    overlapping(name, other_name)
+    raise_overlap(name, other_name)
 
 
-def overlapping(name: str, other_name: str) -> None:
+def raise_overlap(name: str, other_name: str) -> None:
     raise ArgumentError(
         f"{name} and {other_name} overlap in memory",
         cause="both are views of one array",
@@ -41,14 +41,14 @@ def overlapping(name: str, other_name: str) -> None:
     )
 
 
-def selectable(x: object, name: str) -> Array:
+def check_selectable(x: object, name: str) -> Array:
     """Return a flat view with few enough elements for 32-bit indices."""
     view = flat_view(x, name)
-    indexable(view.size, name)
+    check_indexable(view.size, name)
     return view
 
 
-def indexable(length: int, name: str) -> None:
+def check_indexable(length: int, name: str) -> None:
     if length > MOST_ELEMENTS:
         raise ArgumentError(
             f"{name} has {length} elements; indices are 32-bit",
@@ -56,15 +56,15 @@ def indexable(length: int, name: str) -> None:
         )
 
 
-def whole(value: object, name: str) -> int:
+def parse_whole_number(value: object, name: str) -> int:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ArgumentError(f"{name} = {value!r} is not a whole number", next_step=f"pass int({name})") from None
 
 
-def count_of(k: int, d: int) -> int:
-    k = whole(k, "k")
+def check_count(k: int, d: int) -> int:
+    k = parse_whole_number(k, "k")
     if d == 0:
         raise ArgumentError("the array is empty: there is nothing to select", next_step="skip empty arrays")
     if not 1 <= k <= d:
@@ -74,7 +74,7 @@ def count_of(k: int, d: int) -> int:
     return k
 
 
-def iterations_of(iterations: int) -> int:
+def check_iterations(iterations: int) -> int:
     if not 1 <= iterations <= 1000:
         raise ArgumentError(
             f"iterations = {iterations} is outside 1..1000", next_step="leave it at 30, the paper's choice"
@@ -82,27 +82,27 @@ def iterations_of(iterations: int) -> int:
     return iterations
 
 
-def threads_of(threads: int | None) -> int:
-    threads = SETTINGS.threads if threads is None else whole(threads, "threads")
+def choose_threads(threads: int | None) -> int:
+    threads = SETTINGS.threads if threads is None else parse_whole_number(threads, "threads")
     if not 1 <= threads <= 1024:
         raise ArgumentError(f"threads = {threads} is outside 1..1024", next_step="pass the number of free cores")
     return threads
 
 
-def wire_code(wire: str) -> int:
+def find_wire_code(wire: str) -> int:
     if wire not in WIRES:
         raise ArgumentError(f"wire = {wire!r} is unknown", next_step=f"choose one of {', '.join(WIRES)}")
     return WIRES[wire]
 
 
-def length_of(length: int) -> int:
-    length = whole(length, "length")
+def check_length(length: int) -> int:
+    length = parse_whole_number(length, "length")
     if not 0 <= length <= MOST_ELEMENTS:
         raise ArgumentError(f"length = {length} is outside 0..2^32-1", next_step="encode parts of fewer elements")
     return length
 
 
-def beyond(position: int, index: object, length: int) -> ArgumentError:
+def build_range_error(position: int, index: object, length: int) -> ArgumentError:
     return ArgumentError(
         f"indices[{position}] = {index} is outside dense (0..{length - 1})",
         cause="the indices belong to another array, or to another shard",
@@ -110,7 +110,7 @@ def beyond(position: int, index: object, length: int) -> ArgumentError:
     )
 
 
-def disordered(position: int, index: object, length: int) -> ArgumentError:
+def build_order_error(position: int, index: object, length: int) -> ArgumentError:
     return ArgumentError(
         f"indices[{position}] = {index} is out of order or not below length = {length}",
         cause="the indices are not ascending and distinct, or the length is wrong",

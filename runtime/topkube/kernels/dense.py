@@ -8,7 +8,7 @@ from typing import Any
 from topkube import _kernels
 from topkube.arrays import DTYPE_CODES, as_bytes, flat_view
 from topkube.errors import ArgumentError
-from topkube.kernels.arguments import apart, same_length
+from topkube.kernels.arguments import check_apart, check_same_length
 from topkube.kernels.device import device_kernels
 
 
@@ -27,13 +27,13 @@ def sum_(out: Any, inputs: Sequence[Any], scale: float = 1.0) -> Any:
     if not views:
         raise ArgumentError("inputs is empty", next_step="pass at least one array")
     for i, view in enumerate(views):
-        same_length(f"inputs[{i}]", view.size, "out", to.size)
+        check_same_length(f"inputs[{i}]", view.size, "out", to.size)
         if view.dtype != views[0].dtype:
             raise ArgumentError(
                 f"inputs[{i}] has dtype {view.dtype}, inputs[0] has {views[0].dtype}",
                 next_step="pass inputs of one dtype",
             )
-        apart("out", to, f"inputs[{i}]", view, same_allowed=True)
+        check_apart("out", to, f"inputs[{i}]", view, same_allowed=True)
     _kernels.sum(
         as_bytes(to), DTYPE_CODES[to.dtype], [as_bytes(view) for view in views], DTYPE_CODES[views[0].dtype], scale
     )
@@ -66,8 +66,8 @@ def cast_(out: Any, x: Any) -> Any:
             gpu.sum_(out, [x])
         return out
     to, view = flat_view(out, "out", writable=True), flat_view(x, "x")
-    same_length("x", view.size, "out", to.size)
-    apart("out", to, "x", view)
+    check_same_length("x", view.size, "out", to.size)
+    check_apart("out", to, "x", view)
     if to.dtype == view.dtype:
         _kernels.copy(as_bytes(to), as_bytes(view))
     else:

@@ -19,13 +19,13 @@ from topkube.errors import ArgumentError, DeviceError
 from topkube.kernels import cuda_library
 from topkube.kernels.arguments import (
     WIRES,
-    count_of,
-    indexable,
-    iterations_of,
-    length_of,
-    overlapping,
-    same_length,
-    wire_code,
+    check_count,
+    check_indexable,
+    check_iterations,
+    check_length,
+    check_same_length,
+    find_wire_code,
+    raise_overlap,
 )
 from topkube.kernels.cuda_library import MOST_INPUTS, STATE_BYTES, VERDICT_WORDS, CudaLibrary, EffortRead
 
@@ -83,7 +83,7 @@ class DeviceKernels:
         self._floats(out, "out")
         for i, x in enumerate(inputs):
             self._floats(x, f"inputs[{i}]")
-            same_length(f"inputs[{i}]", x.numel(), "out", out.numel())
+            check_same_length(f"inputs[{i}]", x.numel(), "out", out.numel())
             if x.dtype != inputs[0].dtype:
                 raise ArgumentError(
                     f"inputs[{i}] has dtype {x.dtype}, inputs[0] has {inputs[0].dtype}",
@@ -101,7 +101,7 @@ class DeviceKernels:
         """Raise ArgumentError if x cannot be copied to out."""
         self._floats(out, "out")
         self._floats(x, "x")
-        same_length("x", x.numel(), "out", out.numel())
+        check_same_length("x", x.numel(), "out", out.numel())
         self._apart("out", out, "x", x)
 
     def finite_flag(self, x: torch.Tensor) -> Any:
@@ -115,8 +115,8 @@ class DeviceKernels:
 
     def topk(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._floats(x, "x")
-        indexable(x.numel(), "x")
-        k = count_of(k, x.numel())
+        check_indexable(x.numel(), "x")
+        k = check_count(k, x.numel())
         indices, values = self._entries(x, k, x.dtype)
         self._select("topk", x, x.data_ptr(), self._codes[x.dtype], x.numel(), k, indices.data_ptr(), values.data_ptr())
         self._last.passes = (3, 3) if _dense(k, x.numel()) else (1, 4)
@@ -127,7 +127,7 @@ class DeviceKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         float32 = self.torch.float32
         self._floats(gradient, "gradient")
-        indexable(gradient.numel(), "gradient")
+        check_indexable(gradient.numel(), "gradient")
         self._floats(residual, "residual", (float32,))
         if out is None and gradient.dtype != float32:
             raise ArgumentError(
@@ -136,12 +136,12 @@ class DeviceKernels:
             )
         acc = gradient if out is None else out
         self._floats(acc, "out", (float32,))
-        same_length("residual", residual.numel(), "gradient", gradient.numel())
-        same_length("out", acc.numel(), "gradient", gradient.numel())
+        check_same_length("residual", residual.numel(), "gradient", gradient.numel())
+        check_same_length("out", acc.numel(), "gradient", gradient.numel())
         self._apart("gradient", gradient, "residual", residual)
         self._apart("out", acc, "residual", residual)
         self._apart("gradient", gradient, "out", acc, same_allowed=True)
-        k = count_of(k, gradient.numel())
+        k = check_count(k, gradient.numel())
         indices, values = self._entries(gradient, k, float32)
         self._select(
             "compress", gradient, gradient.data_ptr(), self._codes[gradient.dtype], residual.data_ptr(),
@@ -152,8 +152,8 @@ class DeviceKernels:
 
     def mstopk(self, x: torch.Tensor, k: int, iterations: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._floats(x, "x")
-        indexable(x.numel(), "x")
-        k, iterations = count_of(k, x.numel()), iterations_of(iterations)
+        check_indexable(x.numel(), "x")
+        k, iterations = check_count(k, x.numel()), check_iterations(iterations)
         indices, values = self._entries(x, k, x.dtype)
         self._select(
             "mstopk", x, x.data_ptr(), self._codes[x.dtype], x.numel(), k, iterations, seed % 2**64,
@@ -175,9 +175,9 @@ class DeviceKernels:
         """Return the verdict, and the indices that it refers to."""
         self._floats(dense, "dense")
         self._floats(values, "values")
-        indexable(values.numel(), "values")
+        check_indexable(values.numel(), "values")
         at = self._indices(indices)
-        same_length("values", values.numel(), "indices", at.numel())
+        check_same_length("values", values.numel(), "indices", at.numel())
         self._apart("dense", dense, "values", values)
         self._apart("dense", dense, "indices", at)
         verdict = self._verdict(dense)
@@ -198,8 +198,8 @@ class DeviceKernels:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the buffer (`out` if given), the verdict, and the indices that it refers to."""
         self._floats(values, "values")
-        at, code, length = self._indices(indices), wire_code(wire), length_of(length)
-        same_length("values", values.numel(), "indices", at.numel())
+        at, code, length = self._indices(indices), find_wire_code(wire), check_length(length)
+        check_same_length("values", values.numel(), "indices", at.numel())
         if residual is not None:
             self._floats(residual, "residual", (self.torch.float32,))
             if residual.numel() != length:
@@ -210,7 +210,7 @@ class DeviceKernels:
             self._apart("residual", residual, "indices", at)
         size = wire_size(length, at.numel(), wire)
         buffer = self._new(values, size, self.torch.uint8) if out is None else self._buffer(out)
-        same_length("out", buffer.numel(), "the encoded shard", size)
+        check_same_length("out", buffer.numel(), "the encoded shard", size)
         verdict = self._verdict(values)
         arguments = (
             at.data_ptr(), values.data_ptr(), self._codes[values.dtype], at.numel(), length, code,
@@ -302,7 +302,7 @@ class DeviceKernels:
                 next_step="pass indices as topk returns them",
             )
         self._plain(indices, "indices")
-        indexable(indices.numel(), "indices")
+        check_indexable(indices.numel(), "indices")
         flat = indices.reshape(-1)
         if flat.dtype == torch.uint32:
             return flat
@@ -331,7 +331,7 @@ class DeviceKernels:
             return
         if same_allowed and start == other_start and x.dtype == other.dtype:
             return
-        overlapping(name, other_name)
+        raise_overlap(name, other_name)
 
     # ---- memory and streams
 

@@ -13,12 +13,12 @@ from topkube.arrays import DTYPE_CODES, as_bytes, flat_view, like
 from topkube.errors import ArgumentError
 from topkube.kernels.arguments import (
     FLOAT32,
-    apart,
-    count_of,
-    iterations_of,
-    same_length,
-    selectable,
-    threads_of,
+    check_apart,
+    check_count,
+    check_iterations,
+    check_same_length,
+    check_selectable,
+    choose_threads,
 )
 from topkube.kernels.device import DeviceKernels, device_kernels
 
@@ -82,8 +82,8 @@ def topk(x: Any, k: int, *, threads: int | None = None) -> tuple[Any, Any]:
     if gpu := device_kernels(x=x):
         _last.effort = gpu
         return gpu.topk(x, k)
-    view = selectable(x, "x")
-    k, threads = count_of(k, view.size), threads_of(threads)
+    view = check_selectable(x, "x")
+    k, threads = check_count(k, view.size), choose_threads(threads)
     indices, values = np.empty(k, np.uint32), np.empty(k, view.dtype)
     _last.effort = _kernels.topk(as_bytes(view), DTYPE_CODES[view.dtype], threads, indices, as_bytes(values))
     return like(indices, x), like(values, x)
@@ -102,7 +102,7 @@ def compress_(gradient: Any, residual: Any, k: int, *, out: Any = None, threads:
     if gpu := device_kernels(gradient=gradient, residual=residual, out=out):
         _last.effort = gpu
         return gpu.compress_(gradient, residual, k, out)
-    source = selectable(gradient, "gradient")
+    source = check_selectable(gradient, "gradient")
     old = flat_view(residual, "residual", dtypes=(FLOAT32,))
     if out is None and source.dtype != FLOAT32:
         raise ArgumentError(
@@ -112,12 +112,12 @@ def compress_(gradient: Any, residual: Any, k: int, *, out: Any = None, threads:
     acc = flat_view(
         gradient if out is None else out, "gradient" if out is None else "out", writable=True, dtypes=(FLOAT32,)
     )
-    same_length("residual", old.size, "gradient", source.size)
-    same_length("out", acc.size, "gradient", source.size)
-    apart("gradient", source, "residual", old)
-    apart("out", acc, "residual", old)
-    apart("gradient", source, "out", acc, same_allowed=True)
-    k, threads = count_of(k, source.size), threads_of(threads)
+    check_same_length("residual", old.size, "gradient", source.size)
+    check_same_length("out", acc.size, "gradient", source.size)
+    check_apart("gradient", source, "residual", old)
+    check_apart("out", acc, "residual", old)
+    check_apart("gradient", source, "out", acc, same_allowed=True)
+    k, threads = check_count(k, source.size), choose_threads(threads)
     indices, values = np.empty(k, np.uint32), np.empty(k, np.float32)
     _last.effort = _kernels.compress(
         as_bytes(source), DTYPE_CODES[source.dtype], as_bytes(old), as_bytes(acc), threads, indices, as_bytes(values)
@@ -138,8 +138,8 @@ def mstopk(x: Any, k: int, iterations: int = 30, seed: int = 0, *, threads: int 
     if gpu := device_kernels(x=x):
         _last.effort = _last.thresholds = gpu
         return gpu.mstopk(x, k, iterations, seed)
-    view = selectable(x, "x")
-    k, threads, iterations = count_of(k, view.size), threads_of(threads), iterations_of(iterations)
+    view = check_selectable(x, "x")
+    k, threads, iterations = check_count(k, view.size), choose_threads(threads), check_iterations(iterations)
     indices, values = np.empty(k, np.uint32), np.empty(k, view.dtype)
     passes, candidates, *thresholds = _kernels.mstopk(
         as_bytes(view), DTYPE_CODES[view.dtype], iterations, seed % 2**64, threads, indices, as_bytes(values)

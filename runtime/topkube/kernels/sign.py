@@ -10,7 +10,7 @@ import numpy as np
 from topkube import _kernels
 from topkube.arrays import Array, as_bytes, flat_view
 from topkube.errors import ArgumentError
-from topkube.kernels.arguments import FLOAT32, apart, same_length
+from topkube.kernels.arguments import FLOAT32, check_apart, check_same_length
 
 SIGN_BLOCK = 256
 _BYTES, _WORDS = np.dtype(np.uint8), np.dtype(np.uint16)
@@ -29,9 +29,9 @@ def sign_pack_(values: Any, scales: Any | None = None, bits: Any | None = None) 
     scales = np.empty(blocks, _WORDS) if scales is None else scales
     bits = np.empty(octets, _BYTES) if bits is None else bits
     to_scales, to_bits = _parts(scales, bits, "", view.size, writable=True)
-    apart("values", view, "scales", to_scales)
-    apart("values", view, "bits", to_bits)
-    apart("scales", to_scales, "bits", to_bits)
+    check_apart("values", view, "scales", to_scales)
+    check_apart("values", view, "bits", to_bits)
+    check_apart("scales", to_scales, "bits", to_bits)
     return scales, bits, bool(_kernels.sign_pack(as_bytes(view), as_bytes(to_scales), to_bits))
 
 
@@ -43,11 +43,11 @@ def sign_unpack_add_(out: Any, parts: Sequence[tuple[Any, Any]], weights: Sequen
     `out`. Raises ArgumentError before anything is written.
     """
     view = flat_view(out, "out", writable=True, dtypes=(FLOAT32,))
-    same_length("weights", len(weights), "parts", len(parts))
+    check_same_length("weights", len(weights), "parts", len(parts))
     pairs = [_parts(scales, bits, f" of parts[{i}]", view.size) for i, (scales, bits) in enumerate(parts)]
     for i, (scales, bits) in enumerate(pairs):
-        apart("out", view, f"the scales of parts[{i}]", scales)
-        apart("out", view, f"the bits of parts[{i}]", bits)
+        check_apart("out", view, f"the scales of parts[{i}]", scales)
+        check_apart("out", view, f"the bits of parts[{i}]", bits)
     _kernels.sign_unpack_add(
         as_bytes(view),
         [as_bytes(scales) for scales, _ in pairs],

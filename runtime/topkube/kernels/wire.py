@@ -12,12 +12,12 @@ from topkube.arrays import DTYPE_CODES, Array, as_bytes, flat_view
 from topkube.errors import ArgumentError, WireError
 from topkube.kernels.arguments import (
     FLOAT32,
-    apart,
-    beyond,
-    disordered,
-    length_of,
-    same_length,
-    wire_code,
+    build_order_error,
+    build_range_error,
+    check_apart,
+    check_length,
+    check_same_length,
+    find_wire_code,
 )
 from topkube.kernels.device import NO_FAULT, device_kernels
 
@@ -50,23 +50,23 @@ def scatter_add_(dense: Any, indices: Any, values: Any, *, wait: bool = True) ->
     if gpu := device_kernels(dense=dense, indices=indices, values=values):
         verdict, places = gpu.scatter_add_(dense, indices, values)
         if wait and (position := gpu.words(verdict)[0]) != NO_FAULT:
-            raise beyond(position, int(places[position]), dense.numel())
+            raise build_range_error(position, int(places[position]), dense.numel())
         return dense
     to = flat_view(dense, "dense", writable=True)
     at, added = _indices(indices), flat_view(values, "values")
-    same_length("values", added.size, "indices", at.size)
-    apart("dense", to, "values", added)
-    apart("dense", to, "indices", at)
+    check_same_length("values", added.size, "indices", at.size)
+    check_apart("dense", to, "values", added)
+    check_apart("dense", to, "indices", at)
     position = _kernels.scatter_add(as_bytes(to), DTYPE_CODES[to.dtype], at, as_bytes(added), DTYPE_CODES[added.dtype])
     if position < at.size:
-        raise beyond(position, at[position], to.size)
+        raise build_range_error(position, at[position], to.size)
     return dense
 
 
 def encoded_size(length: int, k: int, wire: str = "fp32") -> int:
     """Return the bytes of k encoded entries of an array of `length` elements: a receiver computes them before the
     message."""
-    return int(_kernels.encoded_size(length, k, wire_code(wire)))
+    return int(_kernels.encoded_size(length, k, find_wire_code(wire)))
 
 
 def encode(
@@ -90,11 +90,11 @@ def encode(
     if gpu := device_kernels(indices=indices, values=values, residual=residual, out=out):
         encoded, verdict, places = gpu.encode(indices, values, length, wire, residual, out)
         if wait and (position := gpu.words(verdict)[0]) != NO_FAULT:
-            raise disordered(position, int(places[position]), length)
+            raise build_order_error(position, int(places[position]), length)
         return encoded
     at, flat_values = _indices(indices), flat_view(values, "values")
-    same_length("values", flat_values.size, "indices", at.size)
-    length, code = length_of(length), wire_code(wire)
+    check_same_length("values", flat_values.size, "indices", at.size)
+    length, code = check_length(length), find_wire_code(wire)
     left = None if residual is None else flat_view(residual, "residual", writable=True, dtypes=(FLOAT32,))
     if left is not None:
         if left.size != length:
@@ -102,11 +102,11 @@ def encode(
                 f"residual has {left.size} elements, length is {length}",
                 next_step="pass the residual of the whole shard",
             )
-        apart("residual", left, "values", flat_values)
-        apart("residual", left, "indices", at)
+        check_apart("residual", left, "values", flat_values)
+        check_apart("residual", left, "indices", at)
     size = _kernels.encoded_size(length, at.size, code)
     buffer = np.empty(size, np.uint8) if out is None else flat_view(out, "out", writable=True, dtypes=(_UINT8,))
-    same_length("out", buffer.size, "the encoded shard", size)
+    check_same_length("out", buffer.size, "the encoded shard", size)
     position = _kernels.encode(
         at,
         as_bytes(flat_values),
@@ -117,7 +117,7 @@ def encode(
         buffer,
     )
     if position < at.size:
-        raise disordered(position, at[position], length)
+        raise build_order_error(position, at[position], length)
     buffer[_CHECKSUM] = _checksum(buffer)
     return buffer if out is None else out
 
@@ -157,7 +157,7 @@ def decode_add_(dense: Any, buffer: Any, scale: float = 1.0, *, wait: bool = Tru
         return finite != 0
     to = flat_view(dense, "dense", writable=True)
     raw, _ = _checked(buffer, to.size)
-    apart("dense", to, "buffer", raw)
+    check_apart("dense", to, "buffer", raw)
     return bool(_kernels.decode_add(raw, as_bytes(to), DTYPE_CODES[to.dtype], scale))
 
 
@@ -185,7 +185,7 @@ def sum_rows_(out: Any, rows: Any, size: int, *, wait: bool = True) -> Any:
             _raise_fault(size, fault, declared, out.numel())
         return all(finite != 0 for _, finite, _, _ in words)
     to, raw = flat_view(out, "out", writable=True), flat_view(rows, "rows", dtypes=(_UINT8,))
-    apart("out", to, "rows", raw)
+    check_apart("out", to, "rows", raw)
     parts = [decode(row[:size], length=to.size) for row in raw.reshape(rows.shape)]
     _kernels.spread(as_bytes(to), DTYPE_CODES[to.dtype], parts)
     return all(bool(np.isfinite(values).all()) for _, values in parts)

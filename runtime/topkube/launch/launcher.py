@@ -330,5 +330,5 @@ class JobLauncher:
         for member in members:
             if member.tunnel is not None:
                 member.tunnel.end()
-        # In parallel: each silent worker takes a second.
+        # All at the same time, because each silent worker takes a second.
         await asyncio.gather(*(member.link.drop() for member in members), return_exceptions=True)

@@ -315,7 +315,7 @@ class Members:
 
 
 def clock_offset(their_time: float, own_time: float) -> float:
-    """Return the seconds to add to a worker's clock, if its hello of time `theirs` is received at `ours`; 0 if the
-    clocks count as equal."""
+    """Return the seconds to add to a worker's clock. The worker sent its hello at `their_time`, and it arrived at
+    `own_time` (Unix seconds of both clocks). Return 0 if the clocks count as equal."""
     offset = own_time - their_time
     return offset if abs(offset) > _CLOCK_SECONDS else 0.0

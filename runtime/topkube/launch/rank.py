@@ -51,8 +51,8 @@ _OWN_END_SECONDS = 0.5
 _GRACE_SECONDS = 10.0
 """Time between SIGTERM and SIGKILL to a command whose front is gone."""
 _REST_SECONDS, _QUIET_SECONDS = 2.0, 0.2
-"""How long processes that a command leaves behind, such as `tee`, may take to print the rest: in total, and between
-two pieces of output."""
+"""How long processes that a command leaves behind, such as `tee`, may take to print the rest of their output: in total,
+and between two pieces of output."""
 _PROGRAM_CHARACTERS = 1024
 
 

@@ -51,7 +51,7 @@ def draw_sweep(rows: list[tuple[int, list[Prediction]]], path: Path, title: str)
         except (OSError, ValueError) as error:
             raise PlotError(
                 f"the picture could not be written to {path}: {error}",
-                cause="the folder is not writable, or the ending is no format of a picture",
+                cause="the folder is not writable, or matplotlib does not know the format of this ending",
                 next_step="pass a file that ends in .png, .pdf or .svg",
             ) from error
         finally:

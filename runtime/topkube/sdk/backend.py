@@ -1,4 +1,4 @@
-"""What a backend of the TrainingClient does with jobs: the same on a cluster and on this machine."""
+"""The interface of the TrainingClient's backends: what they do with jobs, on a cluster and on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDED = ("Succeeded", "Failed")
 
 
 class Backend(Protocol):
-    """Starts jobs and finds them by name. Methods raise ClusterError for a job that does not exist."""
+    """Starts jobs, and follows and ends them by name. Methods raise ClusterError for a job that does not exist."""
 
     def submit(self, job: TrainingJob, code: PackedSource, packages: tuple[str, ...]) -> None:
         """Start the job, whose ranks run in a copy of `code`."""
@@ -42,12 +42,12 @@ class Backend(Protocol):
         """End the job and remove it, with its pods or its files."""
 
 
-def phase_of(job: TrainingJob) -> str:
+def read_phase(job: TrainingJob) -> str:
     """Return the phase of a job: Pending until its status has one."""
     return (job.status.phase if job.status is not None else None) or "Pending"
 
 
-def failure_of(job: TrainingJob) -> LaunchError:
+def build_failure(job: TrainingJob) -> LaunchError:
     """Return the error of a failed job, with the exit code of the rank that failed first."""
     failure = job.status.first_failure if job.status is not None else None
     what = (failure.message or failure.reason if failure is not None else None) or "no reason is known"

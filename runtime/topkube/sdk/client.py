@@ -12,8 +12,8 @@ from topkube.cli.cluster.api import Where
 from topkube.cli.script_job import IMAGE, job_name
 from topkube.errors import ClusterError, JobError
 from topkube.job import API_VERSION, KIND, TrainingJob
-from topkube.sdk.backend import Backend, failure_of, phase_of
-from topkube.sdk.function import function_script
+from topkube.sdk.backend import Backend, build_failure, read_phase
+from topkube.sdk.function import build_script
 from topkube.source.packing import pack_source
 from topkube.telemetry.history import History
 
@@ -79,16 +79,16 @@ class TrainingClient:
         Each rank runs the function's source with `arguments`, as JSON. The function imports what it needs; closures,
         lambdas and names of the notebook are refused. `source` is a folder whose files the ranks find in their working
         directory, such as modules of yours. `packages` are pip requirements that the pods install. `aggregation` is the
-        name of an algorithm, or fields of `spec.aggregation`. `environment` and `resources` are those of the worker's
-        container, such as {"limits": {"nvidia.com/gpu": 8}}. `spec` has other fields of a TrainingJob's spec, with
-        YAML's names: {"checkpoint": {...}, "runPolicy": {...}}. The default `name` is the function's, with a random
-        ending.
+        name of an algorithm, or fields of `spec.aggregation`; by default "auto", which sends the whole gradient.
+        `environment` and `resources` are those of the worker's container, such as {"limits": {"nvidia.com/gpu": 8}}.
+        `spec` has other fields of a TrainingJob's spec, with YAML's names: {"checkpoint": {...}, "runPolicy": {...}}.
+        The default `name` is the function's, with a random ending.
 
         Raises SourceError if the function or the folder cannot be sent, JobError if the job is invalid, and
         ClusterError if the cluster refuses it.
         """
         folder = Path(source) if source is not None else None
-        script = function_script(function, arguments or {}, folder)
+        script = build_script(function, arguments or {}, folder)
         code = pack_source(folder, {SCRIPT: script.encode()})
         container: dict[str, Any] = {"name": "worker", "image": image or IMAGE, "command": ["python", SCRIPT]}
         if environment:
@@ -104,7 +104,7 @@ class TrainingClient:
             {
                 "apiVersion": API_VERSION,
                 "kind": KIND,
-                "metadata": {"name": name or _fresh_name(function.__name__)},
+                "metadata": {"name": name or _make_name(function.__name__)},
                 "spec": fields,
             }
         )
@@ -138,8 +138,8 @@ class TrainingClient:
             phase = ""
             try:
                 for job in self._backend.watch(name, timeout, history):
-                    if phase_of(job) != phase:
-                        phase = phase_of(job)
+                    if read_phase(job) != phase:
+                        phase = read_phase(job)
                         shown.note(f"{name} is {phase}")
                     shown.update()
             except TimeoutError:
@@ -147,7 +147,7 @@ class TrainingClient:
         if show:
             display.show_plot(job, history)
         if phase == "Failed":
-            raise failure_of(job)
+            raise build_failure(job)
         return job
 
     def logs(self, name: str, follow: bool = False) -> Iterator[str]:
@@ -169,6 +169,6 @@ class TrainingClient:
         self._backend.delete(name, timeout)
 
 
-def _fresh_name(function: str) -> str:
+def _make_name(function: str) -> str:
     name = job_name(re.sub(r"_+$", "", function))[:_NAME_CHARACTERS].rstrip("-")
     return f"{name}-{secrets.token_hex(3)}"

@@ -9,7 +9,7 @@ from topkube.cli.cluster.api import Where, connect
 from topkube.cli.cluster.jobs import Watch, all_jobs, find_job
 from topkube.errors import ClusterError
 from topkube.job import TrainingJob
-from topkube.sdk.backend import ENDED, phase_of
+from topkube.sdk.backend import ENDED, read_phase
 from topkube.sdk.display import add_progress
 from topkube.source.packing import PackedSource
 from topkube.telemetry.history import History
@@ -44,7 +44,7 @@ class ClusterBackend:
             job = TrainingJob.from_cluster(stored)
             add_progress(history, job.status.progress if job.status is not None else None)
             yield job
-            if phase_of(job) in ENDED:
+            if read_phase(job) in ENDED:
                 return
 
     def logs(self, name: str, follow: bool) -> Iterator[str]:

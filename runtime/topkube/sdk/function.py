@@ -26,7 +26,7 @@ _CONSTANTS = (bool, int, float, str, bytes, type(None))
 _ADVICE = "move it into the function, or into a module of the folder that `source` names, and import it there"
 
 
-def function_script(function: Callable[..., Any], arguments: Mapping[str, Any], source: Path | None = None) -> str:
+def build_script(function: Callable[..., Any], arguments: Mapping[str, Any], source: Path | None = None) -> str:
     """Return a Python script that calls `function` with `arguments`, which must be JSON.
 
     Modules in the folder `source` may be imported. Raises SourceError for everything that would not exist in the pods:
@@ -46,14 +46,14 @@ def function_script(function: Callable[..., Any], arguments: Mapping[str, Any], 
             cause="the pods do not have these variables",
             next_step="pass them as arguments: train(function, arguments={...})",
         )
-    definition = _definition(function)
+    definition = _parse_definition(function)
     _check_call(function, arguments)
-    imports = [_import_line(function, used, source) for used in sorted(_used_names(function, definition))]
+    imports = [_build_import_line(function, used, source) for used in sorted(_find_used_names(function, definition))]
     parts = [
         f'"""The function {name}, as topkube.TrainingClient sent it."""',
         "from __future__ import annotations",
         "\n".join(line for line in imports if line),
-        "\n" + _source(function),
+        "\n" + _read_source(function),
         "",
         'if __name__ == "__main__":',
         f"    {name}(**__import__('json').loads({json.dumps(dict(arguments))!r}))",
@@ -61,7 +61,7 @@ def function_script(function: Callable[..., Any], arguments: Mapping[str, Any], 
     return "\n".join(part for part in parts if part) + "\n"
 
 
-def _source(function: FunctionType) -> str:
+def _read_source(function: FunctionType) -> str:
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
@@ -72,7 +72,7 @@ def _source(function: FunctionType) -> str:
         ) from None
 
 
-def _definition(function: FunctionType) -> ast.FunctionDef:
+def _parse_definition(function: FunctionType) -> ast.FunctionDef:
     """Return the syntax tree of the function. Raises SourceError for methods, decorators and coroutines."""
     name, qualified = function.__name__, function.__qualname__
     problem = ""
@@ -82,7 +82,7 @@ def _definition(function: FunctionType) -> ast.FunctionDef:
         problem = "it is a coroutine or a generator: nothing would run it"
     else:
         try:
-            tree = ast.parse(_source(function)).body
+            tree = ast.parse(_read_source(function)).body
         except SyntaxError:
             tree = []
         definition = tree[0] if len(tree) == 1 else None
@@ -115,25 +115,25 @@ def _check_call(function: FunctionType, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _used_names(function: FunctionType, definition: ast.FunctionDef) -> set[str]:
+def _find_used_names(function: FunctionType, definition: ast.FunctionDef) -> set[str]:
     """Return the global names that the function reads: in its body, in functions inside it, and in its defaults."""
     defaults = [*definition.args.defaults, *(value for value in definition.args.kw_defaults if value is not None)]
     names = {node.id for value in defaults for node in ast.walk(value) if isinstance(node, ast.Name)}
-    names |= set(_global_names(function.__code__))
+    names |= set(_list_global_names(function.__code__))
     names.discard(function.__name__)
     return {name for name in names if name in function.__globals__ or not hasattr(builtins, name)}
 
 
-def _global_names(code: CodeType) -> Iterator[str]:
+def _list_global_names(code: CodeType) -> Iterator[str]:
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield str(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _global_names(constant)
+            yield from _list_global_names(constant)
 
 
-def _import_line(function: FunctionType, name: str, source: Path | None) -> str:
+def _build_import_line(function: FunctionType, name: str, source: Path | None) -> str:
     """Return the line that gives the script the global `name` of the function."""
     if name in ("__name__", "__annotations__"):
         return ""
@@ -153,13 +153,13 @@ def _import_line(function: FunctionType, name: str, source: Path | None) -> str:
         _check_module(function, module, source)
         return f"from {module} import {qualified} as {name}"
     raise SourceError(
-        f"{function.__name__} uses {name}, {_kind(value)} that the pods cannot import",
+        f"{function.__name__} uses {name}, {_describe_kind(value)} that the pods cannot import",
         cause="it exists in this process only",
         next_step=_ADVICE,
     )
 
 
-def _kind(value: Any) -> str:
+def _describe_kind(value: Any) -> str:
     if isinstance(value, type):
         return "a class"
     return "a function" if isinstance(value, FunctionType) else f"a value of type {type(value).__name__}"

@@ -25,7 +25,7 @@ from pathlib import Path
 from topkube.errors import ClusterError
 from topkube.job import FirstFailure, Progress, Status, TrainingJob
 from topkube.launch.output.rank_report import log_path
-from topkube.sdk.backend import ENDED, phase_of
+from topkube.sdk.backend import ENDED, read_phase
 from topkube.settings import process_environment
 from topkube.source.archive import unpack
 from topkube.source.packing import ARCHIVE_KEY, PackedSource
@@ -40,7 +40,8 @@ JOB_FILE, RUN_FOLDER, SOURCE_FOLDER, OUTPUT_FILE = "job.yaml", "run", "source", 
 
 @dataclass
 class _Started:
-    """A job of this process: its definition, its folder, its process, and if the user has suspended it."""
+    """A job of this process: its definition, its folder and its process. `suspended` is True if the user has suspended
+    it."""
 
     job: TrainingJob
     folder: Path
@@ -81,7 +82,7 @@ class LocalBackend:
                 f"there is a job {job.name} already, in {folder}",
                 next_step=f"client.delete({job.name!r}), or choose another name",
             )
-        if missing := _missing(packages):
+        if missing := _list_missing(packages):
             warnings.warn(
                 f"{', '.join(missing)}: not installed here, and the local backend installs nothing. "
                 f"Next: pip install {' '.join(missing)}",
@@ -98,7 +99,7 @@ class LocalBackend:
     def get(self, name: str) -> TrainingJob:
         started = self._find(name)
         code = started.process.poll()  # before the records: those of a run that has ended are complete
-        return started.job.model_copy(update={"status": _status(started, code, started.read_history())})
+        return started.job.model_copy(update={"status": _build_status(started, code, started.read_history())})
 
     def list(self) -> list[TrainingJob]:
         return [self.get(name) for name in self._jobs]
@@ -117,7 +118,7 @@ class LocalBackend:
             if job.status != shown:
                 shown = job.status
                 yield job
-            if phase_of(job) in ENDED:
+            if read_phase(job) in ENDED:
                 return
             if time.monotonic() >= deadline:
                 raise TimeoutError
@@ -128,19 +129,19 @@ class LocalBackend:
         slots, ranks = started.job.spec.slots_per_worker, started.job.ranks
         followers = [LogFollower(log_path(started.run_folder, rank)) for rank in range(ranks)]
 
-        def prefixed(rank: int, lines: list[str]) -> Iterator[str]:
+        def add_prefix(rank: int, lines: list[str]) -> Iterator[str]:
             yield from (f"[worker{rank // slots}.rank{rank}] {line}" for line in lines)
 
         while follow:
-            over = started.process.poll() is not None and not started.suspended
+            has_ended = started.process.poll() is not None and not started.suspended
             for rank, follower in enumerate(followers):
-                yield from prefixed(rank, follower.read())
-            if over:
+                yield from add_prefix(rank, follower.read())
+            if has_ended:
                 break
             time.sleep(_CHECK_SECONDS)
         for rank, follower in enumerate(followers):
             for lines in follower.finish():
-                yield from prefixed(rank, lines)
+                yield from add_prefix(rank, lines)
 
     def suspend(self, name: str, seconds: float) -> None:
         started = self._find(name)
@@ -152,7 +153,7 @@ class LocalBackend:
         started = self._find(name)
         self._refuse_ended(started)
         if started.suspended:
-            (started.run_folder / PROGRESS_FILE).unlink(missing_ok=True)  # nobody takes old records for new
+            (started.run_folder / PROGRESS_FILE).unlink(missing_ok=True)  # else readers would mix old and new records
             started.restart(_start(started.folder))
 
     def delete(self, name: str, seconds: float) -> None:
@@ -162,7 +163,7 @@ class LocalBackend:
         shutil.rmtree(started.folder)
 
     def _refuse_ended(self, started: _Started) -> None:
-        phase = phase_of(self.get(started.job.name))
+        phase = read_phase(self.get(started.job.name))
         if phase in ENDED:
             name = started.job.name
             raise ClusterError(
@@ -196,12 +197,12 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(),
+            env=_build_environment(),
             start_new_session=True,  # Ctrl-C in a notebook interrupts the cell, not the job
         )
 
 
-def _environment() -> dict[str, str]:
+def _build_environment() -> dict[str, str]:
     """Return the environment of `topkube run`. Its Python finds the topkube of this process, also from a checkout."""
     environment = process_environment()
     paths = [path for path in sys.path if path and os.path.isdir(os.path.join(path, "topkube"))]
@@ -221,8 +222,8 @@ def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
         ) from None
 
 
-def _status(started: _Started, code: int | None, history: History) -> Status:
-    """Return the status of a job in the words of a cluster's status. `code` is None while the process runs."""
+def _build_status(started: _Started, code: int | None, history: History) -> Status:
+    """Return the status of a job, with the phases of a job on a cluster. `code` is None while the process runs."""
     last = history.last
     progress = None
     if last is not None:
@@ -242,14 +243,14 @@ def _status(started: _Started, code: int | None, history: History) -> Status:
         return Status(phase="Suspended" if code is not None else "Running", progress=progress)
     if code is None:
         return Status(phase="Running" if last is not None or _has_logs(started) else "Starting", progress=progress)
-    return Status(phase="Failed", progress=progress, first_failure=_first_failure(started, code))
+    return Status(phase="Failed", progress=progress, first_failure=_read_first_failure(started, code))
 
 
 def _has_logs(started: _Started) -> bool:
     return log_path(started.run_folder, 0).exists()
 
 
-def _first_failure(started: _Started, code: int) -> FirstFailure:
+def _read_first_failure(started: _Started, code: int) -> FirstFailure:
     """Return why a run failed: by its summary, or by what `topkube run` printed."""
     code = code if code > 0 else 128 - code
     try:
@@ -267,7 +268,7 @@ def _first_failure(started: _Started, code: int) -> FirstFailure:
         return FirstFailure(exit_code=code, reason="LaunchFailed", message=text.strip()[-2048:] or None)
 
 
-def _missing(packages: tuple[str, ...]) -> list[str]:
+def _list_missing(packages: tuple[str, ...]) -> list[str]:
     """Return the requirements whose package is not installed here."""
     missing = []
     for requirement in packages:

@@ -1,4 +1,4 @@
-"""Unpack an archive of code into a new folder, within limits, and compute the digest of a folder."""
+"""Unpack an archive of code into a new folder, within limits, and compute digests of files and folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COPY_BYTES = 1 << 20
 
 
 def unpack(archive: Path, folder: Path, name: str) -> None:
-    """Unpack the tar `archive`, which `name` compresses by its ending, into the new folder `folder`.
+    """Unpack the tar `archive` into the new folder `folder`. The ending of `name` determines the compression.
 
     Files keep only their executable bit. Raises SourceError for links, devices, paths that leave the folder, damaged
     archives, and archives that exceed the limits. Raises OSError if the disk refuses the files.
@@ -100,17 +100,17 @@ def _too_large_error(name: str, how: str) -> SourceError:
     )
 
 
-def folder_digest(folder: Path) -> str:
+def compute_folder_digest(folder: Path) -> str:
     """Return the SHA-256 of the paths, executable bits and contents of all files in `folder`. Raises OSError."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         executable = "x" if path.stat().st_mode & stat.S_IXUSR else "-"
         name = os.fsencode(path.relative_to(folder).as_posix())
-        digest.update(b"%d %s %s %s\n" % (len(name), name, executable.encode(), file_digest(path).encode()))
+        digest.update(b"%d %s %s %s\n" % (len(name), name, executable.encode(), compute_file_digest(path).encode()))
     return digest.hexdigest()
 
 
-def file_digest(path: Path) -> str:
+def compute_file_digest(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -35,7 +35,7 @@ def download_archive(source: ArchiveSource, path: Path, patience: Patience | Non
             break
         except Exception as error:
             if attempt == patience.retries or not is_worth_a_retry(error) or time.monotonic() > deadline:
-                raise _unavailable_error(build_final_error(_cause_of(error), source.uri, attempt)) from error
+                raise _unavailable_error(build_final_error(_find_cause(error), source.uri, attempt)) from error
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause *= 2
     check_digest(digest, source.sha256, source.uri, "spec.source.archive.sha256")
@@ -67,8 +67,8 @@ def _read(uri: str, path: Path, patience: Patience, deadline: float) -> str:
     return digest.hexdigest()
 
 
-def _cause_of(error: Exception) -> Exception:
-    """Return why a file is not there. fsspec raises FileNotFoundError also if the server does not answer."""
+def _find_cause(error: Exception) -> Exception:
+    """Return the error that caused `error`. fsspec raises FileNotFoundError also if the server does not answer."""
     while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error

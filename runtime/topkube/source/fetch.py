@@ -1,7 +1,7 @@
 """`topkube fetch-source`: the init container of a worker. It fetches the source and installs its packages.
 
-It runs as the worker's user, with a read-only root file system, and writes only to its volume and to /tmp. Why it fails
-becomes the termination message, and from there `status.firstFailure`.
+It runs as the worker's user, with a read-only root file system, and writes only to its volume and to /tmp. If it fails,
+the reason is in the termination message, from which the operator writes `status.firstFailure`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from topkube.launch import contract
 from topkube.launch.host.environment import digest_path
 from topkube.launch.termination_message import ending_before_start, write_ending
 from topkube.settings import Settings
-from topkube.source.archive import check_digest, file_digest, folder_digest, unpack
+from topkube.source.archive import check_digest, compute_file_digest, compute_folder_digest, unpack
 
 EXIT_CODE = 65
 """EX_DATAERR of sysexits.h."""
@@ -62,7 +62,7 @@ def carry_out(
     try:
         if plan.source is not None:
             _fetch(plan.source, folder, files, secret, scratch)
-            digest = folder_digest(folder)
+            digest = compute_folder_digest(folder)
             write_text(digest_path(folder), digest + "\n")
             print(f"topkube: the source is in {folder}, with the digest {digest[:12]}", flush=True)
         else:
@@ -110,7 +110,7 @@ def _copy_config_map(source: ConfigMapSource, folder: Path, files: Path, scratch
         if not archive.is_file():
             raise _missing_key_error(source, source.archive)
         if source.sha256 is not None:
-            check_digest(file_digest(archive), source.sha256, source.archive, "spec.source.configMap.sha256")
+            check_digest(compute_file_digest(archive), source.sha256, source.archive, "spec.source.configMap.sha256")
         copy = scratch / "archive"
         shutil.copyfile(archive, copy)
         unpack(copy, folder, source.archive)

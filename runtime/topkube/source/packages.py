@@ -31,18 +31,18 @@ def install_packages(setup: Setup, folder: Path, source: Path, scratch: Path) ->
     """
     requirements, report = scratch / "requirements.txt", scratch / "pip-report.json"
     requirements.write_text("\n".join(setup.requirements) + "\n", encoding="utf-8")
-    origin = _wheel_options(setup, source)
+    origin = _build_wheel_options(setup, source)
     _run_pip(["--dry-run", "--quiet", "--report", str(report), *origin, "-r", str(requirements)], setup)
     wanted: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8")).get("install", [])
-    names = {_normalized(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in wanted}
+    names = {_normalize_name(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in wanted}
     _check_kept(names, setup)
     if wanted:
-        exact = [_exact(entry) for entry in wanted]
+        exact = [_pin_version(entry) for entry in wanted]
         _run_pip(["--no-deps", "--target", str(folder), *origin, "--", *exact], setup)
     return [f"{name}=={version}" for name, version in names.items()]
 
 
-def _wheel_options(setup: Setup, source: Path) -> list[str]:
+def _build_wheel_options(setup: Setup, source: Path) -> list[str]:
     if setup.wheels is None:
         return []
     wheels = source / setup.wheels
@@ -57,13 +57,13 @@ def _wheel_options(setup: Setup, source: Path) -> list[str]:
     return ["--no-index", "--find-links", str(wheels)]
 
 
-def _exact(entry: dict[str, Any]) -> str:
+def _pin_version(entry: dict[str, Any]) -> str:
     """Return the requirement that stands for exactly this distribution."""
     name, version = entry["metadata"]["name"], entry["metadata"]["version"]
     return f"{name} @ {entry['download_info']['url']}" if entry.get("is_direct") else f"{name}=={version}"
 
 
-def _normalized(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -32,8 +32,8 @@ USUALLY_IGNORED = (
     *("runs/", "wandb/", "mlruns/", "lightning_logs/"),
     *(".env", ".env.*", ".netrc", "*.pem", "*.key", ".ssh/", ".aws/", ".kube/"),
 )
-"""Patterns of files that are no code, or that may hold credentials: everybody who can read the ConfigMap would see
-them. `!PATTERN` in .topkubeignore packs a file all the same."""
+"""Patterns of files that are not code, or that may hold credentials, which everybody who can read the ConfigMap would
+see. `!PATTERN` in .topkubeignore packs such files."""
 _MOST_FILES, _MOST_BYTES = 20_000, 64 << 20
 _LARGEST_SHOWN = 5
 
@@ -69,13 +69,13 @@ def pack_source(folder: Path | None, added: Mapping[str, bytes] | None = None) -
             cause="all of them are ignored by .gitignore or .topkubeignore",
             next_step="add lines such as !train.py to .topkubeignore",
         )
-    data = _archive(files, added or {})
+    data = _build_archive(files, added or {})
     if len(data) > MOST_PACKED_BYTES:
         raise _too_large_error(folder, files, f"{len(data):,} bytes when compressed, more than {MOST_PACKED_BYTES:,}")
     return PackedSource(data, hashlib.sha256(data).hexdigest(), len(files))
 
 
-def _archive(files: Mapping[str, tuple[Path | None, int]], added: Mapping[str, bytes]) -> bytes:
+def _build_archive(files: Mapping[str, tuple[Path | None, int]], added: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with (
         gzip.GzipFile("", "wb", 9, buffer, mtime=0) as compressed,
@@ -97,7 +97,7 @@ def _archive(files: Mapping[str, tuple[Path | None, int]], added: Mapping[str, b
 
 def _list_files(root: Path) -> Iterator[tuple[Path, str]]:
     """Yield the files to pack and their paths below `root`, in order."""
-    specs = [("", _spec(list(USUALLY_IGNORED)))]
+    specs = [("", _parse_patterns(list(USUALLY_IGNORED)))]
     above = [root, *root.parents]
     repository = next((index for index, parent in enumerate(above) if (parent / ".git").exists()), 0)
     for parent in reversed(above[1 : repository + 1]):
@@ -155,11 +155,11 @@ def _read_specs(folder: Path) -> list[Any]:
             lines = (folder / name).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             continue
-        specs.append(_spec(lines))
+        specs.append(_parse_patterns(lines))
     return specs
 
 
-def _spec(lines: list[str]) -> Any:
+def _parse_patterns(lines: list[str]) -> Any:
     try:
         import pathspec
     except ImportError:

@@ -24,7 +24,8 @@ _OPTIONS = (
     *("-c", "http.followRedirects=initial"),
     *("-c", "advice.detachedHead=false"),
 )
-"""Only https and ssh: an address must neither run a program nor read a file of the pod."""
+"""git's options that allow only https and ssh. With other protocols, an address could run a program or read a file of
+the pod."""
 
 
 def fetch_commit(source: GitSource, folder: Path, secret: Path | None, scratch: Path) -> None:
@@ -45,7 +46,7 @@ def fetch_commit(source: GitSource, folder: Path, secret: Path | None, scratch: 
         **process_environment(),
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_CONFIG_NOSYSTEM": "1",
-        **_credentials(secret, scratch),
+        **_write_credentials(secret, scratch),
     }
     folder.mkdir()
 
@@ -62,18 +63,18 @@ def fetch_commit(source: GitSource, folder: Path, secret: Path | None, scratch: 
         )
 
     try:
-        checked(run("init", "--quiet"), source)
+        check_git(run("init", "--quiet"), source)
         # Most servers send a single commit. Others send branches and tags only.
         if run("fetch", "--quiet", "--depth=1", "--no-tags", "--", source.url, source.commit).returncode:
-            checked(run("fetch", "--quiet", "--no-tags", "--", source.url, source.ref), source)
+            check_git(run("fetch", "--quiet", "--no-tags", "--", source.url, source.ref), source)
         if run("cat-file", "-e", f"{source.commit}^{{commit}}").returncode:
             raise SourceError(
                 f"{source.ref} of {source.url} does not contain the commit {source.commit}",
                 cause="the commit was never pushed, or it is on another branch",
                 next_step="push it (git push), or set spec.source.git.ref to the branch that contains it",
             )
-        checked(run("checkout", "--quiet", "--detach", source.commit), source)
-        head = checked(run("rev-parse", "HEAD"), source).strip()
+        check_git(run("checkout", "--quiet", "--detach", source.commit), source)
+        head = check_git(run("rev-parse", "HEAD"), source).strip()
     except subprocess.TimeoutExpired:
         raise _unavailable_error(source, f"git needed more than {FETCH_SECONDS:g} s") from None
     if head != source.commit:
@@ -82,7 +83,7 @@ def fetch_commit(source: GitSource, folder: Path, secret: Path | None, scratch: 
     _check_size(folder, source)
 
 
-def checked(result: subprocess.CompletedProcess[str], source: GitSource) -> str:
+def check_git(result: subprocess.CompletedProcess[str], source: GitSource) -> str:
     """Return the output of a git command. Raises SourceError if it failed."""
     if result.returncode:
         raise _unavailable_error(source, " ".join(result.stderr.split())[-_TAIL_CHARACTERS:])
@@ -109,7 +110,7 @@ def _check_size(folder: Path, source: GitSource) -> None:
         )
 
 
-def _credentials(secret: Path | None, scratch: Path) -> dict[str, str]:
+def _write_credentials(secret: Path | None, scratch: Path) -> dict[str, str]:
     """Return the variables by which git finds the credentials in the Secret. git needs a program and, for ssh, a key
     that nobody else can read."""
     if secret is None:

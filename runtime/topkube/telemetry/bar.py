@@ -103,9 +103,9 @@ class ProgressDisplay:
         elif time.monotonic() - self._shown_at >= PLAIN_SECONDS:
             self._plain()
 
-    def line(self, node: int, rank: int, text: str) -> None:
+    def line(self, worker: int, rank: int, text: str) -> None:
         """Show a line that a rank printed."""
-        prefix = f"[node{node}.rank{rank}] "
+        prefix = f"[worker{worker}.rank{rank}] "
         if self._live:
             shown = Text(prefix, style=_COLOURS[rank % len(_COLOURS)])
             self.console.print(shown.append_text(Text.from_ansi(text)), soft_wrap=True)

@@ -1,4 +1,5 @@
-"""Seconds per phase and bytes per level of a step. Collectives and training add to `current`; every step takes it."""
+"""Seconds per phase and bytes per level of a step. Collectives and training add to `current`, and each step takes the
+totals and resets them."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from dataclasses import dataclass, field
 from topkube.telemetry import trace
 
 PHASES = ("data", "forward", "backward", "select", "intra", "inter", "update")
-"""The phases of a step. `select` is the compression, `intra` the exchange inside the node, `inter` that between nodes.
-These three run in the communication thread and overlap with `backward`."""
+"""The phases of a step. `select` is the compression, `intra` the exchange inside the node, `inter` the exchange between
+nodes. These three run in the communication thread and overlap with `backward`."""
 
 
 @dataclass

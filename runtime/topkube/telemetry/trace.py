@@ -60,14 +60,14 @@ class Trace:
         self._step_began: int | None = None
         self._step = self._exchanges = 0
         self._processor = (0.0, 0.0)
-        self._named(COMPUTE, "compute")
-        self._named(COMMUNICATION, "communication")
+        self._name_track(COMPUTE, "compute")
+        self._name_track(COMMUNICATION, "communication")
         self._events.append(
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"node {node} rank {rank}"}}
         )
         atexit.register(self.close)
 
-    def _named(self, track: int, name: str) -> None:
+    def _name_track(self, track: int, name: str) -> None:
         self._events.append({"ph": "M", "name": "thread_name", "pid": self._rank, "tid": track, "args": {"name": name}})
 
     # ---- events

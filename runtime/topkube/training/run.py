@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from topkube.collectives.link import link_rate
+from topkube.collectives.link import measure_link_rate
 from topkube.data import DistributedSampler
 from topkube.data.base.open_datasets import statistics
 from topkube.errors import TrainingError
@@ -153,7 +153,7 @@ class Run:
     def _measure(self, directory: Path) -> None:
         """Start to write this rank's metrics to the run's directory."""
         self._metrics = RankMetrics(directory, self._world.rank, self._settings.attempt)
-        self._metrics["link_rate"] = link_rate(self._world) or ABSENT
+        self._metrics["link_rate"] = measure_link_rate(self._world) or ABSENT
         self._optimizer.norms = Norms()
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:

@@ -1,13 +1,13 @@
-"""TopKube's images: built with buildah, kept unpacked in one containerd, and put on nodes in a moment.
+"""TopKube's images: built with buildah, stored unpacked in one containerd, and copied to nodes within about a second.
 
-Building. A local base image under the name that the Dockerfiles ask for is made with mmdebstrap; the wheel is built
-outside and copied in, so that a change of TopKube's source makes only two small layers anew. A tag says from which
-sources an image was built; where nothing changed nothing is done.
+Building: mmdebstrap makes a local base image with the name that the Dockerfiles use. The wheel is built outside of the
+image and copied in, so that a change of TopKube's source changes only two small layers. A digest of the sources is
+stored with each image. If the sources are unchanged, the image is not built again.
 
-Onto nodes. Layers are large (torch) and nodes share a disk. A *seed* is the root folder of a containerd that has the
-images, unpacked. A new node's root is the seed with every file hard-linked (layers are never written to), and its
-databases copied: a second instead of half a minute, no room on the disk, one copy in the page cache. A node that runs
-already is sent just the layers that it lacks.
+Copying to nodes: layers are large (torch), and nodes share a disk. A *seed* is the root folder of a containerd that has
+the unpacked images. The root of a new node has hard links to all files of the seed (layers are never written to), and
+copies of its databases. This takes a second instead of half a minute, no space on the disk, and one copy in the page
+cache. A node that already runs gets only the layers that it lacks.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ int main(void) {
 
 @dataclass(frozen=True)
 class Image:
-    """`name` as pods write it, built from `dockerfile` with `arguments`."""
+    """An image that is built from `dockerfile` with `arguments`. `name` is the name in pods."""
 
     name: str
     dockerfile: str
     arguments: tuple[str, ...] = ()
 
     def tagged(self, tag: str) -> Image:
-        """The same image under another tag."""
+        """Return the same image with another tag."""
         return replace(self, name=f"{self.name.rpartition(':')[0]}:{tag}")
 
     @property
@@ -64,7 +64,7 @@ class Image:
 
     @property
     def archive(self) -> str:
-        """Its folder's name in the cache."""
+        """The name of the image's folder in the cache."""
         return self.name.replace("/", "-").replace(":", "-")
 
 
@@ -92,7 +92,7 @@ def _dependencies(pyproject: Path) -> str:
 
 
 def _torch(sources: Path) -> str:
-    """The requirement that pins torch, from constraints.txt."""
+    """Return the requirement that pins torch, from constraints.txt."""
     lines = (sources / "constraints.txt").read_text().splitlines()
     return next(line.strip() for line in lines if line.startswith("torch"))
 
@@ -110,12 +110,12 @@ class Store:
     # -- building
 
     def build(self, images: Iterable[Image]) -> list[Image]:
-        """Build what is not up to date with the sources of this repository. Returns what was built anew."""
+        """Build the images that are not up to date with the sources of this repository. Return these images."""
         with lock(self.folder / "lock"):
             return [image for image in images if self._build(image)]
 
     def pause(self) -> None:
-        """The image in which a pod's namespaces are kept: a static program that waits."""
+        """Build the pause image: a static program that waits and keeps a pod's namespaces."""
         with lock(self.folder / "lock"):
             scratch = self.layouts / "pause"
             if self._recipe(scratch) == _digest(PAUSE_SOURCE):

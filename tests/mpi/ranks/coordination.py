@@ -51,7 +51,7 @@ def case_reduced_integers_are_exact(world: World) -> None:
 
 
 def case_reduced_numbers_have_the_same_bits_on_all_ranks(world: World) -> None:
-    """Also those that travel along the ranks, in pieces."""
+    """Long arrays are sent from rank to rank, in pieces. They have the same bits too."""
     for length in (0, 1, 5, 70_001):
         arrays = [array.astype(np.float64) for array in inputs(world, length)]
         total = np.zeros(length)

@@ -69,7 +69,7 @@ def joined(nodes: tuple[int, ...], deadline_seconds: float = DEADLINE_SECONDS) -
     return world
 
 
-def same_everywhere(model: nn.Module) -> bool:
+def check_everywhere(model: nn.Module) -> bool:
     """Return True if the hashes show that all ranks have the same bits."""
     own = xxhash.xxh3_64_intdigest(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()))
     return bool(topkube.reduce(own % 2**62, "min") == topkube.reduce(own % 2**62, "max"))
@@ -81,7 +81,7 @@ def broadcast(times: Times) -> None:
     model = nn.Sequential(nn.Linear(24, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
     with times.of("broadcast_parameters"):
         topkube.broadcast_parameters(model)
-    assert same_everywhere(model)
+    assert check_everywhere(model)
 
 
 def train(times: Times, aggregation: str) -> None:
@@ -101,7 +101,7 @@ def train(times: Times, aggregation: str) -> None:
         alone.zero_grad()
     if aggregation == "dense":
         assert_close(model, reference)
-    assert same_everywhere(model)
+    assert check_everywhere(model)
     with torch.no_grad():
         assert loss_of(model, x, y) < loss_of(network(), x, y)
 
@@ -132,7 +132,7 @@ def run_to(times: Times, directory: str, step: int, phase: str) -> None:
             loss_of(model, x, y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert same_everywhere(model)
+    assert check_everywhere(model)
 
 
 def miss(times: Times, nodes: tuple[int, ...], least_seconds: float = 2.0) -> None:

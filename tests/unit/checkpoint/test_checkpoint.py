@@ -46,7 +46,7 @@ def test_a_finished_run_does_nothing_again_and_old_checkpoints_go(tmp_path: Path
     assert names(tmp_path) == ["step-00000008.run-00003", "step-00000009.run-00003"]
 
 
-def test_what_a_broken_off_save_left_is_passed_over_and_removed(tmp_path: Path) -> None:
+def test_files_of_an_interrupted_save_are_ignored_and_removed(tmp_path: Path) -> None:
     train(tmp_path, 4)
     (tmp_path / ".step-00000006.run-00001.tmp").mkdir()
     (tmp_path / "step-notes").mkdir()
@@ -74,7 +74,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture
 def no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage that shows at once what there is."""
+    """Storage that shows new files at once."""
     monkeypatch.setattr(state_file, "SEEN_WITHIN_SECONDS", 0.0)
 
 
@@ -88,15 +88,15 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     for step in (10, 20, 30):
         save(checkpoints, step, step / 10)
     DAMAGES[damage](tmp_path / "step-00000030.run-00001")
-    two = store(tmp_path)
-    two.claim()
-    loaded = two.load(0, 1)
+    second = store(tmp_path)
+    second.claim()
+    loaded = second.load(0, 1)
     assert loaded is not None
     assert (loaded.place.step, float(loaded.shared["value"])) == (20, 2.0)
     warning = capfd.readouterr().err
     assert "step-00000030.run-00001" in warning
     assert "going back" in warning
-    save(two, 25)  # the damaged one does not count among those that are kept, and stays for a person to look at
+    save(second, 25)  # the damaged checkpoint does not count, and stays for a person to examine
     assert names(tmp_path) == [
         "damaged-step-00000030.run-00001",
         "step-00000020.run-00001",
@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 
 
 @pytest.mark.usefixtures("no_lag")
-def test_where_all_are_damaged_nothing_starts_from_the_beginning_by_itself(tmp_path: Path) -> None:
+def test_a_run_with_damaged_checkpoints_only_does_not_start_from_the_beginning(tmp_path: Path) -> None:
     train(tmp_path, 4)
     for path in tmp_path.glob("step-*/shared.pt"):
         os.truncate(path, 10)
@@ -123,7 +123,7 @@ def test_the_same_step_can_be_saved_again(keep: int, tmp_path: Path) -> None:
     assert len(names(tmp_path)) == keep
 
 
-# A run that should be dead
+# A run that continues after another attempt has begun
 
 
 def test_an_attempt_that_was_given_up_changes_nothing_any_more(tmp_path: Path) -> None:
@@ -144,7 +144,8 @@ def test_an_attempt_that_was_given_up_changes_nothing_any_more(tmp_path: Path) -
 
 
 def test_what_a_lost_attempt_publishes_in_the_last_moment_does_not_count(tmp_path: Path) -> None:
-    """It looked, was suspended, and published after the newer attempt had begun: under a name of its own."""
+    """The lost attempt checks its claim, is suspended, and publishes after the newer attempt has begun. Its checkpoint
+    has the name of its own run."""
     lost = store(tmp_path, attempt=1)
     lost.claim()
     save(lost, 10, 1.0)

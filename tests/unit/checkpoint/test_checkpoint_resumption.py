@@ -129,7 +129,7 @@ def test_a_foreign_file_with_a_valid_checksum_is_passed_over_for_the_one_before(
 
 
 def test_a_checkpoint_of_format_1_is_resumed(tmp_path: Path) -> None:
-    """It has plain values, no copies in the manifest and no name of the optimizer."""
+    """Format 1 has plain values, no number of copies in the manifest and no name of the optimizer."""
     import json
 
     import xxhash
@@ -181,7 +181,7 @@ def test_generators_of_gpus_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
     assert gpus.draw() == wanted
 
 
-def test_where_other_gpus_are_seen_the_current_ones_generator_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_other_gpus_the_generator_of_the_current_gpu_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = Gpus(monkeypatch, 2, current=1)
     states = generators()
     wanted = before.draw()[1]

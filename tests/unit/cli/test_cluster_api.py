@@ -1,6 +1,6 @@
 """The cluster commands with an API server that refuses, without an API server, and with an unusable kubeconfig.
 
-The server is a local one that answers as told; tests/cluster has the real one.
+The server is local, and each test chooses its answers; tests/cluster uses a real API server.
 """
 
 from __future__ import annotations

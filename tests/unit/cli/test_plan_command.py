@@ -1,4 +1,4 @@
-"""The cost model and `topkube plan`: the formulas are the benchmarks', the choice is the runtime's."""
+"""The cost model and `topkube plan`: its formulas agree with the benchmarks, and its choice with the runtime."""
 
 from __future__ import annotations
 

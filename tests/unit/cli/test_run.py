@@ -61,7 +61,7 @@ def test_output_carries_node_and_rank(finished: tuple[subprocess.CompletedProces
     ended, _ = finished
     lines = ended.stderr.splitlines()
     for rank in range(4):
-        assert f"[node{rank // 2}.rank{rank}] done" in lines
+        assert f"[worker{rank // 2}.rank{rank}] done" in lines
 
 
 def test_without_a_terminal_there_is_no_colour_and_no_bar(
@@ -119,7 +119,7 @@ def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
     assert "━" in text
     assert "\x1b[" in text
     assert "step 40/40" in text
-    assert "[node0.rank1] " in text
+    assert "[worker0.rank1] " in text
 
 
 def test_a_second_run_in_a_directory_starts_clean_but_keeps_checkpoints(tmp_path: Path) -> None:

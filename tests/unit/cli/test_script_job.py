@@ -98,5 +98,5 @@ def test_a_script_runs_with_its_arguments(capfd: pytest.CaptureFixture[str]) -> 
     Path("show.py").write_text("import os, sys; print('rank', os.environ['RANK'], sys.argv[1:])\n")
     assert run_app(["run", "show.py", "--workers", "2", "--no-plot", "--", "--epochs", "$3"]) == 0
     said = capfd.readouterr().out
-    assert "[node0.rank0] rank 0 ['--epochs', '$3']" in said
-    assert "[node1.rank1] rank 1 ['--epochs', '$3']" in said
+    assert "[worker0.rank0] rank 0 ['--epochs', '$3']" in said
+    assert "[worker1.rank1] rank 1 ['--epochs', '$3']" in said

@@ -12,7 +12,8 @@ from cryptography.x509.oid import NameOID
 
 
 def credentials(directory: Path, begins: float = -1.0, ends: float = 30.0) -> Path:
-    """A launcher's and a worker's files in one folder; the certificate is valid between days from now."""
+    """Write a launcher's and a worker's files to one folder, and return the folder. The certificate is valid from
+    `begins` to `ends`, in days from now."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "topkube-launcher")])
     now = datetime.datetime.now(datetime.UTC)

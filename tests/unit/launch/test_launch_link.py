@@ -21,7 +21,7 @@ from topkube.launch.connection.tunnel import Tunnel
 
 
 class Ends:
-    """Two ends over real WebSockets; `connect` makes a connection and returns what breaks it."""
+    """Two links over real WebSockets. `connect` connects them, and returns a function that breaks the connection."""
 
     def __init__(self, near: Link, far: Link) -> None:
         self.near, self.far = near, far
@@ -61,7 +61,7 @@ class Ends:
         async def break_it() -> None:
             transport = socket._response.connection.transport if socket._response.connection else None
             if transport is not None:
-                transport.abort()  # nothing is said, nothing is flushed
+                transport.abort()  # sends no closing frame, and flushes nothing
             await asyncio.wait([task], timeout=5)
             while self.far.connected:
                 await asyncio.sleep(0.001)

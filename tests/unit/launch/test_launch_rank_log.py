@@ -33,7 +33,7 @@ PIPE_HOLDS = 30_000
 def run(
     directory: Path, *command: str, most_bytes: int | None = None, shim: list[str] = SHIM
 ) -> tuple[int, bytes, RankReport]:
-    """Runs a rank under the shim; its exit code, log and report."""
+    """Run a rank under the shim. Return its exit code, its log and its report."""
 
     def limit() -> None:
         if most_bytes is not None:
@@ -103,7 +103,8 @@ def test_the_log_shows_where_output_was_lost(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_report_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into room that was kept for it: without it a rank that ended well would count as killed."""
+    """The report is written into space that was reserved. Without a report, a rank that ended well would count as
+    killed."""
     reserve(tmp_path, 0)
     write = os.write
 

@@ -11,7 +11,7 @@ import functions
 import pytest
 
 from topkube.errors import SourceError
-from topkube.sdk.function import function_script
+from topkube.sdk.function import build_script
 
 HERE = Path(__file__).parent
 
@@ -26,9 +26,9 @@ def test_the_script_of_a_function_does_what_the_function_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     functions.stands_alone(3)
-    script = function_script(functions.stands_alone, {"epochs": 3})
+    script = build_script(functions.stands_alone, {"epochs": 3})
     assert _run(script, tmp_path) == capsys.readouterr().out == '[3, 0.7071067811865476, "b", ["c"], [1.0], 2]\n'
-    assert _run(function_script(functions.counts_down, {"number": 2}), tmp_path) == "0\n1\n2\n"
+    assert _run(build_script(functions.counts_down, {"number": 2}), tmp_path) == "0\n1\n2\n"
 
 
 def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
@@ -36,11 +36,11 @@ def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
         print(repr(values))
 
     values = {"text": "it's \"quoted\" \\ $(HOME) ä\n'''", "numbers": [1, 2.5, None, True]}
-    assert _run(function_script(show, {"values": values}), tmp_path) == f"{values!r}\n"
+    assert _run(build_script(show, {"values": values}), tmp_path) == f"{values!r}\n"
 
 
 def test_a_module_of_the_folder_is_imported_from_there(tmp_path: Path) -> None:
-    script = function_script(functions.uses_helper, {}, HERE)
+    script = build_script(functions.uses_helper, {}, HERE)
     assert "from functions import helper as helper" in script
     (tmp_path / "functions.py").write_text((HERE / "functions.py").read_text())
     assert _run(script, tmp_path) == "helped\n"
@@ -67,7 +67,7 @@ def test_a_module_of_the_folder_is_imported_from_there(tmp_path: Path) -> None:
 )
 def test_what_the_pods_would_not_have_is_refused(function: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(SourceError, match=words) as raised:
-        function_script(function, arguments)
+        build_script(function, arguments)
     assert "Next: " in str(raised.value)
 
 
@@ -75,10 +75,10 @@ def test_names_of_a_notebook_are_refused(tmp_path: Path) -> None:
     """The cells of a notebook are the module __main__."""
     cells = tmp_path / "cells.py"
     cells.write_text(
-        "from topkube.sdk.function import function_script\n"
+        "from topkube.sdk.function import build_script\n"
         "class Model: pass\n"
         "def train(): return Model()\n"
-        "try: function_script(train, {})\n"
+        "try: build_script(train, {})\n"
         "except Exception as error: print(error)\n"
     )
     printed = subprocess.run([sys.executable, str(cells)], capture_output=True, text=True, check=True).stdout
@@ -90,4 +90,4 @@ def test_a_function_without_source_is_refused() -> None:
     names: dict[str, Any] = {}
     exec("def train(): pass", names)
     with pytest.raises(SourceError, match="the source of train cannot be read"):
-        function_script(names["train"], {})
+        build_script(names["train"], {})

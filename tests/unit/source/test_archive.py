@@ -12,7 +12,7 @@ import pytest
 
 from topkube.errors import SourceError
 from topkube.source import archive as archives
-from topkube.source.archive import folder_digest, unpack
+from topkube.source.archive import compute_folder_digest, unpack
 
 
 def _write(path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
@@ -102,5 +102,5 @@ def test_the_digest_changes_with_contents_names_and_modes(tmp_path: Path) -> Non
         folder.mkdir()
         (folder / name).write_bytes(data)
         (folder / name).chmod(mode)
-        digests.add(folder_digest(folder))
+        digests.add(compute_folder_digest(folder))
     assert len(digests) == 4

@@ -22,7 +22,7 @@ from topkube.launch import contract
 from topkube.launch.host.environment import read_source_digest, source_variables
 from topkube.settings import Settings
 from topkube.source import download, fetch, packages, repository
-from topkube.source.archive import folder_digest
+from topkube.source.archive import compute_folder_digest
 
 QUICK = Patience(retries=1, pause_seconds=0.01, stall_seconds=20)
 
@@ -78,7 +78,7 @@ def test_every_key_of_a_config_map_becomes_a_file(pod: _Pod) -> None:
     pod.fetch(Source(config_map=ConfigMapSource(name="code")))
     assert {path.name: path.read_bytes() for path in pod.source.iterdir()} == {"train.py": b"1", "model.py": b"2"}
     assert not any(path.is_symlink() for path in pod.source.iterdir())
-    assert read_source_digest(pod.source) == folder_digest(pod.source)
+    assert read_source_digest(pod.source) == compute_folder_digest(pod.source)
     assert sorted(path.name for path in pod.volume.iterdir()) == ["source", "source.sha256"], "nothing else is left"
 
 
@@ -269,7 +269,7 @@ def test_an_image_without_git_is_named(pod: _Pod, monkeypatch: pytest.MonkeyPatc
 
 def test_credentials_of_git_come_from_the_secret(pod: _Pod, tmp_path: Path) -> None:
     (pod.secret / "password").write_text("t0ken")
-    program = repository._credentials(pod.secret, tmp_path)["GIT_ASKPASS"]
+    program = repository._write_credentials(pod.secret, tmp_path)["GIT_ASKPASS"]
     answers = [
         subprocess.run([program, words], capture_output=True, text=True, check=True).stdout.strip()
         for words in ("Username for 'https://host': ", "Password for 'https://token@host': ")
@@ -277,9 +277,9 @@ def test_credentials_of_git_come_from_the_secret(pod: _Pod, tmp_path: Path) -> N
     assert answers == ["token", "t0ken"]
     (pod.secret / "ssh-privatekey").write_text("key")
     with pytest.raises(SourceError, match="no known_hosts"):
-        repository._credentials(pod.secret, tmp_path)
+        repository._write_credentials(pod.secret, tmp_path)
     (pod.secret / "known_hosts").write_text("host key")
-    command = repository._credentials(pod.secret, tmp_path)["GIT_SSH_COMMAND"]
+    command = repository._write_credentials(pod.secret, tmp_path)["GIT_SSH_COMMAND"]
     assert "StrictHostKeyChecking=yes" in command
     assert (tmp_path / "ssh-key").stat().st_mode & 0o777 == 0o600
 

@@ -12,13 +12,13 @@ from topkube.training.node_weights.guard import MEASURE_EVERY, MOST_SPREAD, MOST
 def test_it_measures_what_is_kept_and_how_far_nodes_are_apart() -> None:
     guard = Guard(4, "onebit")
     assert guard.unsent_ratio is guard.weight_spread is None
-    assert guard.judge(change=25.0, left=16.0, agreed=2500.0) == ""
+    assert guard.check_drift(change=25.0, left=16.0, agreed=2500.0) == ""
     assert guard.unsent_ratio == pytest.approx(4 / 3)
     assert guard.weight_spread == pytest.approx(0.08)
     assert guard.period == 4
-    assert guard.judge(change=9.0, left=0.0, agreed=900.0) == ""
+    assert guard.check_drift(change=9.0, left=0.0, agreed=900.0) == ""
     assert guard.unsent_ratio == 0
-    assert guard.judge(change=0.0, left=0.0, agreed=0.0) == ""
+    assert guard.check_drift(change=0.0, left=0.0, agreed=0.0) == ""
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_beyond_a_limit_the_guard_halves_the_period_and_warns_once_at_one(
     change: float, left: float, agreed: float
 ) -> None:
     guard = Guard(6, "onebit")
-    said = [guard.judge(change, left, agreed) for _ in range(4)]
+    said = [guard.check_drift(change, left, agreed) for _ in range(4)]
     assert guard.period == 1
     assert "onebit now exchanges every 3 steps" in said[0]
     assert "onebit now exchanges in every step" in said[1]
@@ -52,7 +52,7 @@ def test_it_measures_the_first_of_every_sixteen_exchanges() -> None:
 
 def test_a_shortened_period_is_kept_unless_the_job_changes_its_own() -> None:
     guard = Guard(8, "onebit")
-    guard.judge(1.0, 1.0, 1.0)
+    guard.check_drift(1.0, 1.0, 1.0)
     saved = guard.save()
     for period, wanted in ((8, 4), (2, 2)):
         again = Guard(period, "onebit")

@@ -1,4 +1,4 @@
-"""The schedule of an aggregation: what is in force at which step, and which mistakes are refused."""
+"""The schedule of an aggregation: the values at each step, and the mistakes that are refused."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_malformed_variable(text: str) -> None:
 
 def test_a_new_period_replaces_the_one_that_the_guard_has_shortened() -> None:
     guard = Guard(8, "onebit")
-    guard.judge(1e9, 1e9, 1.0)
+    guard.check_drift(1e9, 1e9, 1.0)
     assert guard.period == 4
     guard.want(8)
     assert guard.period == 4

@@ -16,7 +16,7 @@ from topkube.errors import ArgumentError
 from topkube.training.optimizers.lamb import LAMB
 from topkube.training.optimizers.lars import LARS
 from topkube.training.optimizers.mixed_precision import MasterWeights
-from topkube.training.optimizers.parallel_tensor import norms, shares
+from topkube.training.optimizers.parallel_tensor import assign_layers, norms
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
@@ -169,7 +169,7 @@ def test_what_cannot_be_a_rate_is_refused(arguments: dict[str, float], words: st
 
 @given(sizes=st.lists(st.integers(0, 10**7), max_size=60), ranks=st.integers(1, 9))
 def test_shares_are_balanced(sizes: list[int], ranks: int) -> None:
-    owner = shares(sizes, ranks)
+    owner = assign_layers(sizes, ranks)
     loads = [sum(size for size, rank in zip(sizes, owner, strict=True) if rank == r) for r in range(ranks)]
     assert len(owner) == len(sizes)
     assert max(loads) - min(loads) <= max(sizes, default=0)  # nobody could give a layer away and be better off

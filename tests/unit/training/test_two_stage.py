@@ -23,7 +23,7 @@ def codec_of(kind: str, places: list[slice], length: int) -> Codec:
 
 
 def exchange(stages: list[TwoStage], changes: list[Any], weights: list[float]) -> list[Any]:
-    """Carry the rows between the nodes; return what every node adds to its agreed weights."""
+    """Pass the rows between the nodes. Return the values that each node adds to its agreed weights."""
     nodes = range(len(stages))
     sent = [stage.rows(np.zeros(stage.total_bytes, np.uint8)) for stage in stages]
     for stage, change, rows in zip(stages, changes, sent, strict=True):
@@ -64,7 +64,8 @@ def values(rng: Any, length: int, places: list[slice]) -> Any:
 @settings(deadline=None)
 @given(layouts(), st.integers(2, 12), st.integers(0, 2**32), st.sampled_from(["signs", "top signs", "bf16", "fp32"]))
 def test_nothing_is_lost(layout: tuple[int, list[slice]], nodes: int, seed: int, kind: str) -> None:
-    """The mean of all changes is what x moved, what nodes have left, and what owners owe, over several exchanges."""
+    """Over several exchanges, the mean of all changes equals the sum of the change of x, of what nodes have not sent,
+    and of the owners' residuals."""
     length, places = layout
     rng = np.random.default_rng(seed)
     weights = (rng.integers(1, 5, nodes) * 1.0).tolist()
@@ -92,7 +93,7 @@ def test_nothing_is_lost(layout: tuple[int, list[slice]], nodes: int, seed: int,
 @settings(deadline=None)
 @given(layouts(), st.integers(2, 9), st.integers(0, 2**32))
 def test_the_result_is_that_of_one_owner(layout: tuple[int, list[slice]], nodes: int, seed: int) -> None:
-    """Segments are cut between blocks only: one owner of everything would send the same bits."""
+    """Segments are cut between blocks only, so a single owner of the whole shard would send the same bits."""
     length, places = layout
     weights = [1 / nodes] * nodes
     results = []

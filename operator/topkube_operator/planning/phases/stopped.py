@@ -1,4 +1,4 @@
-"""A job without pods: it is suspended, or Kueue has not admitted it. Reports to Kueue. Pure."""
+"""What a plan does for a job that is suspended or that Kueue has not admitted, and the reports to Kueue. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from topkube_operator.planning.phases.plan_steps import FINISHED, PlanSteps
 
 
 def suspend(steps: PlanSteps) -> None:
-    """Remove everything but the status."""
+    """Remove all objects of the job. The status stays."""
     message = "spec.runPolicy.suspend is true: only the status is kept"
     if not steps.policy.suspend:
         message = "the job was suspended, changed and resumed at once: the pods are made again"

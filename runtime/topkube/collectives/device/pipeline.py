@@ -176,7 +176,7 @@ class DeviceAllReduce:
         world, call = self.world, under_way.call
         if world.nodes == 1:
             return
-        call.same_everywhere()
+        call.check_everywhere()
         if world.cross_comm is None:
             return
         if under_way.sent is not None:
@@ -194,7 +194,7 @@ class DeviceAllReduce:
         if under_way is None:
             return
         if self.world.nodes == 1:
-            under_way.call.same_everywhere()
+            under_way.call.check_everywhere()
         if under_way.exchanges is not None:
             under_way.exchanges.finish(0, under_way.call)
         with self.on_stream(), phases.current.timed("intra"):

@@ -1,6 +1,7 @@
 """The shards that a process keeps open for reading: a few cached shards, and shards in its memory.
 
-If the process has too many open files, all are closed; a reader that still uses a shard keeps its file open.
+If the process has too many open files, all idle shards are closed. The file of a shard that a reader still uses stays
+open.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ class ShardWriter:
                 view, offset = view[done:], offset + done
 
     def digest(self, size: int) -> str:
-        """Return the xxh3-128 of the first `size` bytes if they were written in order, and nothing else; else an empty
-        text."""
+        """Return the xxh3-128 of the shard if exactly `size` bytes were written, in order; otherwise an empty text."""
         with self._lock:
             return self._state.hexdigest() if self._written == size else ""
 

@@ -16,7 +16,7 @@ MOST_TIMES = 200
 """A shard may become this many times larger. Samples and tables become 1 to 20 times larger; damaged or hostile shards
 become thousands of times larger."""
 _ALWAYS_BYTES = 1 << 20
-"""A shard of any size may have this many bytes."""
+"""A decompressed shard may have this many bytes even if the compressed shard is very small."""
 _READ_BYTES = 256 << 10
 _WRITE_BYTES = 1 << 20
 _ZSTD_READ_BYTES = 2 << 10
@@ -26,7 +26,7 @@ Write = Callable[[int, Any], None]
 
 
 def compression_of(path: str) -> Compression:
-    """Return how a file of this name is compressed; empty if it is not."""
+    """Return the compression of a file with this name; empty if it is not compressed."""
     return next((kind for ending, kind in ENDINGS.items() if path.endswith(ending)), "")
 
 

@@ -18,7 +18,12 @@ ABSENT = -1
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """The positions in columns. Field f of sample i has `lengths[i, f]` bytes from `offsets[i] + starts[i, f]` on."""
+    """The positions of n samples with f fields, as columns. Field j of sample i has `lengths[i, j]` bytes from byte
+    `offsets[i] + starts[i, j]` of the shard on; the length is ABSENT if the sample has no such field.
+
+    `names` are the n names of the samples. `offsets` and `sizes` are (n,) int64: the first byte and the number of bytes
+    of each sample. `fields` are the f names of the fields. `starts` and `lengths` are (n, f) int64, in bytes.
+    """
 
     names: Texts
     offsets: Longs
@@ -31,6 +36,7 @@ class SampleIndex:
         return self.offsets.size
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays that `load` reads, by name, for `numpy.savez`."""
         return {
             "names": self.names.blob,
             "name_ends": self.names.ends,
@@ -43,7 +49,7 @@ class SampleIndex:
 
     @classmethod
     def load(cls, path: Path | BinaryIO) -> SampleIndex:
-        """Load an index. Raises OSError, ValueError or KeyError if the file is not whole."""
+        """Load an index. Raises OSError, ValueError or KeyError if the file is incomplete."""
         with np.load(path, allow_pickle=False) as stored:
             count = stored["offsets"].size
             fields = tuple(stored["fields"].tobytes().decode().split("\0"))
@@ -56,7 +62,7 @@ class SampleIndex:
                 stored["lengths"],
             )
         if not (len(index.names) == index.sizes.size == count and index.starts.shape == (count, len(fields))):
-            raise ValueError(f"{path} is not whole")
+            raise ValueError(f"{path} is incomplete")
         return index
 
 

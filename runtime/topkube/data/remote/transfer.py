@@ -35,15 +35,15 @@ class Transfer:
         self.checksum = xxhash.xxh3_128() if whole and self.reading.listed.checksum else None
         """The state of the checksum, if the listing has one."""
         self._held = bytearray()
-        """Bytes of an object without a version: they are written when their range is whole."""
+        """Bytes of an object without a version: they are written when their range is complete."""
 
     def range_end(self, most: int) -> int:
         """Return the end of the range in which `at` is. A range has at most `most` bytes."""
         return min(self._range_start + most, self.stop)
 
     def add(self, data: Any, end: int, write: Write, progress: Callable[[int], None]) -> None:
-        """Take the bytes from `at` on, of a range that ends at `end`. They are written at once if another try could
-        resume behind them: if the response has a version."""
+        """Take the bytes from `at` on, of a range that ends at `end`. If the response has a version, another try can
+        resume after these bytes, so they are written at once. Otherwise they are written when the range is complete."""
         self.at += len(data)
         if not self.reading.version:
             self._held += data
@@ -56,6 +56,7 @@ class Transfer:
         progress(len(data))
 
     def finish_range(self) -> None:
+        """Begin the next range at `at`."""
         self._range_start, self.tries = self.at, 0
 
     def rewind(self) -> None:

@@ -39,8 +39,8 @@ class Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, data: Any) -> Any:
-        # Each unknown field is a mistake with a proposal. A mapping with very many fields is one mistake, found
-        # quickly.
+        # Each unknown field is a mistake of its own, with a proposal. For a mapping with very many fields, that would
+        # take long, so it is a single mistake.
         if isinstance(data, dict) and len(data) > MOST_FIELDS:
             known = {field.alias or name for name, field in cls.model_fields.items()}
             examples = ", ".join([str(key)[:30] for key in data if key not in known][:3])
@@ -63,7 +63,7 @@ class Part(BaseModel):
 
 @dataclass(frozen=True)
 class Allowed:
-    """States in words what a text field may hold; messages and the reference quote it."""
+    """Describes in words the allowed values of a text field. Messages and the reference quote the words."""
 
     words: str
 
@@ -103,8 +103,8 @@ def rules(*entries: tuple[str, str]) -> dict[str, Any]:
 MOST_ENTRIES = 4096
 """The largest number of labels, and of annotations."""
 MOST_FIELDS = 200
-"""The largest number of fields in a part of a job: several times what any part has, so that newer versions may have
-more."""
+"""The largest number of fields in a part of a job. It is several times the present number of any part, so that newer
+versions may have more fields."""
 RULES = "x-kubernetes-validations"
 KEEP = "x-kubernetes-preserve-unknown-fields"
 INT32 = 2**31 - 1

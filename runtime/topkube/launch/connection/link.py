@@ -27,7 +27,8 @@ HEARTBEAT_SECONDS = 1.0
 FRAME_BYTES = 1 << 20
 """The longest frame that an end accepts."""
 _ROOM_BYTES = 1 << 20
-"""With more unconfirmed bytes, tunnels wait. The launcher may hold so many bytes for each of thousands of workers."""
+"""The most unconfirmed bytes; with more bytes, tunnels wait. The launcher may keep this many for each of thousands of
+workers."""
 _CONFIRM_FRAMES = 32
 _CONFIRM_BYTES = 256 << 10
 

@@ -1,1 +1,2 @@
-"""Batches on all ranks: count samples, stay in step when ranks have unequal numbers of batches."""
+"""Batches on all ranks: samples are counted, ranks stay in step with unequal numbers of batches, and the next batch is
+copied to the GPU during a step."""

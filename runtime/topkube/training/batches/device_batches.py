@@ -21,24 +21,25 @@ from topkube.training.batches.samples import SampleCounter
 
 @dataclass(frozen=True)
 class CountedBatch:
-    """A batch, the samples by which it counts, and the samples that the loader drew for it."""
+    """A batch, the number of its samples by which it is weighted, and the number of samples that the loader drew for
+    it."""
 
     batch: Any
     samples: int
     drawn: int
 
 
-def counted_batches(
+def iterate_batches(
     loader: Iterable[Any], counter: SampleCounter, device: torch.device | None
 ) -> Iterator[CountedBatch]:
-    """Return the batches of a pass over `loader`, with their tensors on `device` (None: where the loader puts them).
+    """Return the batches of a pass over `loader`, with their tensors on `device` (None: they stay where they are).
     Samples are counted before the copy, because a count of tensors on a GPU would wait for it. The loader's iterator is
     created by this call."""
     iterator = iter(loader)
     counted = (CountedBatch(batch, *counter.count(batch)) for batch in iterator)
     if device is None or device.type != "cuda":
         return counted
-    return _copied(counted, device, is_prepared_elsewhere(loader))
+    return _copy_to_device(counted, device, is_prepared_elsewhere(loader))
 
 
 def is_prepared_elsewhere(loader: Iterable[Any]) -> bool:
@@ -47,7 +48,7 @@ def is_prepared_elsewhere(loader: Iterable[Any]) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0
 
 
-def _copied(batches: Iterator[CountedBatch], device: torch.device, ahead: bool) -> Iterator[CountedBatch]:
+def _copy_to_device(batches: Iterator[CountedBatch], device: torch.device, ahead: bool) -> Iterator[CountedBatch]:
     """Yield `batches` on `device`. If `ahead` is True, the copy of the next batch begins before a batch is yielded."""
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -65,7 +66,7 @@ def _copied(batches: Iterator[CountedBatch], device: torch.device, ahead: bool) 
         following = start() if ahead else None
         current = torch.cuda.current_stream(device)
         current.wait_event(copied)
-        map_tensors(counted.batch, lambda tensor: _lend(tensor, current))  # noqa: B023  # called at once
+        map_tensors(counted.batch, lambda tensor: _keep_until_used(tensor, current))  # noqa: B023  # called at once
         yield counted
         if not ahead:
             following = start()
@@ -81,7 +82,7 @@ def _begin_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def _lend(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
+def _keep_until_used(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
     """Keep the memory of a tensor of the copies' stream until `stream` has used it."""
     if tensor.is_cuda:
         tensor.record_stream(stream)

@@ -19,7 +19,7 @@ import torch
 
 from topkube.errors import TrainingError
 from topkube.telemetry import phases
-from topkube.training.batches.device_batches import counted_batches, to_device
+from topkube.training.batches.device_batches import iterate_batches, to_device
 from topkube.training.batches.generators import generators, set_generators
 from topkube.training.batches.replays import KeptStatistics
 from topkube.training.batches.samples import SampleCounter, Samples
@@ -151,7 +151,7 @@ class Turns:
         `more()`, and `seen` is called with every agreement. A rank that has no more batches gets its last batch again,
         with weight zero, until all ranks have finished. `samples` is the number of samples in a batch
         (`samples.py`)."""
-        iterator: Iterator[Any] = counted_batches(loader, SampleCounter(loader, samples), device)
+        iterator: Iterator[Any] = iterate_batches(loader, SampleCounter(loader, samples), device)
         last: Any = _END
         opened()
         try:

@@ -27,7 +27,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 class Stateful(Protocol):
-    """A thing whose state belongs to a checkpoint."""
+    """An object whose state is part of a checkpoint."""
 
     def state_dict(self) -> Any: ...
 
@@ -36,7 +36,7 @@ class Stateful(Protocol):
 
 def optimizer_names(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the class names of a wrapped optimizer, the outermost first: ["MasterWeights", "Adam"]. Modules are left
-    out: classes move between modules."""
+    out, because a later version may move a class to another module."""
     names = [type(optimizer).__qualname__]
     while isinstance(optimizer, OptimizerWrapper):
         optimizer = optimizer.inner
@@ -53,7 +53,7 @@ def check_contents(loaded: Loaded) -> None:
             raise Damaged(f"{loaded.place.name}/shared.pt holds a {type(loaded.shared[name]).__name__} as {name!r}")
     if not isinstance(loaded.shared["optimizer"].get("topkube"), Mapping):
         raise Damaged(f"{loaded.place.name}/shared.pt holds no state of a DistributedOptimizer")
-    if problem := _problem(loaded.own.get("residuals")):
+    if problem := _find_problem(loaded.own.get("residuals")):
         raise Damaged(f"{loaded.place.name} holds residuals {problem}")
     if "generators" in loaded.own:
         try:
@@ -62,7 +62,7 @@ def check_contents(loaded: Loaded) -> None:
             raise Damaged(f"{loaded.place.name} holds states that are not those of generators: {error}") from error
 
 
-def _problem(residuals: Any) -> str:
+def _find_problem(residuals: Any) -> str:
     """Return the problem with a rank's "residuals"; "" if there is none."""
     if not isinstance(residuals, Mapping) or not {"copy", "copies", "pieces"} <= residuals.keys():
         return "without copy, copies or pieces"
@@ -84,7 +84,7 @@ def check_optimizer(loaded: Loaded, optimizer: torch.optim.Optimizer, directory:
     saved, own = loaded.shared.get("optimizer_names"), optimizer_names(optimizer)
     if saved is None or saved == own:
         return
-    was, now = _described(saved), _described(own)
+    was, now = _join_names(saved), _join_names(own)
     raise CheckpointError(
         f"the checkpoint {loaded.place.name} in {directory} holds the state of {was}, this script trains with {now}",
         cause="the script's optimizer changed since the checkpoint was written",
@@ -94,7 +94,7 @@ def check_optimizer(loaded: Loaded, optimizer: torch.optim.Optimizer, directory:
     )
 
 
-def _described(names: Any) -> str:
+def _join_names(names: Any) -> str:
     """Return ["MasterWeights", "Adam"] as MasterWeights(Adam), without the outermost name, DistributedOptimizer."""
     inner = [str(name) for name in names][1:] or [str(name) for name in names]
     return "(".join(inner) + ")" * (len(inner) - 1)
@@ -102,8 +102,8 @@ def _described(names: Any) -> str:
 
 @contextmanager
 def all_or_nothing(items: Sequence[Stateful]) -> Iterator[None]:
-    """Return a context in which `things` load their states. If the context raises an error, their earlier states, which
-    are kept in host memory, are restored."""
+    """Return a context in which `items` load their states. If the context raises an error, the items load their earlier
+    states again, which are kept in host memory."""
     before = [_host_copy(item.state_dict()) for item in items]
     try:
         yield

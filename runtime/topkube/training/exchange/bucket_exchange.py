@@ -24,7 +24,7 @@ from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Bucket, Parameter, real_view
 from topkube.training.exchange.residuals import Momentum, Residuals
 from topkube.training.exchange.sparse_gradients import is_finite, mean_of_rows
-from topkube.training.exchange.tuning import dense_wire_before_choice
+from topkube.training.exchange.tuning import find_initial_dense_wire
 from topkube.training.ranks.agreement import agreement
 from topkube.training.ranks.communication_thread import schedule
 from topkube.world import World
@@ -69,7 +69,7 @@ class BucketExchange:
         """Exchange with these settings from the next backward on. All ranks call this between the same two steps. If
         a stage of the schedule `begins`, and its algorithm keeps no residual, the next step sends residuals whole."""
         self.aggregation, self._begins_stage = aggregation, begins
-        self.dense_wire = dense_wire_before_choice(aggregation)
+        self.dense_wire = find_initial_dense_wire(aggregation)
         self._resolve()
 
     def _keeper(self, aggregation: AggregationSettings) -> Algorithm:

@@ -1,4 +1,4 @@
-"""The plan of buckets, the same on all ranks: made when the first gradients are ready, and again after a restart."""
+"""The plan of buckets, which is the same on all ranks. Ranks plan in the first backward, and again after a restart."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class BucketPlan:
         ]
 
     def plan_again(self) -> None:
-        """Plan all buckets again, for another rate of the link. Called between two steps on all ranks, only if no
-        exchange leaves a residual."""
+        """Plan all buckets again, for another rate of the link. All ranks call this between the same two steps, and
+        only if no exchange leaves a residual."""
         if self._sizes() is None and self.order is not None:
             self._restore_buckets(self.order)
 
@@ -150,7 +150,7 @@ class BucketPlan:
         if order is None or not by_name.keys() >= set(order):
             return
         self.order = list(order)
-        buckets = _buckets_of([[by_name[name] for name in names] for names in state.get("buckets", [])])
+        buckets = _build_buckets([[by_name[name] for name in names] for names in state.get("buckets", [])])
         complete = {p.name for bucket in buckets for p in bucket.parameters} == {n for n in order if by_name[n].length}
         if complete and state.get("bucket_sizes") == self._sizes():
             self._adopt(buckets, [by_name[name] for name in order])
@@ -225,7 +225,7 @@ class BucketPlan:
         if self._world.size == 1:
             return
         digests: Mapping[str, float] = {
-            "parameters": digest([_described(parameter) for parameter in self._parameters]),
+            "parameters": digest([_describe(parameter) for parameter in self._parameters]),
             "frozen parameters": self.digest_trainable(),
             "aggregation settings": digest(self._aggregation),
         }
@@ -246,7 +246,7 @@ class BucketPlan:
             )
 
 
-def _buckets_of(groups: list[list[Parameter]]) -> list[Bucket]:
+def _build_buckets(groups: list[list[Parameter]]) -> list[Bucket]:
     """Return a bucket for each group of parameters; none at all if the parameters of a group cannot share a bucket."""
     buckets = []
     for group in groups:
@@ -259,7 +259,7 @@ def _buckets_of(groups: list[list[Parameter]]) -> list[Bucket]:
     return buckets
 
 
-def _described(parameter: Parameter) -> tuple[object, ...]:
+def _describe(parameter: Parameter) -> tuple[object, ...]:
     """Return the properties of a parameter that must be the same on all ranks, with the part of a sharded parameter
     that this rank holds."""
     tensor: Any = parameter.tensor

@@ -32,7 +32,7 @@ def watch_scalers() -> None:
         return
     grad_scaler.GradScaler._watched_by_topkube = True  # type: ignore[attr-defined]
     kinds = [grad_scaler.GradScaler]
-    for kind in kinds:  # grows
+    for kind in kinds:  # the list grows during the loop
         kinds += kind.__subclasses__()
         _watch(kind)
     define = grad_scaler.GradScaler.__init_subclass__
@@ -81,6 +81,6 @@ def _with_hooks(scaled: Any, factor: torch.Tensor) -> Any:
         for entry in scaled:
             _with_hooks(entry, factor)
         return scaled
-    if isinstance(scaled, Iterable):  # a generator: hooks are added as it yields
+    if isinstance(scaled, Iterable):  # a generator: each loss gets its hook when it is yielded
         return (_with_hooks(entry, factor) for entry in scaled)
     return scaled

@@ -32,7 +32,7 @@ Momentum = Callable[[], tuple[float, float]]
 
 class Residuals:
     """This rank's residuals under one algorithm. The velocity of a parameter, with momentum correction, is saved
-    under the name "NAME velocity", and the factor of a low rank under "NAME factor". If buckets are reduced on a
+    under the name "NAME velocity", and the factor Q of `powersgd` under "NAME factor". If buckets are reduced on a
     `device` (collectives/device/), residuals are on that device."""
 
     def __init__(
@@ -49,8 +49,8 @@ class Residuals:
         """The buckets of the current exchange, by id."""
 
     def of(self, bucket: Bucket, loss_scale: float = 1.0) -> Residual:
-        """Return the bucket's residual, ready for an exchange of gradients that are multiplied by `loss_scale`: the
-        first time, it contains zeros or loaded values."""
+        """Return the bucket's residual, ready for an exchange of gradients that are multiplied by `loss_scale`. A new
+        residual contains loaded values, or zeros."""
         if bucket.residual is None:
             start, stop = self._range(bucket.length)
             bucket.residual = Residual(stop - start, *self._momentum(), self._device)
@@ -87,8 +87,8 @@ class Residuals:
         return self._range(bucket.length)
 
     def _loaded_factor(self, parameter: Parameter) -> Any:
-        """Return the factor of a low rank that was loaded for a parameter. Of factors that several nodes saved, the
-        first is as good as any: they are equal but for their scale."""
+        """Return the factor Q of `powersgd` that was loaded for a parameter: float32, one-dimensional; empty without
+        one. If several nodes saved factors, the first is used, because they differ in scale only."""
         entries = self._loaded.pop(f"{parameter.name} factor", [])
         return entries[0][1].numpy() if entries else np.empty(0, np.float32)
 

@@ -1,11 +1,11 @@
-"""What `auto` and `dense` stand for in a run: chosen from measurements, and corrected in the first steps.
+"""The choice behind `auto` and `dense` in a run: made from measurements, and corrected in the first steps.
 
 At the first exchange all ranks measure their links and memory, agree on the slowest, and choose by the cost model that
 the catalogue declares. After a few steps they compare its prediction with what the steps took. If the prediction was
 wrong by more than 10%, they fit the model to the steps and choose again. A new choice is kept only if the steps become
 faster by 3%. Every decision follows from numbers that are the same on all ranks.
 
-A saved state ends this: from then on the choice stays, so that a run that resumes from the state makes the same steps.
+When a rank saves the state, the choice becomes final, so that a run that resumes from the state makes the same steps.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from statistics import median
 from typing import Any
 
 from topkube.algorithms import CHOICES, DENSE_WIRE, BucketSize, Choice, Machines, rank_choices
-from topkube.collectives.link import measure
+from topkube.collectives.link import measure_machines
 from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.ranks.agreement import Agreement
 from topkube.world import World
 
 SKIPPED_STEPS, COUNTED_STEPS = 3, 8
-"""The steps after a choice that do not count, because memory and connections are new, and the steps that do."""
+"""After a choice, the first SKIPPED_STEPS steps are not measured, because memory and connections are new. The next
+COUNTED_STEPS steps are measured."""
 WRONG = 0.1
 """A prediction is wrong if it differs from the measurement by more than this share. A choice must be faster than the
 present choice by this share."""
@@ -94,7 +95,7 @@ class Tuning:
 
     def _agree_on_machines(self) -> Machines:
         """Return the machines of the slowest node and the slowest link."""
-        own = self._run_agreement(lambda _: measure(self._world))
+        own = self._run_agreement(lambda _: measure_machines(self._world))
         worst = [-own.rate if own.rate else -math.inf, own.latency or 0.0, -own.memory]
         rate, latency, memory = self._run_agreement(lambda agreement: agreement.maximum(worst))
         slots = max(map(len, self._world.node_ranks))
@@ -124,8 +125,8 @@ class Tuning:
         return self._is_settled or self.choice is None
 
     def note_step(self, now: float) -> list[float] | None:
-        """Note that the exchange of a step ended at `now` (seconds). Return what this rank measured, if the ranks must
-        compare: on all ranks after the same step."""
+        """Note that the exchange of a step ended at `now` (seconds). After the last counted step, on all ranks the same
+        step, return what this rank measured for `decide`; before that, return None."""
         if self.is_settled:
             return None
         last, self._last = self._last, (now, phases.current.total("inter"), phases.current.total("intra"))
@@ -185,7 +186,7 @@ class Tuning:
         return abs(measured.between + measured.inside - predicted) > WRONG * predicted
 
     def _fit(self, measured: Measurement, buckets: Sequence[BucketSize]) -> Machines:
-        """Return the machines with which the model predicts what was measured. What was not measured stays."""
+        """Return machines for which the model predicts the measured times. Values that were not measured stay."""
         assert self.choice is not None
         assert self.machines is not None
         machines, present = self.machines, self.choice
@@ -258,6 +259,7 @@ def _is_same(choice: Choice, other: Choice) -> bool:
     return (choice.algorithm, choice.dense_wire) == (other.algorithm, other.dense_wire)
 
 
-def dense_wire_before_choice(aggregation: AggregationSettings) -> str:
-    """Return the format of dense values while there is no choice: `auto` may round only after it has measured."""
+def find_initial_dense_wire(aggregation: AggregationSettings) -> str:
+    """Return the format of dense values before the first choice. It is float32 for `auto`, which may use 16 bits only
+    after measurements."""
     return DENSE_WIRE.default if aggregation.algorithm == "auto" else aggregation.dense_wire

@@ -84,7 +84,7 @@ class WeightExchange:
         """Replace `shard`, this rank's shard of a chunk in float32, by the sum over all nodes. A collective of all
         ranks."""
         call = Call(self.world, f"{self.algorithm.name} sums", Request(shard, "sum"))
-        call.same_between_nodes()
+        call.check_between_nodes()
         if self.world.nodes > 1 and self.world.cross_comm is not None:
             exchange, sent = between_nodes(Route.ALL_REDUCE, self.world.cross_comm, shard)
             finish_exchange(call, exchange, sent)
@@ -127,7 +127,7 @@ class WeightExchange:
 
     def _call(self, chunk: Chunk, staging: Array) -> Call:
         call = Call(self.world, f"{self.algorithm.name} weights {chunk.number}", Request(staging, "sum"))
-        call.same_between_nodes()
+        call.check_between_nodes()
         return call
 
     def _exchange_and_step(self, call: Call, chunk: Chunk, own: Array, agreed: Array) -> None:

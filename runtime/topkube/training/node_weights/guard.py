@@ -1,12 +1,12 @@
-"""The guard of error feedback in the weights: it watches how much nodes keep back, and exchanges more often if that is
-too much.
+"""The guard of error feedback in the weights. It measures how much nodes keep of their changes, and shortens the period
+if they keep too much.
 
 At the first of every 16 exchanges, all ranks together measure two numbers. The unsent ratio is the norm of what
 nodes keep of their changes, over the norm of what they send. The weight spread is the distance of the nodes' own
 weights from the agreed weights after the exchange, over the norm of the agreed weights. Both are means over the nodes,
-weighted by ranks, and the same on all ranks. If a number is beyond its limit, the period is halved. If the period is 1
-already, rank 0 prints a warning once. An algorithm that sends everything (localsgd) keeps nothing, and is never beyond
-a limit.
+weighted by ranks, and the same on all ranks. If a number exceeds its limit, the period is halved. If the period is 1
+already, rank 0 prints a warning once. An algorithm that sends everything (localsgd) keeps nothing, and never exceeds a
+limit.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from topkube.arrays import Array
 MEASURE_EVERY = 16
 """Exchanges between two measurements."""
 MOST_UNSENT = 100.0
-"""The largest unsent ratio: beyond it, an exchange sends a small part of what it should."""
+"""The largest unsent ratio. With a higher ratio, an exchange sends only a small part of the changes."""
 MOST_SPREAD = 1.0
-"""The largest weight spread: beyond it, nodes train different models."""
+"""The largest weight spread. With a larger spread, nodes train different models."""
 
 
 @dataclass
 class Squares:
-    """Sums of squares over this rank's shards: of the changes before an exchange, of what is left of them after it, and
-    of the agreed weights."""
+    """Sums of squares over this rank's shards: of the changes before an exchange, of their unsent part after it, and of
+    the agreed weights."""
 
     change: float = 0.0
     left: float = 0.0
@@ -63,14 +63,14 @@ class Guard:
         """Return True if the exchange after `steps` steps is measured. The same on all ranks."""
         return steps // self.period % MEASURE_EVERY == 1
 
-    def judge(self, change: float, left: float, agreed: float) -> str:
-        """Take the weighted sums of squares of all nodes. Return the message that rank 0 should print; empty if there
-        is none."""
-        sent = max(change - left, 0.0)  # what a codec sends is orthogonal to what it leaves, but for rounding
+    def check_drift(self, change: float, left: float, agreed: float) -> str:
+        """Compute both numbers from the weighted sums of squares of all nodes, and shorten the period if a number
+        exceeds its limit. Return the message that rank 0 should print; empty if there is none."""
+        sent = max(change - left, 0.0)  # the sent part is orthogonal to the rest, except for rounding
         self.unsent_ratio = math.sqrt(left / sent) if sent > 0 else 0.0 if left == 0 else math.inf
         self.weight_spread = math.sqrt(left / agreed) if agreed > 0 else 0.0
         if self.unsent_ratio <= MOST_UNSENT and self.weight_spread <= MOST_SPREAD:
-            return ""  # NaN is beyond every limit
+            return ""  # NaN exceeds every limit
         numbers = (
             f"nodes keep {self.unsent_ratio:.1f} times what they send (limit {MOST_UNSENT:g}), and their weights are"
             f" {self.weight_spread:.0%} away from the agreed weights (limit {MOST_SPREAD:.0%})"
@@ -85,7 +85,7 @@ class Guard:
         return f"{numbers}: lower the learning rate, or choose dense; {self._algorithm} may end with a higher loss"
 
     def save(self) -> dict[str, int]:
-        """Return the period in force, and the job's."""
+        """Return the present period, and the period of the job."""
         return {"period": self.period, "wanted": self._wanted}
 
     def load(self, state: Mapping[str, Any] | None) -> None:

@@ -120,7 +120,7 @@ class NodeWeights:
         squares, weight = Squares(), self.exchange.weights[self.world.node]
         self.exchange.run(squares)
         total = agreement(self.world)([weight * part for part in (squares.change, squares.left, squares.agreed)])
-        problem = self.guard.judge(*total.tolist())
+        problem = self.guard.check_drift(*total.tolist())
         if problem and self.world.rank == 0:
             say(problem)
 

@@ -90,7 +90,7 @@ class SecondMoment:
                 kernels.cast_(own[start : start + len(entries)], gradient.reshape(-1)[entries].numpy())
         values, mean = own.astype(np.float32), np.zeros(self._length, np.float32)
         call = Call(world, "second moments", Request(mean, "sum"))
-        call.same_between_nodes()
+        call.check_between_nodes()
         shard = self._length // world.shards
         if world.cross_comm is not None:
             place = slice(world.local_rank * shard, (world.local_rank + 1) * shard)

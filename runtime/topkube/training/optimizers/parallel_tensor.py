@@ -19,7 +19,7 @@ from topkube.world import current
 Tensors = Sequence[torch.Tensor]
 
 
-def shares(sizes: Sequence[int], ranks: int) -> list[int]:
+def assign_layers(sizes: Sequence[int], ranks: int) -> list[int]:
     """Return the rank of each of the layers with `sizes` elements. The layers are assigned from the largest to the
     smallest, each to the rank with the fewest elements. The result is the same on all ranks."""
     loads = [(0, rank) for rank in range(ranks)]
@@ -48,13 +48,13 @@ def map(
     layers = len(sizes)
     world = current() if parallel and layers else None
     if world is None or world.size == 1:
-        return _checked(function(list(range(layers))) if layers else [], layers, numbers)
-    owner = shares(sizes, world.size)
+        return _check_shape(function(list(range(layers))) if layers else [], layers, numbers)
+    owner = assign_layers(sizes, world.size)
     own = [layer for layer in range(layers) if owner[layer] == world.rank]
     values = np.zeros((layers, numbers))
     if own:
-        values[own] = _checked(function(own), len(own), numbers)
-    gathered = agreement()(values.reshape(-1).tolist())  # one rank's number plus zeros: its own bits
+        values[own] = _check_shape(function(own), len(own), numbers)
+    gathered = agreement()(values.reshape(-1).tolist())  # adds zeros to one rank's number, so its bits stay
     return [[float(x) for x in row] for row in gathered.reshape(layers, numbers)]
 
 
@@ -62,8 +62,8 @@ def norms(*kinds: Tensors, parallel: bool = False) -> list[list[float]]:
     """Return the 2-norms, in float32, of all tensors of one or more lists of equal length, for example weights and
     gradients.
 
-    With `parallel`, each rank computes its share of the layers, and all ranks gather the numbers (`map`). One read of
-    the tensors (or of this rank's share), one wait for the device per list.
+    With `parallel`, each rank computes its share of the layers, and all ranks gather the numbers (`map`). This reads
+    the tensors (or this rank's share of them) once, and waits for the device once per list.
     """
     layers = len(kinds[0])
     assert all(len(kind) == layers for kind in kinds)
@@ -75,7 +75,7 @@ def norms(*kinds: Tensors, parallel: bool = False) -> list[list[float]]:
     return [[row[number] for row in rows] for number in range(len(kinds))]
 
 
-def _checked(rows: Sequence[Sequence[float]], layers: int, numbers: int) -> list[list[float]]:
+def _check_shape(rows: Sequence[Sequence[float]], layers: int, numbers: int) -> list[list[float]]:
     """Return the rows if there are `layers` rows of `numbers` numbers."""
     if len(rows) != layers or any(len(row) != numbers for row in rows):
         raise ArgumentError(

@@ -87,7 +87,7 @@ class Schedule:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._advance))
 
     def _next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
-        """Return the next entry of the queue. Advance what is under way until it comes."""
+        """Return the next entry of the queue. Advance the messages that are under way until there is an entry."""
         while self._advance is not None:
             pause = self._advance()
             if pause is None:
@@ -101,8 +101,8 @@ class Schedule:
 
 
 def _end_with(error: BaseException) -> None:
-    """Warn of an error at the end of the program, when nothing waits for the result. Keep the error for ever: its
-    frames hold the buffers of unfinished messages, which must outlive the interpreter."""
+    """Print a warning about an error at the end of the program, when nothing waits for the result. Never free the
+    error, because its frames hold the buffers of unfinished messages, which must outlive the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
     if not exit_status():
         what = "the program ended while gradients were exchanged"

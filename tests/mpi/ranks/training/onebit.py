@@ -59,7 +59,7 @@ def agreed(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[to
 
 
 def owed(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:
-    """The mean over nodes, weighted by ranks, of what they have not sent, and what owners have not sent of means."""
+    """Return the unsent changes of all nodes, as a mean weighted by ranks, plus the unsent means of the owners."""
     saved = optimizer.state_dict()["topkube"]["residuals"]
     own = summed(world, saved["pieces"], model, saved["weight"])
     return [a + b for a, b in zip(own, owed_by_owners(world, optimizer, model), strict=True)]
@@ -70,7 +70,7 @@ def owed_by_owners(world: World, optimizer: topkube.DistributedOptimizer, model:
 
 
 def summed(world: World, pieces: Any, model: nn.Module, weight: float) -> list[np.ndarray]:
-    """The sum of the pieces of all ranks, times each rank's weight."""
+    """Return the sum of the pieces of all ranks, times each rank's weight."""
     totals = []
     for name, parameter in model.named_parameters():
         full = np.zeros(parameter.numel())
@@ -84,7 +84,8 @@ def summed(world: World, pieces: Any, model: nn.Module, weight: float) -> list[n
 
 
 class Definition:
-    """The rule for all nodes of `world` in float64 torch, on one process. Only what is sent is rounded, as it is."""
+    """The rule for all nodes of `world` in float64 torch, on one process. Only sent values are rounded, as on real
+    ranks."""
 
     def __init__(self, world: World, model: nn.Module, make: Any, period: int = 1, algorithm: str = "onebit") -> None:
         self.world, self.period, self.algorithm = world, period, find(algorithm)

@@ -19,7 +19,7 @@ from ranks.training.scene import (
     samples,
     weights,
 )
-from topkube.collectives.link import Measured
+from topkube.collectives.link import MeasuredMachine
 from topkube.training.exchange import tuning
 from topkube.world import World
 
@@ -42,19 +42,19 @@ def same_choice(world: World, optimizer: topkube.DistributedOptimizer) -> bool:
 @contextmanager
 def measured_wrongly(world: World, factor: float) -> Iterator[None]:
     """A world whose links seem `factor` times as fast as they are."""
-    measure = tuning.measure
+    measure = tuning.measure_machines
 
-    def wrong(of: World) -> Measured:
+    def wrong(of: World) -> MeasuredMachine:
         measured = measure(of)
         rate = measured.rate and measured.rate * factor
-        return Measured(rate, measured.latency and measured.latency / factor, measured.memory)
+        return MeasuredMachine(rate, measured.latency and measured.latency / factor, measured.memory)
 
     world.cache.pop("measured machines", None)
-    tuning.measure = wrong
+    tuning.measure_machines = wrong
     try:
         yield
     finally:
-        tuning.measure = measure
+        tuning.measure_machines = measure
         world.cache.pop("measured machines", None)
 
 

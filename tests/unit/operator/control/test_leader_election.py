@@ -1,6 +1,6 @@
-"""Leader election: one replica acts at a time, and another takes over in time. The test runs four times as fast as a
-cluster, on a Lease in memory that refuses writes to an older version, as the API server does. tests/cluster kills a
-real leader."""
+"""Leader election: one replica acts at a time, and another replica takes over in time. The tests run four times as fast
+as a cluster, with a Lease in memory that refuses writes to an older version, as the API server does. tests/cluster
+kills a real leader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from topkube_operator.watch.api_client import ApiError
 
 FASTER = 4.0
 HAND_OVER = 20.0
-"""Seconds that the issue of it may take, in a cluster."""
+"""Seconds within which another replica must act after a leader has failed, at a cluster's speed."""
 
 
 class Leases:
@@ -29,7 +29,7 @@ class Leases:
 
 
 class Link:
-    """One replica's way to it, which can be cut."""
+    """The connection of one replica to the API server. Set `cut` to break it."""
 
     def __init__(self, leases: Leases) -> None:
         self.leases, self.cut = leases, False
@@ -42,7 +42,7 @@ class Link:
         self._reach()
         with self.leases.lock:
             if not self.leases.lease:
-                raise ApiError(404, "there is none")
+                raise ApiError(404, "there is no Lease")
             return copy.deepcopy(self.leases.lease)
 
     def call(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:

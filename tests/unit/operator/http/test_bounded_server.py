@@ -38,7 +38,8 @@ def serving(healthy: Callable[[], str] = str) -> Iterator[Probes]:
 
 
 def call(port: int, request: bytes = LAST_REQUEST, *, give_up: bool = False) -> bytes:
-    """The answer to a request, up to the end of the connection; with `give_up`, we end it before the answer."""
+    """Return the answer to a request, up to the end of the connection. With `give_up`, close the sending side before
+    the answer."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(request)
         if give_up:
@@ -61,18 +62,18 @@ def is_closed(connection: socket.socket) -> bool:
 def wait_until(holds: Callable[[], Any], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < end, f"the condition did not hold within {seconds:g} s"
         time.sleep(0.01)
 
 
-def test_half_sent_requests_are_neither_threads_nor_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "BOUNDS", Bounds(connections=64, connections_of_one=16, head_seconds=1.0))
+def test_incomplete_requests_start_no_threads_and_are_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "BOUNDS", Bounds(connections=64, connections_per_client=16, head_seconds=1.0))
     with serving() as server, contextlib.ExitStack() as stack:
         threads = threading.active_count()
         held = []
         for _ in range(400):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
-            with contextlib.suppress(OSError):  # it may have made room for another one already
+            with contextlib.suppress(OSError):  # the server may have closed it already, to make room
                 connection.sendall(b"GET /healthz HTT")
             held.append(connection)
         assert call(server.port).startswith(b"HTTP/1.1 200 ")
@@ -86,7 +87,7 @@ def test_a_head_that_comes_byte_by_byte_has_no_more_time(monkeypatch: pytest.Mon
         connection.sendall(b"GET /healthz HTTP/1.1\r\n")
 
         def drip() -> bool:
-            with contextlib.suppress(OSError):  # reset or broken pipe, as the kernel likes
+            with contextlib.suppress(OSError):  # a reset or a broken pipe: which of them depends on the kernel
                 connection.sendall(b"A")
                 return False
             return True
@@ -105,7 +106,7 @@ def test_a_check_that_hangs_is_a_failed_probe_and_does_not_hold_up_others(monkey
             held.set()
 
 
-def test_scrapes_that_come_together_are_one() -> None:
+def test_scrapes_within_a_second_share_one_text() -> None:
     scraped: list[int] = []
     probes = Probes(0, lambda: (scraped.append(1), b"text")[1], str, str, "127.0.0.1")
     probes.start()
@@ -117,7 +118,7 @@ def test_scrapes_that_come_together_are_one() -> None:
     assert len(scraped) < 5
 
 
-# The door itself.
+# The bounded server alone.
 
 
 @contextlib.asynccontextmanager
@@ -160,7 +161,7 @@ def test_who_waits_longest_makes_room_and_who_is_being_answered_stays() -> None:
                 await held.wait()
             return await hello(request)
 
-        async with opened(Bounds(connections=4, connections_of_one=3), slow) as (server, port):
+        async with opened(Bounds(connections=4, connections_per_client=3), slow) as (server, port):
             reader, slow_writer = await talk(port, b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
             await busy.wait()
             idle = [await talk(port, b"GET /") for _ in range(6)]
@@ -185,7 +186,7 @@ def test_when_all_are_being_answered_a_newcomer_is_turned_away() -> None:
             await held.wait()
             return await hello(request)
 
-        async with opened(Bounds(connections=2, connections_of_one=2), slow) as (_, port):
+        async with opened(Bounds(connections=2, connections_per_client=2), slow) as (_, port):
             kept = [await talk(port) for _ in range(2)]
             for _ in kept:
                 await entered.acquire()
@@ -269,7 +270,7 @@ def test_a_body_that_never_comes_is_not_waited_for() -> None:
     asyncio.run(scenario())
 
 
-# Nonsense.
+# Malformed requests.
 
 HEADS = st.lists(
     st.sampled_from(

@@ -55,7 +55,7 @@ def test_the_second_failure_of_a_job_on_a_node_moves_it_elsewhere() -> None:
     assert (entry["reason"], entry["until"]) == ("Error", "2026-01-01T01:01:40Z")
     assert "2 attempts of this job failed there first" in entry["message"]
     assert world.events.count("NodesAvoided") == 1
-    assert _on("node-c", world) == [], "the worker that lives there is replaced too"
+    assert _on("node-c", world) == [], "the worker on this node is replaced too"
     assert world.status()["phase"] == "Running"
 
 

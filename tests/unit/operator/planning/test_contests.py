@@ -21,8 +21,9 @@ def _policy(port: int = 1) -> dict[str, Any]:
 KEY = ("NetworkPolicy", "train-worker")
 
 
-def _fight(contests: Contests, seconds: float, step: float = 1.0) -> list[float]:
-    """Somebody changes the child back at once; it is written whenever it may be. Return the times."""
+def _write_contested(contests: Contests, seconds: float, step: float = 1.0) -> list[float]:
+    """Something else changes the child back at once each time. Write the child again as soon as it is not paused.
+    Return the times of the writes."""
     times, now = list[float](), 0.0
     while now < seconds:
         if KEY not in contests.find_paused(now):
@@ -34,13 +35,13 @@ def _fight(contests: Contests, seconds: float, step: float = 1.0) -> list[float]
 
 
 def test_writes_of_the_same_content_wait_twice_as_long_each_time_up_to_five_minutes() -> None:
-    times = _fight(Contests(), DAY / 4)
+    times = _write_contested(Contests(), DAY / 4)
     pauses = [after - before for before, after in itertools.pairwise(times)]
     assert pauses[:9] == [1, 1, 2, 4, 8, 16, 32, 64, 128]
     assert set(pauses[10:]) == {300}
 
 
-def test_at_the_third_write_the_fight_is_named() -> None:
+def test_the_third_write_reports_the_contest() -> None:
     contests = Contests()
     for number in range(3):
         assert not contests.list_troubles()
@@ -50,7 +51,7 @@ def test_at_the_third_write_the_fight_is_named() -> None:
     assert not contests.must_be_reported(_policy(), 3), "once is enough"
 
 
-def test_other_content_is_no_fight() -> None:
+def test_writes_of_different_content_are_no_contest() -> None:
     contests = Contests()
     for attempt in range(50):
         assert not contests.must_be_reported(_policy(attempt), attempt)
@@ -58,7 +59,7 @@ def test_other_content_is_no_fight() -> None:
         assert not contests.find_paused(attempt)
 
 
-def test_what_is_over_is_forgotten_and_looked_at_then() -> None:
+def test_an_ended_contest_is_forgotten() -> None:
     contests = Contests()
     for number in range(3):
         contests.count_write(_policy(), number, "somebody")
@@ -67,7 +68,7 @@ def test_what_is_over_is_forgotten_and_looked_at_then() -> None:
         now, looks = now + look, looks + 1
         contests.find_paused(now)
     assert not contests.list_troubles()
-    assert looks == 2, "when it may be written, and when it is over"
+    assert looks == 2, "one when the child may be written, one when the contest ends"
     assert 600 <= now <= 700
 
 
@@ -82,7 +83,7 @@ def test_no_child_is_written_more_than_a_handful_of_times_a_minute(waits: list[f
     assert all(len([time for time in times if begin <= time < begin + 60]) <= 8 for begin in times)
 
 
-def test_the_words_name_who_and_what() -> None:
+def test_the_message_names_the_manager_and_the_field() -> None:
     stored = {**_policy(2), "metadata": {"name": "train-worker", "managedFields": [{"manager": "kyverno"}]}}
     assert "changes ingress[0]" in describe_contest(stored, _policy())
     assert "kyverno (its managed fields)" in describe_contest(stored, _policy())

@@ -55,7 +55,7 @@ def _run(following: Watchers) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("ends", ["410", "at once, without a word"])
+@pytest.mark.parametrize("ends", ["410", "without an event"])
 def test_a_watch_that_ends_at_once_is_begun_again_after_growing_pauses(ends: str) -> None:
     def on_watch(kind: str) -> Iterator[Thing]:
         if ends == "410":
@@ -146,7 +146,7 @@ def test_a_cluster_that_was_restored_from_a_backup_is_noticed_and_taken_as_it_is
     assert [pod.phase for pod in store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
         "Running"
     ]
-    store.remove("Pod", ("team", "b"), "uid-of-b")  # went after the backup, and is back
+    store.remove("Pod", ("team", "b"), "uid-of-b")  # removed after the backup, so the restored cluster has it again
     back = _pod(480, "Pending")
     back["metadata"] |= {"name": "b", "uid": "uid-of-b"}
     api.version, api.items = 500, [_pod(470, "Pending"), back, _job(471, 2)]
@@ -161,7 +161,7 @@ def test_a_cluster_that_was_restored_from_a_backup_is_noticed_and_taken_as_it_is
     assert (known["spec"]["workers"], known["metadata"]["resourceVersion"]) == (2, "471")
     lists = len(api.lists)
     following.audit()
-    assert len(api.lists) == lists + 1, "it is over"
+    assert len(api.lists) == lists + 1, "one list per audit after the restore"
 
 
 def test_a_watch_from_before_the_restore_begins_anew_from_a_list(monkeypatch: pytest.MonkeyPatch) -> None:

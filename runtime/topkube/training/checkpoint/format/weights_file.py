@@ -14,7 +14,8 @@ from topkube.installation import install_command
 def write_weights(model: torch.nn.Module, path: Path, step: int) -> None:
     """Write the weights of `model` to a safetensors file, which replaces an earlier file at `path` as a whole.
 
-    Raises StorageError if the file cannot be written, and CheckpointError if safetensors is not installed."""
+    `step` is stored in the file's metadata. Raises StorageError if the file cannot be written, and CheckpointError if
+    safetensors is not installed."""
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_model
