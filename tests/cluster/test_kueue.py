@@ -134,7 +134,7 @@ def test_a_preempted_job_leaves_its_place_and_continues_later(
         jobs.create(queued("high", **{"kueue.x-k8s.io/priority-class": URGENT}))
         queue.until(lambda: runs(jobs, "high"), "the second job to run", 180)
         assert queue.evictions == ["low-workload"]
-        assert waits(jobs, "low", "Evicted")
+        queue.until(lambda: waits(jobs, "low", "Evicted"), "the status of the preempted job")
         assert queue.condition("low", "Requeued") == ("True", "Preempted")
         assert queue.condition("low", "PodsReady") == ("False", "WaitForStart")
 
