@@ -241,6 +241,18 @@ def test_a_rank_that_aborts_as_its_peer_is_killed_is_not_the_cause() -> None:
     assert first_failure([aborts]) is aborts
 
 
+def test_a_rank_that_open_mpi_ends_as_its_peer_leaves_is_not_the_cause() -> None:
+    left, lost = ended(2, 5.01, code=7), ended(0, 5.0, code=14)
+    assert first_failure([lost, left]) is left
+    killed = ended(2, 5.01, code=137, signal="SIGKILL")
+    assert first_failure([lost, killed]) is killed
+    much_later = ended(2, 9.0, code=7)
+    assert first_failure([lost, much_later]) is lost
+    raised = ended(0, 5.0, code=14, traceback="Traceback…\nSystemExit: 14")
+    assert first_failure([raised, left]) is raised
+    assert first_failure([lost]) is lost
+
+
 def test_each_way_to_end_has_its_own_advice() -> None:
     def advice(**fields: Any) -> str:
         return " | ".join(diagnose(ended(3, 2.0, **fields), "node 1"))

@@ -24,6 +24,9 @@ TAIL_LINES = 20
 _RESERVED_BYTES, _BRIEF_BYTES = 32 << 10, 2 << 10
 """The space that is reserved on the disk for a report; the characters of its traceback and its tail on a full disk."""
 _SAME_MOMENT_SECONDS = 1.0
+_OPEN_MPI_LOST_PEER = (14, 75)
+"""Exit codes of a rank that Open MPI ended because a connection to another rank was closed: MPI_ERR_UNKNOWN and
+MPI_ERR_PROC_FAILED. Open MPI prints the reason in mpiexec's output, not in the rank's log."""
 _MOST = 1 << 62
 # Messages of torch's DataLoader, concurrent.futures and others about a killed child process.
 _CHILD_KILLED = ("killed by signal: Killed", "BrokenProcessPool", "died with <Signals.SIGKILL")
@@ -165,21 +168,30 @@ def first_failure(reports: Iterable[RankReport]) -> RankReport | None:
     """Return the report of the rank that failed first, by time; None if no rank failed. Ranks that were stopped from
     outside do not count. Ranks that failed at the same moment as another rank do not count if that rank explains their
     failure: ranks that ended without a message when another rank aborted (MPICH's library ends them with 1 when it
-    loses its launcher), and ranks that aborted in native code when another rank was killed (so the transport reports
-    that its peer is gone)."""
+    loses its launcher), ranks that aborted in native code when another rank was killed (so the transport reports that
+    its peer is gone), and ranks that Open MPI ended because their peer was gone."""
     failed = sorted(
         (report for report in reports if report.exit_code and not report.told_to_end), key=lambda report: report.ended
     )
     first_abort = next((report.ended for report in failed if report.aborted), float("inf"))
     first_kill = next((report.ended for report in failed if report.signal == "SIGKILL"), float("inf"))
+    first_own = next((report.ended for report in failed if not _has_lost_peer(report)), float("inf"))
     for report in failed:
-        silent = report.traceback is None and report.signal is None and not report.aborted
         moment = report.ended + _SAME_MOMENT_SECONDS
-        by_abort = silent and first_abort < moment
+        by_abort = _is_silent(report) and first_abort < moment
         by_kill = report.signal == "SIGABRT" and first_kill < moment
-        if not by_abort and not by_kill:
+        by_lost_peer = _has_lost_peer(report) and first_own < moment
+        if not by_abort and not by_kill and not by_lost_peer:
             return report
     return None
+
+
+def _is_silent(report: RankReport) -> bool:
+    return report.traceback is None and report.signal is None and not report.aborted
+
+
+def _has_lost_peer(report: RankReport) -> bool:
+    return _is_silent(report) and report.exit_code in _OPEN_MPI_LOST_PEER
 
 
 def tail(log: Path) -> tuple[list[str], str | None]:
