@@ -23,6 +23,7 @@ class ManifestOutput(StrEnum):
     yaml = "yaml"
 
 
+# What to run: the options of `topkube run` and `topkube submit`.
 Program = Annotated[
     str, typer.Argument(metavar="PROGRAM", help="A Python script, or a TrainingJob (.yaml), as for a cluster.")
 ]
@@ -53,5 +54,4 @@ JobName = Annotated[
     str | None, typer.Option("--name", help="Name of a script's job (default: from the script's name).")
 ]
 Image = Annotated[str | None, typer.Option(help="Image of a script's job on a cluster (default: TopKube's runtime).")]
-"""What to run, for `topkube run` and `topkube submit`."""
 OutputOption = Annotated[OutputFormat, typer.Option("--output", "-o", help="text, or json on stdout.")]

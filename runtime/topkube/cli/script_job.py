@@ -46,6 +46,7 @@ class Target:
         cls,
         program: str,
         arguments: Sequence[str] | None,
+        *,
         module: bool,
         workers: int | None,
         slots: int | None,
