@@ -5,21 +5,25 @@ explains it.
 
 The sdist, a wheel that is built from this sdist and repaired for manylinux, the chart as an archive, an SBOM
 (CycloneDX), and checksums. Then the wheel is installed from wheels alone, without a compiler, and trains; the chart's
-archive is rendered for the oldest and the newest Kubernetes.
+archive is rendered for the oldest and the newest Kubernetes, and pushed to and pulled from an OCI registry.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import tomllib
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +32,10 @@ TOOLS = Path(__file__).with_name("release-requirements.txt")
 KUBERNETES = ("1.20.2", "1.25.0", "1.36.0")
 """The versions for which the chart is checked: the oldest, the first with CEL rules, and the newest."""
 CHECKSUMS = "SHA256SUMS"
+REGISTRY_PROGRAM = "docker-registry"
+"""Debian's package of the same name has it."""
+REGISTRY_SECONDS = 60.0
+"""How long the registry may take to start."""
 
 
 def main() -> None:
@@ -59,6 +67,7 @@ def main() -> None:
             say("testing what is installed")
             train(clean, folder / "run")
             render(tools, chart, registry, version)
+            push_and_pull(tools, chart, folder / "registry")
     write_checksums(output)
     for path in sorted(output.iterdir()):
         print(f"  {path.stat().st_size:>12,}  {path.relative_to(output.parent)}")
@@ -169,6 +178,59 @@ assert container["image"] == f"{registry}/operator:{version}", container["image"
 print(f"chart: {len(objects)} objects; correct for Kubernetes {', '.join(kubernetes)}")
 """
     run(tools / "python", "-c", code, archive, registry, version, *KUBERNETES)
+
+
+def push_and_pull(tools: Path, archive: Path, folder: Path) -> None:
+    """Push the chart as an OCI artefact to a registry on loopback, and pull it again. Without the program of a
+    registry, say that this was not tested."""
+    program = shutil.which(REGISTRY_PROGRAM)
+    if program is None:
+        say(f"not tested: the chart as an OCI artefact. Next: apt-get install {REGISTRY_PROGRAM}, then make release")
+        return
+    code = """
+import sys, helm_python as helm
+archive, address, name, folder = sys.argv[1:]
+helm.push(archive, f"oci://{address}/charts", plain_http=True)
+helm.pull(f"oci://{address}/charts/{name}", destination=folder, plain_http=True)
+"""
+    folder.mkdir()
+    with serve_registry(program, folder) as address:
+        run(tools / "python", "-c", code, archive, address, "topkube", folder, quiet=True)
+    if (folder / archive.name).read_bytes() != archive.read_bytes():
+        fail("the registry returned another chart than was pushed", "try the commands of docs/release.md by hand")
+    print("chart: pushed to an OCI registry and pulled again, with equal bytes")
+
+
+@contextlib.contextmanager
+def serve_registry(program: str, folder: Path) -> Iterator[str]:
+    """Run a registry on loopback, with its data in `folder`. Yields its address, HOST:PORT."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    config = folder / "config.yaml"
+    config.write_text(
+        f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {folder / 'data'}}}}}\nhttp: {{addr: '{address}'}}\n"
+    )
+    with (folder / "registry.log").open("wb") as log:
+        process = subprocess.Popen([program, "serve", str(config)], stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + REGISTRY_SECONDS
+        while not _answers(address):
+            if process.poll() is not None or time.monotonic() > end:
+                log_text = (folder / "registry.log").read_text(errors="replace")
+                fail(f"{program} does not answer on {address}: {log_text[-500:]}", f"{program} serve {config}")
+            time.sleep(0.05)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+        return True
+    return False
 
 
 def write_sbom(tools: Path, clean: Path, path: Path) -> None:
