@@ -64,7 +64,7 @@ def test_deleted_at_any_phase(namespace: Namespace, phase: str) -> None:
 
 
 def test_created_again_while_pods_of_the_former_job_stay(namespace: Namespace) -> None:
-    """The former job's ranks ignore SIGTERM, so its launcher listens for the whole grace period, and a finalizer keeps a
+    """The former job's ranks ignore SIGTERM, so its launcher listens for the grace period, and a finalizer keeps a
     worker's pod after that. The new job of the same name starts at once, and its workers call its own launcher."""
     core, kept = namespace.target.core, "topkube.test/kept"
     stubborn = job("again", ["sh", "-c", "trap '' TERM; while :; do sleep 1; done"])
