@@ -195,7 +195,7 @@ def jobs(resting: Target, request: pytest.FixtureRequest) -> Iterator[Jobs]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The chart's tests come first: they install and uninstall the operator, before there is the session's own."""
-    items.sort(key=lambda item: item.path.name != "test_chart_life.py")
+    items.sort(key=lambda item: not item.path.name.startswith("test_chart_"))
 
 
 @pytest.hookimpl(wrapper=True)
