@@ -84,8 +84,8 @@ def create_finished_job(cluster: Cluster, name: str, workers: int) -> None:
     """Create a finished job and its pods, in the state that the operator stores at the end of a job."""
     made_job = cluster.create(job(name, workers))
     uid = made_job["metadata"]["uid"]
-    pods = [(names.launcher_name(name, 1), names.LAUNCHER, "")]
-    pods += [(names.worker_name(name, index, 1), names.WORKER, str(index)) for index in range(workers)]
+    pods = [(names.launcher_name(name, uid, 1), names.LAUNCHER, "")]
+    pods += [(names.worker_name(name, uid, index, 1), names.WORKER, str(index)) for index in range(workers)]
     for pod, role, index in pods:
         labels = {names.JOB_NAME: name, names.ROLE: role, names.ATTEMPT: "1", names.WORKER_INDEX: index or "0"}
         manifest = {

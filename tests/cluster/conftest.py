@@ -28,7 +28,7 @@ from localkube.cluster import Cluster
 from localkube.layout import Layout
 from operating import Jobs, gone, until
 from play import apply
-from target import OPERATOR, OPERATOR_NAMESPACE, PATIENCE, Namespace, Target, wait_for
+from target import KUBELET_SECONDS, OPERATOR_NAMESPACE, PATIENCE, Namespace, Target, wait_for
 
 from topkube.cli.cluster.api import Api, Where, connect, path_of
 from topkube.errors import ClusterError
@@ -116,15 +116,14 @@ def apply_manifests(target: Target) -> None:
 
 def _install(target: Target) -> None:
     apply_manifests(target)
+    replaced: set[str] = set()
     if target.local is not None:  # the image may be newer than the pods that run
+        replaced = {pod.metadata.uid for pod in target.operator_pods()}
         target.core.delete_collection_namespaced_pod(OPERATOR_NAMESPACE, grace_period_seconds=1)
-
-    def ready() -> bool:
-        status = target.apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE).status
-        return status.ready_replicas == status.replicas == 2 and len(target.operator_pods()) == 2
-
     try:
-        wait_for(ready, "both replicas of the operator to be ready", 120)
+        wait_for(lambda: target.is_rolled_out(replaced), "both replicas of the operator to be ready", KUBELET_SECONDS)
+        # More than one answer: the nodes' rules may still lead to a pod that is gone.
+        wait_for(lambda: all(target.has_webhook() for _ in range(4)), "the webhook to answer", 60)
     except AssertionError as error:
         for pod in target.operator_pods():
             print(pod.metadata.name, pod.status.phase, pod.status.container_statuses)
@@ -196,7 +195,7 @@ def jobs(resting: Target, request: pytest.FixtureRequest) -> Iterator[Jobs]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The chart's tests come first: they install and uninstall the operator, before there is the session's own."""
-    items.sort(key=lambda item: item.path.name != "test_chart_life.py")
+    items.sort(key=lambda item: not item.path.name.startswith("test_chart_"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -71,6 +71,10 @@ class Jobs:
         children, _ = self.cluster.list(kind, self.namespace, "topkube.dev/job-name")
         return {child["metadata"]["name"]: child for child in children}
 
+    def pod_name(self, job: str, part: str) -> str:
+        """Return the name of a pod, such as worker-1-2 or launcher-2, of the job that exists now."""
+        return f"{job}-{part}-{self.get(job)['metadata']['uid'][:5]}"
+
     def pods(self) -> dict[str, dict[str, Any]]:
         return self.children("Pod")
 

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,12 +88,37 @@ class Target:
         """Wait until exactly this number of operators run."""
         self.apps.patch_namespaced_deployment_scale(OPERATOR, OPERATOR_NAMESPACE, {"spec": {"replicas": replicas}})
 
-        def settled() -> bool:
-            deployment = self.apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE)
-            pods = self.operator_pods()
-            return len(pods) == replicas == (deployment.status.ready_replicas or 0)
+        wait_for(self.is_rolled_out, f"{replicas} replicas of the operator", KUBELET_SECONDS)
 
-        wait_for(settled, f"{replicas} replicas of the operator", KUBELET_SECONDS)
+    def is_rolled_out(self, replaced: Collection[str] = ()) -> bool:
+        """Return True if the operator's pods are those that the Deployment asks for, all are ready, the webhook's
+        Service leads to them alone, and no other pod is left. `replaced` holds UIDs of pods that must be gone."""
+        deployment = self.apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE)
+        status, wanted, pods = deployment.status, deployment.spec.replicas, self.operator_pods()
+        counts = (status.replicas or 0, status.updated_replicas or 0, status.ready_replicas or 0, len(pods))
+        if status.observed_generation != deployment.metadata.generation or set(counts) != {wanted}:
+            return False
+        if any(pod.metadata.deletion_timestamp or pod.metadata.uid in replaced for pod in pods):
+            return False
+        subsets = self.core.read_namespaced_endpoints(OPERATOR, OPERATOR_NAMESPACE).subsets or ()
+        served = {address.ip for subset in subsets for address in subset.addresses or ()}
+        return served == {pod.status.pod_ip for pod in pods}
+
+    def has_webhook(self) -> bool:
+        """Return True if the API server asks the operator's webhook about jobs. The API server ignores a webhook that
+        does not answer."""
+        container = {"name": "worker", "image": "image", "command": ["true"]}
+        invalid = {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": "TrainingJob",
+            "metadata": {"name": "invalid"},
+            "spec": {"workers": 1, "template": {"spec": {"containers": [container, container]}}},
+        }
+        try:
+            self.custom.create_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, invalid, dry_run="All")
+        except ApiException as error:
+            return "admission webhook" in str(error.body)
+        return False
 
     def operator_pods(self) -> list[Any]:
         return self.core.list_namespaced_pod(
@@ -141,6 +166,16 @@ class Namespace:
     def delete(self, name: str) -> None:
         self.target.custom.delete_namespaced_custom_object(GROUP, VERSION, self.name, PLURAL, name)
 
+    def exists(self, name: str) -> bool:
+        """Return True if there is a job of this name."""
+        try:
+            self.job(name)
+        except ApiException as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
     def wait_phase(self, name: str, *phases: str, seconds: float = 90.0) -> dict[str, Any]:
         """Return the status in the first of `phases` that is reached. Fail at once if the job ends in another phase."""
 
@@ -186,6 +221,10 @@ class Namespace:
             parts.append(f"topkube.dev/job-name={job}")
         pods = self.target.core.list_namespaced_pod(self.name, label_selector=",".join(parts)).items
         return sorted((pod for pod in pods if not pod.metadata.deletion_timestamp), key=lambda pod: pod.metadata.name)
+
+    def pod_name(self, job: str, part: str) -> str:
+        """Return the name of a pod, such as worker-1-2 or launcher-2, of the job that exists now."""
+        return f"{job}-{part}-{self.job(job)['metadata']['uid'][:5]}"
 
     def uids(self, role: str) -> dict[str, str]:
         return {pod.metadata.name: pod.metadata.uid for pod in self.pods(role)}

@@ -50,4 +50,4 @@ def test_a_node_on_which_a_job_failed_twice_is_avoided(namespace: Namespace) -> 
     events = wait_for(lambda: [reason for reason in namespace.events() if "NodesAvoided" in reason], "the Event", 30)
     assert events
     workers = {pod.metadata.name: pod.spec.node_name for pod in namespace.pods("worker")}
-    assert workers["moves-worker-0-3"] != failed[0]["name"]
+    assert workers[namespace.pod_name("moves", "worker-0-3")] != failed[0]["name"]

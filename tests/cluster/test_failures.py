@@ -39,7 +39,7 @@ def test_a_rank_that_is_killed_for_memory(namespace: Namespace) -> None:
     assert failure["reason"] == "OOMKilled"
     assert failure["rank"] == 1
     assert failure["exitCode"] == 137
-    assert failure["pod"] == "greedy-worker-0-1"
+    assert failure["pod"] == namespace.pod_name("greedy", "worker-0-1")
     assert "taking all there is" in failure["logTail"]
 
 

@@ -43,7 +43,7 @@ def test_the_status_has_the_first_failure_with_its_log(namespace: Namespace) -> 
     failure = status["firstFailure"]
     assert failure["rank"] == 1
     assert failure["exitCode"] == 7
-    assert failure["pod"] == "failure-worker-1-1"
+    assert failure["pod"] == namespace.pod_name("failure", "worker-1-1")
     assert "this is why" in failure["logTail"]
     assert len(failure["logTail"].encode()) <= 4096
     assert status["restarts"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import pytest
 from jobs import endless, fails, job, steps
@@ -60,6 +61,35 @@ def test_deleted_at_any_phase(namespace: Namespace, phase: str) -> None:
     namespace.delete(name)
     wait_for(lambda: namespace.children() == set(), "everything to be gone", 60)
     assert time.monotonic() - began < GONE_SECONDS
+
+
+def test_created_again_while_pods_of_the_former_job_stay(namespace: Namespace) -> None:
+    """The former job's ranks ignore SIGTERM, so its launcher listens for the grace period, and a finalizer keeps a
+    worker's pod after that. The new job of the same name starts at once, and its workers call its own launcher."""
+    core, kept = namespace.target.core, "topkube.test/kept"
+    stubborn = job("again", ["sh", "-c", "trap '' TERM; while :; do sleep 1; done"])
+    stubborn["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 120
+    name = namespace.create(stubborn)
+    namespace.wait_phase(name, "Running")
+    former = {pod.metadata.name: pod for pod in namespace.pods()}
+    worker = namespace.pod_name(name, "worker-0-1")
+    core.patch_namespaced_pod(worker, namespace.name, {"metadata": {"finalizers": [kept]}})
+    try:
+        namespace.delete(name)
+        wait_for(lambda: namespace.pods() == [], "the deletion of the former job's pods", KUBELET_SECONDS)
+        wait_for(lambda: not namespace.exists(name), "the former job to be gone")
+        namespace.create(job("again", steps(2)))
+        status = namespace.wait_phase(name, "Succeeded")
+        assert (status["attempt"], status["restarts"], status["disruptions"]) == (1, 0, 0)
+        left = core.read_namespaced_pod(worker, namespace.name).metadata
+        assert left.uid == former[worker].metadata.uid
+        assert left.deletion_timestamp, "the former worker is still being deleted"
+        assert not {pod.metadata.name for pod in namespace.pods()} & set(former)
+    finally:
+        core.patch_namespaced_pod(worker, namespace.name, {"metadata": {"finalizers": None}})
+        for pod in former:
+            with suppress(ApiException):
+                core.delete_namespaced_pod(pod, namespace.name, grace_period_seconds=0)
 
 
 @pytest.mark.alone

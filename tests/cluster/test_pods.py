@@ -72,14 +72,14 @@ def test_a_launcher_inside_worker_0(namespace: Namespace) -> None:
     """With launcher.colocate there are as many pods as workers. The next attempt replaces the pod of worker 0, which
     contains the launcher, and no other pod."""
     name = namespace.create(job("inside", fails_once(), launcher={"colocate": True}))
-    wait_for(lambda: namespace.uids("worker").get("inside-worker-1-1"), "worker 1", 60)
-    other = namespace.uids("worker")["inside-worker-1-1"]
+    head, other = (namespace.pod_name(name, part) for part in ("worker-0-2", "worker-1-1"))
+    uid = wait_for(lambda: namespace.uids("worker").get(other), "worker 1", 60)
     status = namespace.wait_phase(name, "Succeeded")
     assert (status["attempt"], status["restarts"]) == (2, 1)
     pods = {pod.metadata.name: pod for pod in namespace.pods()}
-    assert sorted(pods) == ["inside-worker-0-2", "inside-worker-1-1"]
-    assert pods["inside-worker-1-1"].metadata.uid == other
-    containers = [container.name for container in pods["inside-worker-0-2"].spec.containers]
+    assert sorted(pods) == [head, other]
+    assert pods[other].metadata.uid == uid
+    containers = [container.name for container in pods[head].spec.containers]
     assert containers == ["worker", "launcher"]
 
 
@@ -89,8 +89,8 @@ def test_a_guaranteed_pod_stays_guaranteed_with_a_launcher_inside(namespace: Nam
     name = namespace.create(exact)
     wait_for(lambda: len(namespace.pods()) == 2, "the pods")
     assert {pod.metadata.name: pod.status.qos_class for pod in namespace.pods()} == {
-        "exact-worker-0-1": "Guaranteed",
-        "exact-worker-1-1": "Guaranteed",
+        namespace.pod_name(name, "worker-0-1"): "Guaranteed",
+        namespace.pod_name(name, "worker-1-1"): "Guaranteed",
     }
     namespace.wait_phase(name, "Succeeded")
 

@@ -271,11 +271,15 @@ def _a_life(api: Api) -> None:
     api.request("POST", path_of(api.namespace, "secrets"), body={"metadata": {"name": "taken2-credentials"}})
     named = {"metadata": {"name": "taken3-worker"}, "spec": {"podSelector": {}}}
     api.request("POST", policies, body=named)
-    pod = {"metadata": {"name": "taken4-launcher-1"}, "spec": minimal("taken4")["spec"]["template"]["spec"]}
+    held = create(api, minimal("taken4", **{**job, "runPolicy": {"suspend": True}}))
+    name = f"taken4-launcher-1-{held['metadata']['uid'][:5]}"
+    pod = {"metadata": {"name": name}, "spec": minimal("taken4")["spec"]["template"]["spec"]}
     pod["spec"]["automountServiceAccountToken"] = False
     api.request("POST", path_of(api.namespace, "pods"), body=pod)
     events = path_of(api.namespace, "events")
-    for name in ("taken", "taken2", "taken3", "taken4"):
+    resumed = {"spec": {"runPolicy": {"suspend": False}}}
+    api.request("PATCH", job_path(api, "taken4"), body=resumed, content="application/merge-patch+json")
+    for name in ("taken", "taken2", "taken3"):
         create(api, minimal(name, **job))
     for name in ("taken", "taken2", "taken3", "taken4"):
         query = {"fieldSelector": f"involvedObject.name={name}"}

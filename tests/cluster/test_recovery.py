@@ -48,7 +48,7 @@ def test_a_killed_rank_restarts_in_place(namespace: Namespace) -> None:
     running(namespace, "rank")
     before = namespace.uids("worker")
     launcher = namespace.uids("launcher")
-    victim = "rank-worker-1-1"
+    victim, living = (namespace.pod_name("rank", part) for part in ("worker-1-1", "worker-0-1"))
     match = wait_for(lambda: re.search(r"rank 1 of 2 runs as (\d+)", namespace.logs(victim)), "rank 1's number", 30)
     namespace.execute(victim, "python", "-c", f"import os; os.kill({match[1]}, 9)")
     began = time.monotonic()
@@ -59,7 +59,7 @@ def test_a_killed_rank_restarts_in_place(namespace: Namespace) -> None:
     assert failure["rank"] == 1
     assert failure["exitCode"] == 137
     after = namespace.uids("worker")
-    assert after["rank-worker-0-1"] == before["rank-worker-0-1"]
+    assert after[living] == before[living]
     assert set(namespace.uids("launcher")) != set(launcher)
 
 
@@ -67,15 +67,17 @@ def test_a_killed_rank_restarts_in_place(namespace: Namespace) -> None:
 def test_a_killed_worker_is_replaced_and_the_living_stay(namespace: Namespace, breakable: Cluster) -> None:
     running(namespace, "worker")
     before = namespace.uids("worker")
-    victim = next(pod for pod in namespace.pods("worker") if pod.metadata.name == "worker-worker-1-1")
+    parts = ("worker-0-1", "worker-1-1", "worker-1-2")
+    living, killed, replacement = (namespace.pod_name("worker", part) for part in parts)
+    victim = next(pod for pod in namespace.pods("worker") if pod.metadata.name == killed)
     namespace.target.kill_container(victim, "worker")
     began = time.monotonic()
     status = again(namespace, "worker", 2)
     assert time.monotonic() - began < RESTART_SECONDS
     assert status["restarts"] == 1
     after = namespace.uids("worker")
-    assert after["worker-worker-0-1"] == before["worker-worker-0-1"]
-    assert "worker-worker-1-2" in after
+    assert after[living] == before[living]
+    assert replacement in after
     assert len(namespace.pods("launcher")) == 1
 
 
@@ -201,8 +203,8 @@ def test_the_api_server_restarts(namespace: Namespace, breakable: Cluster) -> No
 
 @pytest.mark.alone
 def test_a_node_vanishes(namespace: Namespace, breakable: Cluster) -> None:
-    """The worker is replaced on another node. Its old pod, which is stuck on the lost node, blocks nothing. When the
-    node returns, it takes no part."""
+    """The worker is replaced on another node. Its old pod, which is stuck on the lost node, blocks nothing, not even a
+    new job of the same name. When the node returns, it takes no part."""
     needs.nodes(namespace.target, 3, "the third to replace the lost one")
     running(namespace, "lost", runPolicy={"backoffLimit": 0})
     before = {pod.metadata.name: pod for pod in namespace.pods()}
@@ -218,12 +220,23 @@ def test_a_node_vanishes(namespace: Namespace, breakable: Cluster) -> None:
         assert status["firstFailure"]["reason"] in ("NodeLost", "WorkerLost"), status["firstFailure"]
         living = next(pod for pod in victims if pod is not victim).metadata.name
         assert namespace.uids("worker")[living] == before[living].metadata.uid
-        replaced = [pod for pod in namespace.pods("worker") if pod.metadata.name.endswith("-2")]
+        replaced = [pod for pod in namespace.pods("worker") if pod.metadata.labels["topkube.dev/attempt"] == "2"]
         assert [pod.spec.node_name == node for pod in replaced] == [False]
+        namespace.delete("lost")
+        wait_for(lambda: not namespace.exists("lost"), "the job to be gone")
+        running(namespace, "lost")
+        stuck = namespace.target.core.read_namespaced_pod(victim.metadata.name, namespace.name).metadata
+        assert stuck.uid == victim.metadata.uid, "the pod on the lost node stays, and the next job of this name runs"
     finally:
         breakable.come_back(node)
-    wait_for(lambda: len(namespace.pods("worker")) == 2, "the lost pod to be cleared away", 60)
-    assert namespace.status("lost")["attempt"] == 2
+    wait_for(lambda: _is_gone(namespace, victim), "the lost pod to be cleared away", 60)
+    status = namespace.status("lost")
+    assert (status["attempt"], status["restarts"], status["disruptions"]) == (1, 0, 0)
+
+
+def _is_gone(namespace: Namespace, pod: Any) -> bool:
+    listed = namespace.target.core.list_namespaced_pod(namespace.name).items
+    return all(other.metadata.uid != pod.metadata.uid for other in listed)
 
 
 @pytest.mark.alone

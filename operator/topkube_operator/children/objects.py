@@ -33,7 +33,7 @@ def build_service(job: TrainingJob, uid: str, attempt: int, address: str = "") -
     spec: dict[str, Any] = {
         "type": "ClusterIP",
         "publishNotReadyAddresses": True,  # the launcher becomes ready only after all workers have called it
-        "selector": _launcher_labels(job, attempt),
+        "selector": _launcher_labels(job, uid, attempt),
         "ports": [
             {
                 "name": "launcher",
@@ -86,7 +86,9 @@ def _tcp(port: int) -> list[dict[str, Any]]:
 def build_pod_group(job: TrainingJob, uid: str, gang: Gang, resources: Mapping[str, str]) -> dict[str, Any]:
     """Return the PodGroup of the job. `resources` is what the members request together."""
     group = placement.build_pod_group(job, gang, resources)
-    return _build_child(job, uid, group["apiVersion"], group["kind"], job.name) | {"spec": group["spec"]}
+    return _build_child(job, uid, group["apiVersion"], group["kind"], names.group_name(job.name, uid)) | {
+        "spec": group["spec"]
+    }
 
 
 def add_owner(manifest: dict[str, Any], job: TrainingJob, uid: str) -> dict[str, Any]:
@@ -95,11 +97,11 @@ def add_owner(manifest: dict[str, Any], job: TrainingJob, uid: str) -> dict[str,
     return {**manifest, "metadata": metadata}
 
 
-def _launcher_labels(job: TrainingJob, attempt: int) -> dict[str, str]:
+def _launcher_labels(job: TrainingJob, uid: str, attempt: int) -> dict[str, str]:
     role = {names.ROLE: names.LAUNCHER}
     if job.spec.launcher.colocate:
         role = {names.ROLE: names.WORKER, names.WORKER_INDEX: "0"}
-    return {names.JOB_NAME: names.job_label(job.name), **role, names.ATTEMPT: str(attempt)}
+    return {names.JOB_NAME: names.job_label(job.name), names.JOB_UID: uid, **role, names.ATTEMPT: str(attempt)}
 
 
 def _build_child(job: TrainingJob, uid: str, version: str, kind: str, name: str) -> dict[str, Any]:

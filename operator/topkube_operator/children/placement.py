@@ -46,7 +46,7 @@ def is_admitted_as_a_whole(job: TrainingJob, policy: Policy) -> bool:
     return bool(policy.workloads) and bool(labels.get(names.KUEUE_QUEUE)) and names.KUEUE_GROUP not in labels
 
 
-def select_queue_metadata(job: TrainingJob, policy: Policy) -> tuple[dict[str, str], dict[str, str]]:
+def select_queue_metadata(job: TrainingJob, uid: str, policy: Policy) -> tuple[dict[str, str], dict[str, str]]:
     """Return the labels and annotations of the job that its pods have too, because queues read them. Pods of a job that
     Kueue admits as a whole have no label of Kueue: it would queue each pod again."""
     labels = _select_for_queues(job.metadata.labels)
@@ -54,7 +54,7 @@ def select_queue_metadata(job: TrainingJob, policy: Policy) -> tuple[dict[str, s
     if is_admitted_as_a_whole(job, policy):
         labels = {key: value for key, value in labels.items() if not key.startswith("kueue.x-k8s.io/")}
     if names.KUEUE_QUEUE in labels:
-        labels.setdefault(names.KUEUE_GROUP, names.job_label(job.name))
+        labels.setdefault(names.KUEUE_GROUP, names.group_name(job.name, uid))
     if names.KUEUE_GROUP in labels:
         annotations.setdefault(_KUEUE_TOTAL, str(count_pods(job)))  # Kueue refuses pods of a group without it
     return labels, annotations
@@ -76,22 +76,22 @@ def _select_for_queues(entries: dict[str, str]) -> dict[str, str]:
     return {key: value for key, value in entries.items() if is_for_queues(key)}
 
 
-def spread_over_nodes(pod: dict[str, Any], job: TrainingJob) -> None:
+def spread_over_nodes(pod: dict[str, Any], job: TrainingJob, uid: str) -> None:
     """Require different nodes for the workers of the job, in addition to the template's own affinity."""
     where = "spec.template.spec"
     apart = ensure_mapping(ensure_mapping(pod, "affinity", where), "podAntiAffinity", f"{where}.affinity")
     rules = ensure_list(apart, "requiredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAntiAffinity")
-    rules.append({"labelSelector": {"matchLabels": _worker_labels(job)}, "topologyKey": HOSTNAME})
+    rules.append({"labelSelector": {"matchLabels": _worker_labels(job, uid)}, "topologyKey": HOSTNAME})
 
 
-def place_together(pod: dict[str, Any], job: TrainingJob) -> None:
+def place_together(pod: dict[str, Any], job: TrainingJob, uid: str) -> None:
     """Ask for one zone, rack or block for all workers of the job, in addition to the template's own affinity."""
     topology = job.spec.topology
     if topology is None:
         return
     where = "spec.template.spec"
     near = ensure_mapping(ensure_mapping(pod, "affinity", where), "podAffinity", f"{where}.affinity")
-    term: dict[str, Any] = {"labelSelector": {"matchLabels": _worker_labels(job)}, "topologyKey": topology.key}
+    term: dict[str, Any] = {"labelSelector": {"matchLabels": _worker_labels(job, uid)}, "topologyKey": topology.key}
     if topology.mode == "Required":
         ensure_list(near, "requiredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAffinity").append(
             term
@@ -101,8 +101,9 @@ def place_together(pod: dict[str, Any], job: TrainingJob) -> None:
     rules.append({"weight": 100, "podAffinityTerm": term})
 
 
-def _worker_labels(job: TrainingJob) -> dict[str, str]:
-    return {names.JOB_NAME: names.job_label(job.name), names.ROLE: names.WORKER}
+def _worker_labels(job: TrainingJob, uid: str) -> dict[str, str]:
+    """Return the labels of this job's workers. Workers of an earlier job of the same name neither repel nor attract."""
+    return {names.JOB_NAME: names.job_label(job.name), names.JOB_UID: uid, names.ROLE: names.WORKER}
 
 
 def prefer_warm_nodes(pod: dict[str, Any], warm: Mapping[str, int]) -> None:
@@ -127,7 +128,7 @@ def prefer_warm_nodes(pod: dict[str, Any], warm: Mapping[str, int]) -> None:
     ]
 
 
-def join_gang(manifest: dict[str, Any], job: TrainingJob, gang: Gang | None, scheduler: str) -> None:
+def join_gang(manifest: dict[str, Any], job: TrainingJob, uid: str, gang: Gang | None, scheduler: str) -> None:
     """Add a pod to the job's PodGroup, and set its priority class and scheduler."""
     policy, pod = job.spec.run_policy.scheduling_policy, manifest["spec"]
     if policy.priority_class:
@@ -137,11 +138,11 @@ def join_gang(manifest: dict[str, Any], job: TrainingJob, gang: Gang | None, sch
     metadata = manifest["metadata"]
     pod.setdefault("schedulerName", scheduler or _GROUP_KINDS[gang][1])
     if gang == "volcano":
-        metadata["annotations"]["scheduling.k8s.io/group-name"] = job.name
+        metadata["annotations"]["scheduling.k8s.io/group-name"] = names.group_name(job.name, uid)
         if policy.queue:
             metadata["annotations"]["scheduling.volcano.sh/queue-name"] = policy.queue
     else:
-        metadata["labels"]["scheduling.x-k8s.io/pod-group"] = names.job_label(job.name)
+        metadata["labels"]["scheduling.x-k8s.io/pod-group"] = names.group_name(job.name, uid)
 
 
 def count_members(job: TrainingJob) -> int:

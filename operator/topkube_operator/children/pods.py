@@ -59,9 +59,9 @@ def build_worker(
     `address` is the address of the launcher's Service. `warm` holds the percentage of the dataset by node. Raises
     JobError if the template makes no valid pod.
     """
-    name = names.worker_name(job.name, index, attempt)
+    name = names.worker_name(job.name, uid, index, attempt)
     launches = index == 0 and job.spec.launcher.colocate
-    pod, container = _build_pod(job, job.spec.template, name, attempt, policy)
+    pod, container = _build_pod(job, uid, job.spec.template, name, attempt, policy)
     metadata, spec = pod["metadata"], pod["spec"]
     metadata["labels"] |= {names.ROLE: names.WORKER, names.WORKER_INDEX: str(index)}
     metadata["annotations"] |= {
@@ -114,11 +114,11 @@ def build_worker(
         if "fsGroup" not in security and not {"fsGroup", "runAsUser"} & _find_unset_fields(job):
             security |= {"fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"}
     if job.spec.spread == "Node":
-        placement.spread_over_nodes(spec, job)
-    placement.place_together(spec, job)
+        placement.spread_over_nodes(spec, job, uid)
+    placement.place_together(spec, job, uid)
     if datasets.uses_node_cache(job):
         placement.prefer_warm_nodes(spec, warm)
-    placement.join_gang(pod, job, policy.gang, policy.gang_scheduler)
+    placement.join_gang(pod, job, uid, policy.gang, policy.gang_scheduler)
     placement.join_kueue_group(pod, names.LAUNCHER if launches else names.WORKER)
     return pod
 
@@ -126,7 +126,7 @@ def build_worker(
 def build_launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[tuple[int, int]], policy: Policy) -> Any:
     """Return the launcher's pod of `attempt`. `workers` holds (index, attempt for which the pod was made) of each
     worker. Raises JobError if the template makes no valid pod."""
-    name = names.launcher_name(job.name, attempt)
+    name = names.launcher_name(job.name, uid, attempt)
     template = without_nulls(job.spec.launcher.template or {})
     spec = ensure_mapping(template, "spec", _OF_LAUNCHER)
     if "serviceAccountName" not in spec:
@@ -141,10 +141,10 @@ def build_launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[t
             containers[0]["name"] = names.LAUNCHER
         else:
             containers.insert(0, {"name": names.LAUNCHER})
-    pod, container = _build_pod(job, template, name, attempt, policy, names.LAUNCHER)
+    pod, container = _build_pod(job, uid, template, name, attempt, policy, names.LAUNCHER)
     pod["metadata"]["labels"] |= {names.ROLE: names.LAUNCHER}
     _add_launcher(job, uid, attempt, workers, policy, pod, container)
-    placement.join_gang(pod, job, policy.gang, policy.gang_scheduler)
+    placement.join_gang(pod, job, uid, policy.gang, policy.gang_scheduler)
     placement.join_kueue_group(pod, names.LAUNCHER)
     return pod
 
@@ -209,7 +209,7 @@ def _add_launcher(
         uid=uid,
         attempt=attempt,
         workers=tuple(
-            contract.ExpectedWorker(index=index, attempt=made, pod=names.worker_name(job.name, index, made))
+            contract.ExpectedWorker(index=index, attempt=made, pod=names.worker_name(job.name, uid, index, made))
             for index, made in workers
         ),
         slots=job.spec.slots_per_worker,
@@ -251,20 +251,26 @@ def _add_launcher(
 
 
 def _build_pod(
-    job: TrainingJob, template: dict[str, Any], name: str, attempt: int, policy: Policy, role: str = names.WORKER
+    job: TrainingJob,
+    uid: str,
+    template: dict[str, Any],
+    name: str,
+    attempt: int,
+    policy: Policy,
+    role: str = names.WORKER,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the pod of a template, and the container to wrap in it."""
     template = without_nulls(template)
     path = _OF_WORKERS if role == names.WORKER else _OF_LAUNCHER
     template_metadata = ensure_mapping(template, "metadata", path)
-    labels, annotations = placement.select_queue_metadata(job, policy)
+    labels, annotations = placement.select_queue_metadata(job, uid, policy)
     metadata: dict[str, Any] = {
         "name": name,
         "namespace": job.metadata.namespace,
         "labels": {**ensure_mapping(template_metadata, "labels", f"{path}.metadata"), **labels},
         "annotations": {**ensure_mapping(template_metadata, "annotations", f"{path}.metadata"), **annotations},
     }
-    metadata["labels"] |= {names.JOB_NAME: names.job_label(job.name), names.ATTEMPT: str(attempt)}
+    metadata["labels"] |= {names.JOB_NAME: names.job_label(job.name), names.JOB_UID: uid, names.ATTEMPT: str(attempt)}
     spec = template["spec"]
     spec["restartPolicy"] = "Never"
     spec.setdefault("enableServiceLinks", False)

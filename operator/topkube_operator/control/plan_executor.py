@@ -330,16 +330,9 @@ class PlanExecutor:
         if holder == owner:
             self._cache.put(kind, existing)
             return None
-        if kind == "Pod" and holder is not None and holder.key == owner.key and self._is_stranded(existing):
-            return Trouble("Stranded", "a pod of an earlier job has the name, and its node is lost")
         if existing["metadata"].get("deletionTimestamp") or (holder is not None and holder.key == owner.key):
             return Trouble("Terminating", "an object of this name, left by an earlier job, is being deleted")
         return Trouble("ForeignObject", "exists and does not belong to this job: delete it, or rename the job")
-
-    def _is_stranded(self, pod: dict[str, Any]) -> bool:
-        """Return True if a deleted pod stays because its node is lost."""
-        node = (pod.get("spec") or {}).get("nodeName")
-        return bool(pod["metadata"].get("deletionTimestamp") and node and self._cache.is_lost(node))
 
 
 def _is_overload(trouble: Trouble | None) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from topkube.job import API_VERSION, KIND
-from topkube.launch.contract import child_name, worker_name
+from topkube.launch.contract import UID_LETTERS, child_name, worker_name
 
 MANAGER = "topkube.dev/operator"
 """Our value of spec.runPolicy.managedBy. Another controller manages the jobs that have another value."""
 FIELD_MANAGER = "topkube-operator"
 
 JOB_NAME = "topkube.dev/job-name"
+JOB_UID = "topkube.dev/job-uid"
+"""Label of pods. Selectors use it where pods of an earlier job of the same name must not count."""
 ROLE = "topkube.dev/role"
 WORKER_INDEX = "topkube.dev/worker-index"
 ATTEMPT = "topkube.dev/attempt"
@@ -38,8 +40,13 @@ LAUNCHER = "launcher"
 WORKER = "worker"
 
 
-def launcher_name(job: str, attempt: int) -> str:
-    return child_name(job, LAUNCHER, attempt)
+def launcher_name(job: str, job_uid: str, attempt: int) -> str:
+    return child_name(job, LAUNCHER, attempt, job_uid[:UID_LETTERS])
+
+
+def group_name(job: str, job_uid: str) -> str:
+    """Return the name of the group that the job's pods form for a gang scheduler or for Kueue."""
+    return child_name(job, job_uid[:UID_LETTERS])
 
 
 def secret_name(job: str) -> str:
@@ -63,4 +70,12 @@ def build_owner_reference(name: str, uid: str) -> dict[str, object]:
     }
 
 
-__all__ = ["build_owner_reference", "child_name", "job_label", "launcher_name", "secret_name", "worker_name"]
+__all__ = [
+    "build_owner_reference",
+    "child_name",
+    "group_name",
+    "job_label",
+    "launcher_name",
+    "secret_name",
+    "worker_name",
+]

@@ -27,7 +27,7 @@ class Creation:
     outdated: tuple[Pod, ...]
 
 
-def find_current(job: TrainingJob, draft: StatusDraft, observed: Observed) -> AttemptPods:
+def find_current(job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed) -> AttemptPods:
     """Return the pods of the attempt whose number is in the status. If a worker has several pods, the newest counts."""
     number = draft.attempt
     launcher = next((pod for pod in observed.pods if is_launcher_pod(pod, number)), None)
@@ -49,7 +49,7 @@ def find_current(job: TrainingJob, draft: StatusDraft, observed: Observed) -> At
         launcher,
         tuple(newest.get(index) for index in range(count)),
         tuple(
-            newest[index].name if index in newest else names.worker_name(job.name, index, number)
+            newest[index].name if index in newest else names.worker_name(job.name, uid, index, number)
             for index in range(count)
         ),
     )
@@ -66,7 +66,7 @@ def plan_creation(job: TrainingJob, uid: str, draft: StatusDraft, observed: Obse
     number, colocate = draft.attempt, job.spec.launcher.colocate
     service = observed.children.get(("Service", job.name))
     address = str(service.content.get("clusterIP") or "") if service else ""
-    kept = _find_kept_workers(job, draft, observed, address or _find_known_address(observed))
+    kept = _find_kept_workers(job, uid, draft, observed, address or _find_known_address(observed))
     workers = [(index, kept[index].attempt if index in kept else number) for index in range(job.spec.workers)]
     stages = _plan_objects(job, uid, number, workers, observed)
     if address:
@@ -75,7 +75,7 @@ def plan_creation(job: TrainingJob, uid: str, draft: StatusDraft, observed: Obse
         stage = [
             pods.build_worker(job, uid, index, number, address, observed.policy, observed.warm)
             for index in missing
-            if names.worker_name(job.name, index, number) not in existing
+            if names.worker_name(job.name, uid, index, number) not in existing
         ]
         if colocate:
             head = pods.build_colocated(job, uid, number, workers, observed.policy, observed.warm)
@@ -100,15 +100,6 @@ def _admit(job: TrainingJob, workers: Stage, head: dict[str, Any], observed: Obs
     for name, made in ((names.WORKER, workers), (names.LAUNCHER, [head])):
         for pod in made:
             workloads.apply_admission(pod, name, workload, observed.objects)
-
-
-def find_stranded_pod(job: TrainingJob, draft: StatusDraft, observed: Observed) -> str:
-    """Return the name of a pod of the current attempt that cannot be made, because an earlier job's pod on a lost node
-    has the name. The next attempt has other names. Empty if there is none."""
-    known = {names.launcher_name(job.name, draft.attempt)}
-    known |= {names.worker_name(job.name, index, draft.attempt) for index in range(job.spec.workers)}
-    stranded = [name for (_, name), trouble in observed.troubles.items() if trouble.reason == "Stranded"]
-    return min((name for name in stranded if name in known), default="")
 
 
 def find_replaced_pods(outdated: Sequence[Pod]) -> list[str]:
@@ -158,7 +149,9 @@ def _find_known_address(observed: Observed) -> str:
     return max(known, key=lambda pod: pod.attempt).launcher_address if known else ""
 
 
-def _find_kept_workers(job: TrainingJob, draft: StatusDraft, observed: Observed, address: str) -> dict[int, Pod]:
+def _find_kept_workers(
+    job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed, address: str
+) -> dict[int, Pod]:
     """Return the existing workers that stay part of the attempt, by index."""
     shape, lost, bad = pods.hash_worker(job), _read_lost_pods(draft), _find_nodes_to_leave(draft, observed)
     gives_back = (draft.first_failure or {}).get("reason") == PENDING_TIMEOUT
@@ -172,6 +165,7 @@ def _find_kept_workers(job: TrainingJob, draft: StatusDraft, observed: Observed,
             kept[pod.index] = pod
         elif pod.index not in kept or kept[pod.index].attempt < pod.attempt:
             fits = pod.shape == shape and pod.launcher_address == address and pod.name not in lost
+            fits = fits and pod.name == names.worker_name(job.name, uid, pod.index, pod.attempt)
             fits = fits and not gives_back and pod.node not in bad and (bool(pod.node) or not pod.avoids_nodes)
             if fits and is_reusable(pod, observed):
                 kept[pod.index] = pod

@@ -229,11 +229,6 @@ class WatchCache:
         with self._lock:
             return self._nodes.label(name, key)
 
-    def is_lost(self, name: str) -> bool:
-        """Return True if a known node is gone or the control plane has lost contact with it."""
-        with self._lock:
-            return self._nodes.is_lost(name)
-
     # The node cache.
 
     def put_claim(self, claim: Mapping[str, Any]) -> set[Key]:

@@ -72,6 +72,8 @@ TOKEN_FILE = "token"
 """In a worker's pod: its own token, item `token_item(index, attempt)` of the Secret."""
 LONGEST_NAME = 63
 """The longest value of a label, and the longest hostname."""
+UID_LETTERS = 5
+"""How many letters of the job's UID the names of its pods contain."""
 VARIABLE_BYTES = 128 << 10
 """The longest environment variable that Linux takes, with its name."""
 UNREACHABLE_REASON, REFUSED_REASON = "LauncherUnreachable", "LauncherRefused"
@@ -100,9 +102,13 @@ def child_name(*parts: str | int) -> str:
     return f"{name[: LONGEST_NAME - 9].rstrip('-.')}-{digest}"
 
 
-def worker_name(job: str, index: int, attempt: int) -> str:
-    """Return the name of the pod of worker `index` that was created in `attempt`."""
-    return child_name(job, "worker", index, attempt)
+def worker_name(job: str, job_uid: str, index: int, attempt: int) -> str:
+    """Return the name of the pod of worker `index` that was created in `attempt`.
+
+    It ends in letters of the job's UID: a pod of an earlier job of the same name, which may take long to end, has
+    another name.
+    """
+    return child_name(job, "worker", index, attempt, job_uid[:UID_LETTERS])
 
 
 def token_item(index: int, attempt: int) -> str:
@@ -208,9 +214,13 @@ class LaunchPlan(Message):
     def _from_attempts(cls, data: Any) -> Any:
         if not isinstance(data, dict) or "workers" in data or not isinstance(data.get("made"), list):
             return data
-        name = str(data.get("name"))
+        name, uid = str(data.get("name")), str(data.get("uid"))
         workers = [
-            {"index": index, "attempt": made, "pod": worker_name(name, index, made) if isinstance(made, int) else ""}
+            {
+                "index": index,
+                "attempt": made,
+                "pod": worker_name(name, uid, index, made) if isinstance(made, int) else "",
+            }
             for index, made in enumerate(data["made"])
         ]
         return {**data, "workers": workers}
@@ -231,7 +241,9 @@ class LaunchPlan(Message):
         if len(text) <= _LONG_TEXT:
             return text
         derived = tuple(
-            ExpectedWorker(index=index, attempt=worker.attempt, pod=worker_name(self.name, index, worker.attempt))
+            ExpectedWorker(
+                index=index, attempt=worker.attempt, pod=worker_name(self.name, self.uid, index, worker.attempt)
+            )
             for index, worker in enumerate(self.workers)
         )
         if derived != self.workers:

@@ -170,14 +170,16 @@ def test_a_launcher_beside_worker_0_is_heard_under_its_own_name(
         "spec": {"containers": [{"name": name} for name in names]},
         "status": {"containerStatuses": states},
     }
+    owner = {"kind": "TrainingJob", "name": "j", "uid": "old"}  # a job of the same name, deleted before
+    former = {**pod, "metadata": {"name": "q", "uid": "2", "labels": labels, "ownerReferences": [owner]}}
 
     def answers(method: str, path: str) -> Answer:
         if "/log?" in path:
             name = path.partition("container=")[2].partition("&")[0]
             return 200, f"2025-01-01T00:00:01Z by {name}\n".encode(), {}
         if "/pods?" in path:
-            return 200, json.dumps({"items": [pod]}).encode(), {}
-        return 200, json.dumps({"metadata": {"name": "j"}, "status": {"phase": "Succeeded"}}).encode(), {}
+            return 200, json.dumps({"items": [former, pod]}).encode(), {}
+        return 200, json.dumps({"metadata": {"name": "j", "uid": "new"}, "status": {"phase": "Succeeded"}}).encode(), {}
 
     config = str(server(answers))
     assert run_app(["logs", "j", "--kubeconfig", config]) == 0

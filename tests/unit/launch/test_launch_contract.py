@@ -44,7 +44,7 @@ def test_a_plan_survives_the_environment_and_newer_fields() -> None:
 def test_the_plan_of_ten_thousand_workers_fits_a_variable(name: str, attempts: tuple[int, ...]) -> None:
     attempt_numbers = [attempts[index % len(attempts)] for index in range(10_000)]
     workers = tuple(
-        ExpectedWorker(index=index, attempt=number, pod=worker_name(name, index, number))
+        ExpectedWorker(index=index, attempt=number, pod=worker_name(name, PLAN.uid, index, number))
         for index, number in enumerate(attempt_numbers)
     )
     plan = PLAN.model_copy(update={"name": name, "workers": workers, "attempt": 12345})

@@ -23,8 +23,10 @@ from topkube_operator.planning import attempts, planner
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 GRACE = timedelta(seconds=30)
+UID = "uid-1"
+"""Of the job. The names of its pods end in it."""
 NODES = ("node-a", "node-b", "node-c", "node-d")
-RANK_FAILED = {"pod": "train-worker-1-1", "rank": 3, "reason": "Error", "exitCode": 3, "message": "rank 3 failed"}
+RANK_FAILED = {"pod": "train-worker-1-1-uid-1", "rank": 3, "reason": "Error", "exitCode": 3, "message": "rank 3 failed"}
 
 
 class Crash(Exception):
@@ -32,7 +34,7 @@ class Crash(Exception):
 
 
 def pod_attempt(name: str) -> int:
-    return int(name.rsplit("-", 1)[1])
+    return int(name.removesuffix(f"-{UID}").rpartition("-")[2])
 
 
 def job(**spec: Any) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def job(**spec: Any) -> dict[str, Any]:
     return {
         "apiVersion": "topkube.dev/v1alpha1",
         "kind": "TrainingJob",
-        "metadata": {"name": "train", "namespace": "team", "uid": "uid-1", "generation": 1},
+        "metadata": {"name": "train", "namespace": "team", "uid": UID, "generation": 1},
         "spec": {"workers": 2, "slotsPerWorker": 2, "template": {"spec": {"containers": [container]}}, **spec},
     }
 
@@ -306,7 +308,12 @@ class Simulated:
         for name, pod in self.pods.items():
             free = [node for node in NODES if node not in self.lost | self.avoided.get(name, set())]
             if not pod.node and free:
-                self.change(name, node=free[len(name) % len(free)], scheduled=self.now, scheduling_message="")
+                self.change(
+                    name,
+                    node=free[len(name.removesuffix(f"-{UID}")) % len(free)],
+                    scheduled=self.now,
+                    scheduling_message="",
+                )
 
     def run(self) -> None:
         """Act as the kubelets: start scheduled pods and remove deleted pods."""

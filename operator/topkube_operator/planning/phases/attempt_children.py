@@ -7,7 +7,7 @@ from datetime import timedelta
 from topkube_operator.children import datasets, placement, workloads
 from topkube_operator.model.plan import ObjectRequest
 from topkube_operator.planning import attempts, cleanup, pacing
-from topkube_operator.planning.attempt_status import begin_next_attempt, mark_created, mark_pending
+from topkube_operator.planning.attempt_status import mark_created, mark_pending
 from topkube_operator.planning.causes import bad_nodes
 from topkube_operator.planning.causes.failures import AttemptPods
 from topkube_operator.planning.phases.plan_steps import PlanSteps
@@ -28,8 +28,6 @@ def create_children(steps: PlanSteps) -> None:
         return
     if not _knows_assigned_nodes(steps):
         return
-    if stranded := attempts.find_stranded_pod(steps.job, steps.draft, steps.observed):
-        begin_next_attempt(steps.draft, "NameInUse", f"{stranded}: {steps.observed.troubles['Pod', stranded].message}")
     bad_nodes.choose_avoided_nodes(steps.job, steps.draft, steps.observed)
     creation = attempts.plan_creation(steps.job, steps.uid, steps.draft, steps.observed)
     steps.remove_pods(creation.outdated)

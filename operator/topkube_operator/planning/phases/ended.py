@@ -29,7 +29,7 @@ def fail(steps: PlanSteps, attempt: AttemptPods, failure: Failure, reason: str, 
 def has_succeeded(steps: PlanSteps) -> bool:
     """End the job if its launcher has ended with 0, even if the job was suspended before the operator saw that.
     Return True if it has."""
-    attempt = attempts.find_current(steps.job, steps.draft, steps.observed)
+    attempt = attempts.find_current(steps.job, steps.uid, steps.draft, steps.observed)
     if not steps.draft.attempt or attempt.launcher_container.exit_code != 0:
         return False
     if not steps.draft.holds("Created"):
@@ -71,7 +71,7 @@ def clean_up(steps: PlanSteps) -> None:
             steps.delete.append(Deletion("TrainingJob", steps.job.name, steps.uid))
             return
         steps.wakes.append(due)
-    attempt = attempts.find_current(steps.job, draft, steps.observed)
+    attempt = attempts.find_current(steps.job, steps.uid, draft, steps.observed)
     cleanup.update_final_counts(draft, attempt)
     pods, clean = steps.observed.pods, steps.policy.clean_pod_policy
     active = [pod for pod in pods if pod.is_active]

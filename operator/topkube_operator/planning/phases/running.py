@@ -32,7 +32,7 @@ def start(steps: PlanSteps) -> None:
 def continue_attempt(steps: PlanSteps) -> None:
     """Describe the current attempt in the status, or end it. Make or restore its pods and other objects."""
     draft, seconds = steps.draft, steps.policy.active_deadline_seconds
-    attempt = attempts.find_current(steps.job, draft, steps.observed)
+    attempt = attempts.find_current(steps.job, steps.uid, draft, steps.observed)
     if attempt.launcher is not None and not draft.holds("Created"):
         mark_created(draft, attempt)
     verdict = Verdict("running")

@@ -66,8 +66,4 @@ def _list_remaining(api: Api, name: str, uid: str) -> list[str]:
     with missing_is_fine():
         if api.get(job_path(api, name))["metadata"].get("uid") == uid:
             left.append(f"the job {name}")
-    for pod in pods_of(api, name):
-        owners = pod["metadata"].get("ownerReferences") or ()
-        if any(owner.get("uid") == uid for owner in owners):
-            left.append(f"pod {pod['metadata']['name']}")
-    return left
+    return left + [f"pod {pod['metadata']['name']}" for pod in pods_of(api, name, uid)]

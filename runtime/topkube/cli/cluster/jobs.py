@@ -12,7 +12,7 @@ from typing import Any
 from topkube.cli.cluster.api import Api, path_of
 from topkube.errors import ClusterError
 from topkube.job.crd import PLURAL
-from topkube.job.training_job import API_VERSION
+from topkube.job.training_job import API_VERSION, KIND
 
 JOB_LABEL, ROLE_LABEL, INDEX_LABEL, ATTEMPT_LABEL = (
     f"topkube.dev/{name}" for name in ("job-name", "role", "worker-index", "attempt")
@@ -58,10 +58,17 @@ def all_jobs(api: Api, everywhere: bool = False) -> list[dict[str, Any]]:
     return list(api.get(path).get("items") or ())
 
 
-def pods_of(api: Api, name: str) -> list[dict[str, Any]]:
-    """Return the job's pods: the launcher first, then workers by index, older pods first."""
+def pods_of(api: Api, name: str, uid: str | None = None) -> list[dict[str, Any]]:
+    """Return the job's pods: the launcher first, then workers by index, older pods first. With `uid`, pods that an
+    earlier job of the same name has left are not returned."""
     pods = api.get(path_of(api.namespace, "pods"), labelSelector=f"{JOB_LABEL}={name}").get("items") or []
-    return sorted(pods, key=lambda pod: (index_of(pod), attempt_of(pod), pod["metadata"]["name"]))
+    own = [pod for pod in pods if uid is None or not _is_of_another_job(pod, uid)]
+    return sorted(own, key=lambda pod: (index_of(pod), attempt_of(pod), pod["metadata"]["name"]))
+
+
+def _is_of_another_job(pod: dict[str, Any], uid: str) -> bool:
+    owners = pod["metadata"].get("ownerReferences") or ()
+    return any(owner.get("kind") == KIND and owner.get("uid") != uid for owner in owners)
 
 
 def index_of(pod: dict[str, Any]) -> int:

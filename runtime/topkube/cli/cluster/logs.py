@@ -107,8 +107,8 @@ class _Closed(Exception):
 def _show(api: Api, options: LogOptions, printer: _Printer) -> int:
     job = find_job(api, options.job)
     if options.follow and phase(job) not in OVER:
-        return _follow(api, options, printer)
-    sources, printed = _sources(pods_of(api, options.job), options), False
+        return _follow(api, options, job["metadata"].get("uid"), printer)
+    sources, printed = _sources(pods_of(api, options.job, job["metadata"].get("uid")), options), False
     for source in sources:
         for stamp, text in _lines(api, source, options, follow=False):
             printer.line(source, stamp, text)
@@ -123,8 +123,8 @@ def _show(api: Api, options: LogOptions, printer: _Printer) -> int:
     return exit_code(job) if options.follow else 0
 
 
-def _follow(api: Api, options: LogOptions, printer: _Printer) -> int:
-    following = _Following(api, options)
+def _follow(api: Api, options: LogOptions, uid: str | None, printer: _Printer) -> int:
+    following = _Following(api, options, uid)
     announced = {"phase": "", "attempt": 0}
     last: dict[str, Any] | None = None
     watched: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
@@ -235,6 +235,8 @@ class _Following:
 
     api: Api
     options: LogOptions
+    uid: str | None
+    """The job's UID."""
     seen: dict[tuple[str, str], threading.Thread] = field(default_factory=dict)
     _lines: queue.Queue[tuple[_Source, str, bytes]] = field(default_factory=lambda: queue.Queue(10_000))
     _full: bool = False
@@ -242,7 +244,7 @@ class _Following:
     def follow_new_containers(self) -> Iterator[str]:
         """Start to follow containers that have started. Yield notes for the person."""
         try:
-            sources = _sources(pods_of(self.api, self.options.job), self.options)
+            sources = _sources(pods_of(self.api, self.options.job, self.uid), self.options)
         except ClusterError as error:
             if not error.passing:
                 raise

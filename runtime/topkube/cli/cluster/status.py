@@ -72,7 +72,7 @@ def show_status(options: StatusOptions) -> int:
 def gather(api: Api, job: dict[str, Any]) -> View:
     """Read the pods and events of a job. Those that this account may not read are left out."""
     try:
-        pods = pods_of(api, job["metadata"]["name"])
+        pods = pods_of(api, job["metadata"]["name"], job["metadata"].get("uid"))
         events = events_of(api, job, pods)
     except ClusterError as error:
         if error.status != 403:

@@ -77,7 +77,7 @@ def _wait_for_end_of_pods(api: Api, name: str, deadline: float, seconds: float) 
     """Wait until the suspended job has no pods: until then, ranks save their state. Return the job."""
     while True:
         job = api.get(job_path(api, name))
-        if phase(job) in OVER or (phase(job) == "Suspended" and not pods_of(api, name)):
+        if phase(job) in OVER or (phase(job) == "Suspended" and not pods_of(api, name, job["metadata"].get("uid"))):
             return job
         if time.monotonic() >= deadline:
             raise ClusterError(

@@ -98,11 +98,11 @@ def test_a_null_user_outlasts_a_change_that_is_refused() -> None:
     shapes = {pod.shape for pod in world.pods.values() if pod.role == "worker"}
     world.policy_edit()
     assert shapes == {pods.hash_worker(TrainingJob.from_cluster(job(template=template)))}
-    world.end("train-worker-1-1", 3)
-    world.end("train-launcher-1", 1)
+    world.end("train-worker-1-1-uid-1", 3)
+    world.end("train-launcher-1-uid-1", 1)
     world.reconcile()
     assert world.status()["attempt"] == 2
-    kept = [pod for pod in world.pods.values() if pod.name == "train-worker-0-1" and pod.deletion is None]
+    kept = [pod for pod in world.pods.values() if pod.name == "train-worker-0-1-uid-1" and pod.deletion is None]
     assert kept, "the worker still fits: its template has not changed"
 
 

@@ -18,6 +18,7 @@ from topkube.launch import contract
 from topkube_operator.children import credentials, objects
 from topkube_operator.model import names
 
+UID, OTHER_UID = "0c4d8f3e-9a55-4c1b-8d2e-3f6a1b7c9d10", "7be21a90-1f0e-4c57-b3c2-95d8e6f4a321"
 PORTS = (22, contract.LAUNCHER_PORT, contract.METRICS_PORT, 50000)
 
 
@@ -26,8 +27,10 @@ PORTS = (22, contract.LAUNCHER_PORT, contract.METRICS_PORT, 50000)
 
 @given(st.from_regex(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True), st.integers(0, 9999), st.integers(1, 99999))
 def test_every_name_is_a_label_and_no_two_are_equal(name: str, index: int, attempt: int) -> None:
-    all_names = [names.launcher_name(name, attempt), names.worker_name(name, index, attempt), names.secret_name(name)]
-    all_names += [names.worker_name(name, index + 1, attempt), names.worker_name(name, index, attempt + 1)]
+    all_names = [names.launcher_name(name, UID, attempt), names.worker_name(name, UID, index, attempt)]
+    all_names += [names.worker_name(name, UID, index + 1, attempt), names.worker_name(name, UID, index, attempt + 1)]
+    all_names += [names.launcher_name(name, OTHER_UID, attempt), names.worker_name(name, OTHER_UID, index, attempt)]
+    all_names += [names.group_name(name, UID), names.group_name(name, OTHER_UID), names.secret_name(name)]
     assert all(len(label) <= 63 and label[-1].isalnum() for label in all_names), all_names
     assert len(set(all_names)) == len(all_names)
 

@@ -26,13 +26,13 @@ def test_the_wrapped_command_the_plans_and_the_services_address() -> None:
     pod, container = worker(job, 1)
     assert container["command"] == ["topkube", "worker", "--", "python", "train.py"]
     plan = contract.WorkerPlan.read(environment(container)[contract.WORKER_VARIABLE])
-    assert (plan.index, plan.attempt, plan.pod, plan.slots) == (1, 1, "train-worker-1-1", 2)
+    assert (plan.index, plan.attempt, plan.pod, plan.slots) == (1, 1, "train-worker-1-1-uid-1", 2)
     assert plan.launcher == "10.0.0.9:7077"
     pod, container = launcher(job)
     assert (container["command"], container["image"]) == (["topkube", "launch"], "image:1")
     plan = contract.LaunchPlan.read(environment(container)[contract.PLAN_VARIABLE])
     expected = [(planned.index, planned.attempt, planned.pod) for planned in plan.workers]
-    assert expected == [(0, 1, "train-worker-0-1"), (1, 2, "train-worker-1-2")]
+    assert expected == [(0, 1, "train-worker-0-1-uid-1"), (1, 2, "train-worker-1-2-uid-1")]
     assert plan.environment["TOPKUBE_EXPECTED_RANKS"] == "4"
     assert pod["spec"]["restartPolicy"] == "Never"
     assert pods.format_endpoint("fd00::1") == "[fd00::1]:7077"
@@ -266,7 +266,7 @@ def test_queues_find_their_labels_on_the_pods() -> None:
     pod, _ = worker(TrainingJob.from_cluster(data))
     labels, annotations = pod["metadata"]["labels"], pod["metadata"]["annotations"]
     assert labels["kueue.x-k8s.io/queue-name"] == "team"
-    assert labels["kueue.x-k8s.io/pod-group-name"] == "train"
+    assert labels["kueue.x-k8s.io/pod-group-name"] == "train-uid-1"
     assert annotations["kueue.x-k8s.io/pod-group-total-count"] == "4"
     assert annotations["scheduling.volcano.sh/x"] == "y"
     assert "app" not in labels

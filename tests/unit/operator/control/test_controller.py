@@ -30,7 +30,7 @@ def test_a_job_that_was_created_before_the_replica_could_write_needs_no_other_ev
     wait_until(replica.is_idle)
     assert replica.server.names("Pod") == set()
     replica.server.acting = True
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
 
 
 def test_a_plan_that_a_late_renewal_of_the_lease_interrupts_is_finished(replica: Replica) -> None:
@@ -44,7 +44,7 @@ def test_a_plan_that_a_late_renewal_of_the_lease_interrupts_is_finished(replica:
     assert replica.server.names("Pod") == set()
     replica.server.before_create = lambda manifest: None
     replica.server.acting = True
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
 
 
 def test_an_object_of_another_job_is_reported_as_foreign(replica: Replica) -> None:
@@ -70,14 +70,14 @@ def test_objects_of_an_earlier_job_of_the_same_name_are_waited_for(replica: Repl
     wait_until(lambda: replica.condition("Created").get("reason") == "Terminating")
     with replica.server.lock:
         del replica.server.objects["Service", "team", "train"]  # the garbage collector was there
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
 
 
 @pytest.mark.parametrize("phase", ["Pending", "Failed"])
 def test_pods_of_a_deleted_job_are_removed_if_nothing_runs_in_them(replica: Replica, phase: str) -> None:
     """The garbage collector has asked the pods to end, and the job is gone."""
     replica.create_job()
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod") and replica.is_idle())
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod") and replica.is_idle())
     with replica.server.lock:
         pods = [item for (kind, *_), item in replica.server.objects.items() if kind == "Pod"]
     requested_at = datetime.now(UTC) - timedelta(seconds=4)
@@ -108,7 +108,7 @@ def test_pods_of_a_deleted_job_are_removed_if_nothing_runs_in_them(replica: Repl
 def test_a_stored_job_gets_a_warning_if_only_one_node_can_mount_its_claim(replica: Replica) -> None:
     """Not by the webhook, which anybody may ask: by an Event in the job's own namespace, for the job's own claim."""
     replica.create_job(checkpoint={"claimName": "claim"})
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod") and replica.is_idle())
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod") and replica.is_idle())
     assert replica.server.claims_read == [("team", "claim")], "once"
     (event,) = [event for event in replica.notes.events if event[1] == "CheckpointClaim"]
     assert event[0] == "team"
@@ -171,7 +171,7 @@ def test_a_webhook_that_fails_is_shown(replica: Replica) -> None:
     wait_until(lambda: replica.condition("Created").get("reason") == "ServerError")
     assert 'failed calling webhook "x.example"' in replica.condition("Created")["message"]
     broken = False
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
 
 
 # Finalizers.
@@ -179,23 +179,27 @@ def test_a_webhook_that_fails_is_shown(replica: Replica) -> None:
 
 def test_the_finalizer_of_a_job_that_is_gone_is_removed_and_others_are_left(replica: Replica) -> None:
     replica.create_job()
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
     with replica.server.lock:
-        pod = replica.server.objects["Pod", "team", "train-launcher-1"]
+        pod = replica.server.objects["Pod", "team", "train-launcher-1-uid-o"]
         pod["metadata"]["finalizers"].append("other.example/keep")
         del replica.server.objects[KIND, *KEY]
     replica.store.remove_job(KEY, "uid-of-train")
     replica.queue.add(KEY)
     wait_until(
-        lambda: names.ENDING not in replica.server.get("Pod", "team", "train-launcher-1")["metadata"]["finalizers"]
+        lambda: (
+            names.ENDING not in replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"]
+        )
     )
-    assert replica.server.get("Pod", "team", "train-launcher-1")["metadata"]["finalizers"] == ["other.example/keep"]
+    assert replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"] == [
+        "other.example/keep"
+    ]
 
 
 def test_pods_of_a_job_that_went_while_no_operator_ran_are_released_without_another_event(replica: Replica) -> None:
     """A new operator lists these pods before it leads. No later event names them."""
     replica.create_job()
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
     wait_until(replica.is_idle)
     replica.server.acting = False
     with replica.server.lock:
@@ -205,7 +209,9 @@ def test_pods_of_a_job_that_went_while_no_operator_ran_are_released_without_anot
     wait_until(replica.is_idle)
     replica.server.acting = True
     wait_until(
-        lambda: names.ENDING not in replica.server.get("Pod", "team", "train-launcher-1")["metadata"]["finalizers"]
+        lambda: (
+            names.ENDING not in replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"]
+        )
     )
 
 
@@ -217,59 +223,72 @@ def test_without_the_right_to_patch_pods_a_job_continues(replica: Replica) -> No
 
     replica.server.release = refuse  # type: ignore[method-assign]
     replica.create_job()
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
     wait_until(replica.is_idle)
     ended_state = {"terminated": {"exitCode": 1, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}
-    pod = replica.server.get("Pod", "team", "train-launcher-1")
+    pod = replica.server.get("Pod", "team", "train-launcher-1-uid-o")
     pod["status"] = {"phase": "Failed", "containerStatuses": [{"name": "launcher", "state": ended_state}]}
     replica.store.put("Pod", replica.server.keep(pod))
     replica.queue.add(KEY)
-    wait_until(lambda: "train-launcher-2" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-2-uid-o" in replica.server.names("Pod"))
 
 
 def test_a_pod_that_was_listed_before_its_job_stays_held(replica: Replica) -> None:
     """An operator that has just begun lists pods and jobs in any order."""
     replica.create_job()
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
     wait_until(replica.is_idle)
     replica.store._jobs.clear()
     replica.queue.add(KEY)
     wait_until(replica.is_idle)
-    assert replica.server.get("Pod", "team", "train-launcher-1")["metadata"]["finalizers"] == [names.ENDING]
+    assert replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"] == [names.ENDING]
 
 
 def test_a_completion_is_stored_before_its_pod_is_let_go(replica: Replica) -> None:
     replica.create_job()
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
     wait_until(replica.is_idle)
     ended_state = {"terminated": {"exitCode": 0, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}
-    pod = replica.server.get("Pod", "team", "train-launcher-1")
+    pod = replica.server.get("Pod", "team", "train-launcher-1-uid-o")
     pod["status"] = {"phase": "Succeeded", "containerStatuses": [{"name": "launcher", "state": ended_state}]}
     replica.store.put("Pod", replica.server.keep(pod))
     replica.queue.add(KEY)
-    wait_until(lambda: not replica.server.get("Pod", "team", "train-launcher-1")["metadata"]["finalizers"])
+    wait_until(lambda: not replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"])
     assert replica.server.get(KIND, *KEY)["status"]["phase"] == "Succeeded"
 
 
-@pytest.mark.parametrize("is_lost", [True, False])
-def test_a_pod_of_an_earlier_job_blocks_its_name_until_its_node_is_lost(replica: Replica, is_lost: bool) -> None:
+def test_a_pod_of_an_earlier_job_of_the_same_name_does_not_delay_the_job(replica: Replica) -> None:
+    """The old pod stays: its node is lost, or it has a finalizer of another controller."""
     old = {
-        "name": "train-worker-0-1",
+        "name": "train-worker-0-1-uid-e",
+        "namespace": "team",
+        "labels": {names.JOB_NAME: "train", names.ROLE: names.WORKER, names.WORKER_INDEX: "0", names.ATTEMPT: "1"},
+        "ownerReferences": [names.build_owner_reference("train", "uid-earlier")],
+        "finalizers": ["example.com/keep"],
+        "deletionTimestamp": format_timestamp(datetime.now(UTC)),
+    }
+    replica.store.put("Pod", replica.server.keep({"kind": "Pod", "metadata": old, "spec": {"nodeName": "node-x"}}))
+    replica.create_job()
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
+    assert {"train-worker-0-1-uid-o", "train-worker-1-1-uid-o"} <= replica.server.names("Pod")
+    wait_until(replica.is_idle)
+    assert replica.server.get("Pod", "team", "train-worker-0-1-uid-e")["metadata"]["finalizers"] == ["example.com/keep"]
+    assert replica.server.get(KIND, *KEY)["status"]["attempt"] == 1
+
+
+def test_a_pod_that_has_the_name_of_ours_is_waited_for(replica: Replica) -> None:
+    """Letters of two UIDs may be equal, and an old pod may be being deleted."""
+    old = {
+        "name": "train-worker-0-1-uid-o",
         "namespace": "team",
         "labels": {names.JOB_NAME: "train"},
         "ownerReferences": [names.build_owner_reference("train", "uid-of-the-earlier")],
         "deletionTimestamp": format_timestamp(datetime.now(UTC)),
     }
     replica.server.keep({"kind": "Pod", "metadata": old, "spec": {"nodeName": "node-x"}})
-    ready = {"type": "Ready", "status": "Unknown" if is_lost else "True"}
-    replica.store.put_node({"metadata": {"name": "node-x"}, "status": {"conditions": [ready]}})
     replica.create_job()
-    if is_lost:
-        wait_until(lambda: "train-launcher-2" in replica.server.names("Pod"))
-        assert {"train-worker-0-2", "train-worker-1-1"} <= replica.server.names("Pod")
-    else:
-        wait_until(lambda: replica.condition("Created").get("reason") == "Terminating")
-        assert "train-launcher-1" not in replica.server.names("Pod")
+    wait_until(lambda: replica.condition("Created").get("reason") == "Terminating")
+    assert "train-launcher-1-uid-o" not in replica.server.names("Pod")
 
 
 def test_the_end_of_a_group_is_reported_to_kueue_once(replica: Replica) -> None:
@@ -277,9 +296,9 @@ def test_the_end_of_a_group_is_reported_to_kueue_once(replica: Replica) -> None:
     grouped["metadata"]["labels"] = {names.KUEUE_QUEUE: "team"}
     replica.store.put_job(replica.server.keep(grouped))
     replica.queue.add(KEY)
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-1" in replica.server.names("Pod"))
     over = {"terminated": {"exitCode": 0, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}
-    pod = replica.server.get("Pod", "team", "train-launcher-1")
+    pod = replica.server.get("Pod", "team", "train-launcher-1-uid-1")
     pod["status"] = {"phase": "Succeeded", "containerStatuses": [{"name": "launcher", "state": over}]}
     replica.store.put("Pod", replica.server.keep(pod))
     replica.queue.add(KEY)

@@ -225,8 +225,8 @@ def test_the_status_stays_small_and_valid_whatever_a_launcher_answers(text: str)
 @settings(max_examples=60)
 def test_whatever_last_words_say_the_status_stays_small_and_valid(text: str, code: int) -> None:
     world = running()
-    world.end("train-launcher-1", code, "launcher", ended_message=text)
-    world.end("train-worker-0-1", code, "worker", ended_message=text)
+    world.end("train-launcher-1-uid-1", code, "launcher", ended_message=text)
+    world.end("train-worker-0-1-uid-1", code, "worker", ended_message=text)
     world.reconcile()
     check_stored(world)
 
@@ -277,17 +277,17 @@ def test_a_plan_that_follows_hostile_words_is_made_in_no_time() -> None:
 
 def test_the_launcher_gets_the_rack_of_each_worker() -> None:
     world = running(workers=3, topology={"key": "rack"})
-    launcher = world.pods["train-launcher-1"]
+    launcher = world.pods["train-launcher-1-uid-1"]
     racks = {"node-a": "r1", "node-b": "r2", "node-c": "r1"}
     for index, node in enumerate(racks):
-        world.change(f"train-worker-{index}-1", node=node)
+        world.change(f"train-worker-{index}-1-uid-1", node=node)
 
     def label(node: str, key: str) -> str:
         return racks[node] if key == "rack" else ""
 
     assert launcher_poller.find_domains(world.observed(), launcher, "rack", label) == "0,1,0"
     assert launcher_poller.find_domains(world.observed(), launcher, "zone", label) == "0,0,0"
-    world.change("train-worker-2-1", node="")
+    world.change("train-worker-2-1-uid-1", node="")
     assert launcher_poller.find_domains(world.observed(), launcher, "rack", label) == ""
 
 

@@ -90,7 +90,7 @@ def test_what_the_job_or_the_cluster_caused_does_not_count_against_the_node(reas
 
 def test_a_lost_node_is_avoided_when_it_is_back() -> None:
     world = running(workers=1, runPolicy=BACKOFF)
-    world.change("train-worker-0-1", node="node-c")
+    world.change("train-worker-0-1-uid-1", node="node-c")
     world.lost.add("node-c")
     world.wait(60)
     world.reconcile()
@@ -122,20 +122,20 @@ def test_failures_of_several_other_jobs_count(failures: tuple[NodeFailure, ...],
 
 def test_failures_of_other_jobs_move_no_worker_that_runs() -> None:
     world = running(workers=1, runPolicy=BACKOFF)
-    world.change("train-worker-0-1", node="node-c")
+    world.change("train-worker-0-1-uid-1", node="node-c")
     world.node_failures = _others(("a", 9), ("b", 9))
     world.end_launcher(1, {**RANK_FAILED, "pod": None, "rank": None})
     world.to_running()
     assert _avoided(world) == ["node-c"]
-    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1"]
+    assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1"]
     world.node_faults = {"node-c": "KernelDeadlock"}
     world.end_launcher(1, {**RANK_FAILED, "pod": None, "rank": None})
     world.reconcile()
     world.wait(5)
     world.to_running()
     assert sorted(name for name, pod in world.pods.items() if not pod.deletion) == [
-        "train-launcher-3",
-        "train-worker-0-3",
+        "train-launcher-3-uid-1",
+        "train-worker-0-3-uid-1",
     ]
 
 
@@ -169,7 +169,7 @@ def test_pods_that_find_no_other_node_may_use_the_avoided_nodes_after_a_minute(c
     world.node_faults = {"node-b": "KernelDeadlock"}
     world.reconcile()
     world.schedule()
-    waiting = "train-worker-1-1"
+    waiting = "train-worker-1-1-uid-1"
     world.change(waiting, node="", scheduled=None, scheduling_message=ROOM)
     world.run()
     assert world.reconcile().requeue == 60
@@ -181,8 +181,8 @@ def test_pods_that_find_no_other_node_may_use_the_avoided_nodes_after_a_minute(c
     assert (status["firstFailure"]["reason"], status["firstFailure"]["pod"]) == ("AvoidedNodeNeeded", waiting)
     assert _avoided(world) == []
     world.to_running()
-    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1", "train-worker-1-2"]
-    assert world.avoided["train-worker-1-2"] == set()
+    assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-2-uid-1"]
+    assert world.avoided["train-worker-1-2-uid-1"] == set()
     assert world.status()["phase"] == "Running"
 
 
@@ -190,7 +190,7 @@ def test_waiting_for_the_avoided_nodes_does_not_count_against_max_disruptions() 
     world = Simulated(job(runPolicy={"failurePolicy": {"maxDisruptions": 0}}))
     world.node_faults = {"node-b": "KernelDeadlock"}
     world.reconcile()
-    world.change("train-worker-1-1", scheduling_message=ROOM)
+    world.change("train-worker-1-1-uid-1", scheduling_message=ROOM)
     world.wait(60)
     world.reconcile()
     assert (world.status()["attempt"], world.status()["phase"]) == (2, "Restarting")

@@ -9,7 +9,7 @@ from simulated import RANK_FAILED, Simulated, job, running
 
 from topkube_operator.model.observed import Container
 
-WORKER = "train-worker-1-1"
+WORKER = "train-worker-1-1-uid-1"
 Rule = dict[str, Any]
 
 
@@ -129,8 +129,8 @@ def test_an_image_that_cannot_be_pulled_follows_its_rule(action: str, expected: 
     assert failure["message"].count(WORKER) == 0, "failure.pod already names the pod"
     if expected != FAIL:
         assert world.pods[WORKER].deletion is not None
-        assert "train-worker-1-2" in world.pods
-        assert "train-worker-0-2" not in world.pods, "the worker that runs is kept"
+        assert "train-worker-1-2-uid-1" in world.pods
+        assert "train-worker-0-2-uid-1" not in world.pods, "the worker that runs is kept"
 
 
 def _disrupt(world: Simulated) -> None:
@@ -200,7 +200,7 @@ def test_a_partial_gang_gives_its_nodes_back_and_tries_again_later() -> None:
     world.wait(60)
     world.to_running()
     assert (world.status()["phase"], world.status()["attempt"]) == ("Running", 2)
-    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-2", "train-worker-1-2"]
+    assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-2-uid-1", "train-worker-1-2-uid-1"]
 
 
 def test_a_new_operator_keeps_no_pod_of_a_gang_that_gave_its_nodes_back() -> None:
@@ -215,9 +215,9 @@ def test_a_new_operator_keeps_no_pod_of_a_gang_that_gave_its_nodes_back() -> Non
     world.to_running()
     assert world.status()["attempt"] == 2
     assert sorted(name for name, pod in world.pods.items() if pod.deletion is None) == [
-        "train-launcher-2",
-        "train-worker-0-2",
-        "train-worker-1-2",
+        "train-launcher-2-uid-1",
+        "train-worker-0-2-uid-1",
+        "train-worker-1-2-uid-1",
     ]
 
 
@@ -233,7 +233,7 @@ def test_the_pauses_of_a_gang_that_never_fits_grow() -> None:
         world.wait(pause)
         world.reconcile()
         world.schedule()
-        world.change(f"train-worker-1-{number}", node="", scheduled=None, scheduling_message=ROOM)
+        world.change(f"train-worker-1-{number}-uid-1", node="", scheduled=None, scheduling_message=ROOM)
         world.run()
     assert pauses == [60, 120, 240, 300, 300]
 
@@ -242,7 +242,7 @@ def test_pods_that_all_wait_occupy_nothing_and_continue_to_wait() -> None:
     world = Simulated(job(runPolicy=_policy(pendingTimeoutSeconds=TIMEOUT)))
     world.reconcile()
     for index in (0, 1):
-        world.change(f"train-worker-{index}-1", scheduling_message=ROOM)
+        world.change(f"train-worker-{index}-1-uid-1", scheduling_message=ROOM)
     world.wait(86400)
     world.reconcile()
     assert (world.status()["attempt"], world.status()["phase"]) == (1, "Pending")
@@ -288,6 +288,6 @@ def test_a_resumed_job_has_its_whole_time() -> None:
     world.policy_edit(suspend=False)
     world.reconcile()
     world.schedule()
-    world.change("train-worker-1-2", node="", scheduled=None, scheduling_message=ROOM)
+    world.change("train-worker-1-2-uid-1", node="", scheduled=None, scheduling_message=ROOM)
     world.run()
     assert world.reconcile().requeue == TIMEOUT

@@ -13,7 +13,7 @@ from simulated import NODES, RANK_FAILED, Simulated, job, running
 def test_a_job_walks_through_its_phases() -> None:
     world = Simulated(job())
     world.reconcile()
-    assert sorted(world.pods) == ["train-launcher-1", "train-worker-0-1", "train-worker-1-1"]
+    assert sorted(world.pods) == ["train-launcher-1-uid-1", "train-worker-0-1-uid-1", "train-worker-1-1-uid-1"]
     assert world.status()["phase"] == "Pending"
     world.schedule()
     world.reconcile()
@@ -22,7 +22,7 @@ def test_a_job_walks_through_its_phases() -> None:
     world.say("Waiting", missing=(1,))
     world.reconcile()
     assert (world.status()["phase"], world.status()["workersReady"]) == ("Starting", "1/2")
-    assert "train-worker-1-1" in world.condition("Running")["message"]
+    assert "train-worker-1-1-uid-1" in world.condition("Running")["message"]
     world.say("Running")
     world.reconcile()
     assert (world.status()["phase"], world.status()["workersReady"]) == ("Running", "2/2")
@@ -58,7 +58,7 @@ def test_the_attempt_is_in_the_status_before_anything_is_made() -> None:
     world.carry_out(plan)
     kinds = [[manifest["kind"] for manifest in stage] for stage in world.plan().apply]
     assert kinds == [["Pod", "Pod"], ["Pod"]]
-    assert world.plan().apply[-1][0]["metadata"]["name"] == "train-launcher-1"
+    assert world.plan().apply[-1][0]["metadata"]["name"] == "train-launcher-1-uid-1"
 
 
 def test_killed_between_any_two_writes_the_operator_continues() -> None:
@@ -88,15 +88,15 @@ def test_killed_between_any_two_writes_the_operator_continues() -> None:
 def test_only_dead_pods_are_replaced() -> None:
     world = running(workers=3)
     before = {name: pod.uid for name, pod in world.pods.items()}
-    world.end("train-worker-1-1", 137, ended_reason="Error")
-    world.end_launcher(1, {"pod": "train-worker-1-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
+    world.end("train-worker-1-1-uid-1", 137, ended_reason="Error")
+    world.end_launcher(1, {"pod": "train-worker-1-1-uid-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
     world.reconcile()
     world.run()
-    names = ["train-launcher-2", "train-worker-0-1", "train-worker-1-2", "train-worker-2-1"]
+    names = ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-2-uid-1", "train-worker-2-1-uid-1"]
     assert sorted(world.pods) == names
     assert {world.pods[name].uid for name in names[1::2]} == {before[name] for name in names[1::2]}
     failure = world.status()["firstFailure"]
-    assert (failure["pod"], failure["reason"], failure["exitCode"]) == ("train-worker-1-1", "Error", 137)
+    assert (failure["pod"], failure["reason"], failure["exitCode"]) == ("train-worker-1-1-uid-1", "Error", 137)
     assert world.status()["restarts"] == 1
 
 
@@ -140,9 +140,9 @@ def test_restarts_are_used_up() -> None:
 def seconds_until_launcher(world: Simulated, attempt: int, looks_every: float | None = None) -> float:
     """Look until the launcher of `attempt` has been made, as often as the plan asks for it; return the seconds."""
     began = world.now
-    while f"train-launcher-{attempt}" not in world.pods:
+    while f"train-launcher-{attempt}-uid-1" not in world.pods:
         plan = world.reconcile()
-        if f"train-launcher-{attempt}" not in world.pods:
+        if f"train-launcher-{attempt}-uid-1" not in world.pods:
             assert plan.requeue is not None
             world.wait(looks_every or plan.requeue)
     return (world.now - began).total_seconds()
@@ -167,7 +167,9 @@ def test_pods_that_kubelets_refuse_are_made_anew_after_the_same_pauses() -> None
     for number in range(1, 4):
         world.reconcile()
         world.schedule()
-        world.change(f"train-worker-0-{number}", phase="Failed", reason="UnexpectedAdmissionError", message="no GPU")
+        world.change(
+            f"train-worker-0-{number}-uid-1", phase="Failed", reason="UnexpectedAdmissionError", message="no GPU"
+        )
         waits.append(seconds_until_launcher(world, number + 1))
     assert waits == [0, 5, 10]
     assert world.status()["disruptions"] == 3
@@ -177,8 +179,8 @@ def test_pods_that_kubelets_refuse_are_made_anew_after_the_same_pauses() -> None
 def test_pods_after_the_end(policy: str, left: int) -> None:
     world = running(workers=3, runPolicy={"cleanPodPolicy": policy})
     world.end_launcher(0)
-    world.end("train-worker-0-1", 0)
-    world.end("train-worker-1-1", 0)
+    world.end("train-worker-0-1-uid-1", 0)
+    world.end("train-worker-1-1-uid-1", 0)
     world.reconcile()
     world.wait(10)  # worker 2 does not end by itself
     world.reconcile()
@@ -202,7 +204,7 @@ def test_a_deadline_ends_the_run_even_where_pods_are_kept(colocate: bool) -> Non
     world.run()
     world.reconcile()
     assert launcher.name not in world.pods, "it would train on"
-    assert "train-worker-1-1" in world.pods
+    assert "train-worker-1-1-uid-1" in world.pods
 
 
 def test_a_finished_job_is_deleted_after_its_time_to_live() -> None:
@@ -239,13 +241,13 @@ def test_the_time_to_live_follows_the_operators_clock_and_not_a_nodes(slow: floa
 
 def test_a_colocated_launcher_lives_in_worker_0() -> None:
     world = running(launcher={"colocate": True})
-    assert sorted(world.pods) == ["train-worker-0-1", "train-worker-1-1"]
+    assert sorted(world.pods) == ["train-worker-0-1-uid-1", "train-worker-1-1-uid-1"]
     selector = world.children["Service", "train"].content["selector"]
     assert selector["topkube.dev/worker-index"] == "0"
     world.end_launcher(1, RANK_FAILED)
     world.reconcile()
     world.run()
-    assert sorted(world.pods) == ["train-worker-0-2", "train-worker-1-1"]
+    assert sorted(world.pods) == ["train-worker-0-2-uid-1", "train-worker-1-1-uid-1"]
     world.to_running()
     world.end_launcher(0)
     world.reconcile()

@@ -12,7 +12,7 @@ from simulated import RANK_FAILED, Simulated, job, running
 from topkube_operator.model import names
 from topkube_operator.model.observed import Container, Pod
 
-LAUNCHER = "train-launcher-1"
+LAUNCHER = "train-launcher-1-uid-1"
 
 
 # Completion is durable.
@@ -155,19 +155,19 @@ def test_pods_that_are_about_to_end_do_so_and_keep_their_logs(code: int) -> None
     """The containers have ended, but the kubelets report the end of the pods a second later."""
     world = running(runPolicy={"backoffLimit": 0})
     world.end_launcher(code, RANK_FAILED if code else None)
-    world.end("train-worker-0-1", code)
-    for name in (LAUNCHER, "train-worker-0-1"):
+    world.end("train-worker-0-1-uid-1", code)
+    for name in (LAUNCHER, "train-worker-0-1-uid-1"):
         world.change(name, phase="Running")
     plan = world.reconcile()
     assert plan.requeue == 10.0
     assert not [name for name, pod in world.pods.items() if pod.deletion is not None]
     world.wait(1)
-    for name in (LAUNCHER, "train-worker-0-1"):
+    for name in (LAUNCHER, "train-worker-0-1-uid-1"):
         world.change(name, phase="Failed" if code else "Succeeded")
     world.wait(9)
     world.reconcile()
     world.run()
-    assert sorted(world.pods) == [LAUNCHER, "train-worker-0-1"], "worker 1 ran on, and was asked to end"
+    assert sorted(world.pods) == [LAUNCHER, "train-worker-0-1-uid-1"], "worker 1 ran on, and was asked to end"
 
 
 def test_pods_with_a_sidecar_that_runs_on_are_removed_after_a_while() -> None:
@@ -198,7 +198,7 @@ def test_a_launcher_that_ended_stays_for_its_log_where_nothing_is_to_be_cleaned(
 # The first cause decides.
 
 
-@pytest.mark.parametrize("which", ["train-worker-0-1", "train-worker-1-1"])
+@pytest.mark.parametrize("which", ["train-worker-0-1-uid-1", "train-worker-1-1-uid-1"])
 @pytest.mark.parametrize("first", ["failure", "deletion"])
 @pytest.mark.parametrize("how", ["delete", "remove"])
 def test_a_worker_deleted_beside_a_failure_makes_no_disruption_of_it(which: str, first: str, how: str) -> None:
@@ -221,14 +221,14 @@ def test_a_worker_deleted_beside_a_failure_makes_no_disruption_of_it(which: str,
 def test_an_eviction_of_another_worker_beside_a_failure_does_not_hide_it() -> None:
     world = running(runPolicy={"backoffLimit": 0})
     world.end_launcher(1, RANK_FAILED)
-    world.change("train-worker-0-1", phase="Failed", reason="Evicted", message="the node is low on memory")
+    world.change("train-worker-0-1-uid-1", phase="Failed", reason="Evicted", message="the node is low on memory")
     world.reconcile()
     assert (world.status()["phase"], world.status()["firstFailure"]["rank"]) == ("Failed", 3)
 
 
 def test_a_rank_killed_with_its_deleted_pod_was_disrupted() -> None:
     world = running(runPolicy={"backoffLimit": 0})
-    world.delete("Pod", "train-worker-1-1", world.pods["train-worker-1-1"].uid)
+    world.delete("Pod", "train-worker-1-1-uid-1", world.pods["train-worker-1-1-uid-1"].uid)
     world.wait(1)
     world.end_launcher(1, {**RANK_FAILED, "exitCode": 137})
     world.reconcile()
@@ -239,7 +239,7 @@ def test_a_launcher_without_a_word_failed_by_itself_where_a_worker_was_deleted_l
     world = running(runPolicy={"backoffLimit": 0})
     world.end(LAUNCHER, 137)
     world.wait(10)
-    world.delete("Pod", "train-worker-1-1", world.pods["train-worker-1-1"].uid)
+    world.delete("Pod", "train-worker-1-1-uid-1", world.pods["train-worker-1-1-uid-1"].uid)
     world.reconcile()
     assert (world.status()["phase"], world.status()["firstFailure"]["pod"]) == ("Failed", LAUNCHER)
 
@@ -247,8 +247,8 @@ def test_a_launcher_without_a_word_failed_by_itself_where_a_worker_was_deleted_l
 def test_a_worker_that_nobody_saw_go_is_not_the_cause_where_another_failed() -> None:
     """The operator is new, and the launcher has not noticed anything yet."""
     world = running(runPolicy={"backoffLimit": 0})
-    world.end("train-worker-1-1", 7)
-    world.remove("train-worker-0-1")
+    world.end("train-worker-1-1-uid-1", 7)
+    world.remove("train-worker-0-1-uid-1")
     world.removed_at, world.last_seen, world.report = {}, {}, None
     world.wait(60)
     world.reconcile()
@@ -260,8 +260,8 @@ def test_a_job_whose_worker_is_deleted_at_every_attempt_ends_by_backoff_limit() 
     for _ in range(31):
         world.to_running()
         world.end_launcher(1, RANK_FAILED)
-        if "train-worker-0-1" in world.pods:
-            world.remove("train-worker-0-1")
+        if "train-worker-0-1-uid-1" in world.pods:
+            world.remove("train-worker-0-1-uid-1")
         world.reconcile()
         world.wait(400)
     assert (world.status()["phase"], world.status()["attempt"]) == ("Failed", 1)

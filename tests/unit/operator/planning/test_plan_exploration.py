@@ -75,7 +75,7 @@ STEPS: dict[str, Callable[[Simulated], object]] = {
     "nodes act": _nodes_act,
     "the launcher says that ranks run": lambda world: world.say("Running"),
     "the launcher succeeds": lambda world: world.end_launcher(0),
-    "the launcher fails": lambda world: world.end_launcher(1, {**RANK_FAILED, "pod": "train-worker-0-1"}),
+    "the launcher fails": lambda world: world.end_launcher(1, {**RANK_FAILED, "pod": "train-worker-0-1-uid-1"}),
     "a launcher is deleted": _on("launcher", lambda world, name: world.delete("Pod", name, world.pods[name].uid)),
     "a worker vanishes": _on("worker", lambda world, name: world.remove(name)),
     "suspended or resumed": _suspend,
@@ -103,7 +103,7 @@ POLICY_STEPS: dict[str, Callable[[Simulated], object]] = {
     "an image cannot be pulled": _on("worker", _block_image),
     "the script is wrong": lambda world: world.end_launcher(1, {**RANK_FAILED, "reason": "SyntaxError"}),
     "the hardware is broken": lambda world: world.end_launcher(
-        1, {**RANK_FAILED, "pod": "train-worker-0-1", "reason": "HardwareFault"}
+        1, {**RANK_FAILED, "pod": "train-worker-0-1-uid-1", "reason": "HardwareFault"}
     ),
     "a node reports a fault": lambda world: setattr(world, "node_faults", {"node-a": "KernelDeadlock"}),
     "nodes are healthy": lambda world: setattr(world, "node_faults", {}),

@@ -11,7 +11,7 @@ from simulated import RANK_FAILED, START, Simulated, job, running
 from topkube.launch import contract
 from topkube_operator.model.observed import Container, Pod, Policy
 
-VICTIM = "train-worker-1-1"
+VICTIM = "train-worker-1-1-uid-1"
 DISRUPTIONS = {
     "deleted": (lambda world: world.delete("Pod", VICTIM, world.pods[VICTIM].uid), "Deleted"),
     "preempted": (
@@ -49,55 +49,61 @@ DISRUPTIONS = {
 @pytest.mark.parametrize(("trouble", "reason"), DISRUPTIONS.values(), ids=DISRUPTIONS)
 def test_disruptions_do_not_use_up_restarts(trouble: Any, reason: str) -> None:
     world = running(runPolicy={"backoffLimit": 0})
-    world.change("train-worker-1-1", node="node-x")
+    world.change("train-worker-1-1-uid-1", node="node-x")
     trouble(world)
-    world.end_launcher(1, {"pod": "train-worker-1-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
+    world.end_launcher(1, {"pod": "train-worker-1-1-uid-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
     world.reconcile()
     status = world.status()
     assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 0, 1), status
     assert status["firstFailure"]["reason"] == reason
-    assert "train-worker-1-2" in world.pods
+    assert "train-worker-1-2-uid-1" in world.pods
 
 
 def test_an_eviction_for_what_the_pod_itself_used_is_a_failure() -> None:
     world = running()
     words = "Usage of EmptyDir volume exceeds the limit 1Gi"
-    world.change("train-worker-0-1", phase="Failed", reason="Evicted", message=words)
-    world.end_launcher(1, {"pod": "train-worker-0-1", "reason": "WorkerLost", "exitCode": 1})
+    world.change("train-worker-0-1-uid-1", phase="Failed", reason="Evicted", message=words)
+    world.end_launcher(1, {"pod": "train-worker-0-1-uid-1", "reason": "WorkerLost", "exitCode": 1})
     world.reconcile()
     assert (world.status()["restarts"], world.status()["disruptions"]) == (1, 0)
 
 
 def test_a_worker_killed_for_memory_is_reported_as_oom_killed() -> None:
     world = running()
-    world.end("train-worker-0-1", 137, ended_reason="OOMKilled")
-    world.end_launcher(1, {"pod": "train-worker-0-1", "reason": "WorkerLost", "exitCode": 1})
+    world.end("train-worker-0-1-uid-1", 137, ended_reason="OOMKilled")
+    world.end_launcher(1, {"pod": "train-worker-0-1-uid-1", "reason": "WorkerLost", "exitCode": 1})
     world.reconcile()
     failure = world.status()["firstFailure"]
     assert (failure["reason"], failure["exitCode"]) == ("OOMKilled", 137)
-    assert failure["logTail"] == "the log of train-worker-0-1"
+    assert failure["logTail"] == "the log of train-worker-0-1-uid-1"
 
 
 def test_a_rank_killed_for_memory_in_a_living_pod_is_reported_and_the_pod_stays() -> None:
     world = running()
-    failure = {"pod": "train-worker-1-1", "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": "last words"}
+    failure = {
+        "pod": "train-worker-1-1-uid-1",
+        "rank": 2,
+        "reason": "OOMKilled",
+        "exitCode": 137,
+        "logTail": "last words",
+    }
     world.end_launcher(1, failure)
     world.reconcile()
     told = {**failure, "node": "node-a", "message": "ended by signal 9 (exit code 137)"}
     assert world.status()["firstFailure"] == told
-    assert "train-worker-1-1" in world.pods
+    assert "train-worker-1-1-uid-1" in world.pods
 
 
 def test_a_lost_worker_is_replaced_though_its_pod_looks_alive() -> None:
     world = running()
-    world.change("train-worker-1-1", node="node-x")
-    world.end_launcher(1, {"pod": "train-worker-1-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
+    world.change("train-worker-1-1-uid-1", node="node-x")
+    world.end_launcher(1, {"pod": "train-worker-1-1-uid-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
     assert world.reconcile().requeue == 5.0  # its kubelet may still say what happened
     world.wait(5)
     world.reconcile()
     assert (world.status()["disruptions"], world.status()["restarts"]) == (1, 0)
-    assert world.pods["train-worker-1-1"].deletion is not None
-    assert "train-worker-1-2" in world.pods
+    assert world.pods["train-worker-1-1-uid-1"].deletion is not None
+    assert "train-worker-1-2-uid-1" in world.pods
     world.lost.add("node-x")  # it never goes, and is in nobody's way
     world.to_running()
     assert world.status()["phase"] == "Running"
@@ -105,20 +111,20 @@ def test_a_lost_worker_is_replaced_though_its_pod_looks_alive() -> None:
 
 def test_the_launcher_may_die_without_a_word() -> None:
     world = running()
-    world.end("train-launcher-1", 137)
+    world.end("train-launcher-1-uid-1", 137)
     world.reconcile()
     failure = world.status()["firstFailure"]
-    assert (failure["pod"], failure["exitCode"], world.status()["attempt"]) == ("train-launcher-1", 137, 2)
+    assert (failure["pod"], failure["exitCode"], world.status()["attempt"]) == ("train-launcher-1-uid-1", 137, 2)
     world.to_running()
-    world.remove("train-launcher-2")
+    world.remove("train-launcher-2-uid-1")
     world.reconcile()
     assert world.status()["disruptions"] == 1
-    assert "train-launcher-3" in world.pods or world.condition("Restarting")["status"] == "True"
+    assert "train-launcher-3-uid-1" in world.pods or world.condition("Restarting")["status"] == "True"
 
 
 def test_a_launcher_has_a_while_to_notice_that_a_worker_died() -> None:
     world = running()
-    world.end("train-worker-0-1", 1)
+    world.end("train-worker-0-1-uid-1", 1)
     plan = world.reconcile()
     assert world.status()["attempt"] == 1
     assert plan.requeue == 10.0
@@ -126,12 +132,12 @@ def test_a_launcher_has_a_while_to_notice_that_a_worker_died() -> None:
     world.say("Running")
     world.reconcile()
     assert world.status()["attempt"] == 2
-    assert world.status()["firstFailure"]["pod"] == "train-worker-0-1"
+    assert world.status()["firstFailure"]["pod"] == "train-worker-0-1-uid-1"
 
 
 def test_a_worker_on_a_node_that_is_reported_lost_may_still_train() -> None:
     world = running()
-    world.change("train-worker-0-1", node="node-x")
+    world.change("train-worker-0-1-uid-1", node="node-x")
     world.lost.add("node-x")
     world.say("Running")
     world.reconcile()
@@ -153,15 +159,15 @@ def test_workers_that_do_not_call_are_named() -> None:
     world.wait(30)
     assert world.reconcile().requeue == 30.0
     message = world.condition("Running")["message"]
-    for words in ("1 of 2 workers", "NetworkPolicy", "Next: kubectl logs train-worker-1-1"):
+    for words in ("1 of 2 workers", "NetworkPolicy", "Next: kubectl logs train-worker-1-1-uid-1"):
         assert words in message
     world.wait(30)
     world.say("Waiting", missing=(1,))
     world.reconcile()
     failure = world.status()["firstFailure"]
-    assert (failure["reason"], failure["pod"]) == ("RendezvousTimeout", "train-worker-1-1")
+    assert (failure["reason"], failure["pod"]) == ("RendezvousTimeout", "train-worker-1-1-uid-1")
     assert world.status()["attempt"] == 2
-    assert "train-worker-1-2" in world.pods
+    assert "train-worker-1-2-uid-1" in world.pods
 
 
 def test_an_image_that_cannot_be_pulled_is_pending_with_the_reason_and_fails_at_the_deadline() -> None:
@@ -169,7 +175,9 @@ def test_an_image_that_cannot_be_pulled_is_pending_with_the_reason_and_fails_at_
     world.reconcile()
     world.schedule()
     for waiting, message in [("ErrImagePull", "no such host"), ("ImagePullBackOff", "Back-off"), ("ErrImagePull", "x")]:
-        world.change("train-worker-0-1", containers={"worker": Container(waiting=waiting, waiting_message=message)})
+        world.change(
+            "train-worker-0-1-uid-1", containers={"worker": Container(waiting=waiting, waiting_message=message)}
+        )
         world.reconcile()
         assert world.status()["phase"] == "Pending"
         assert world.condition("Running")["reason"] == "ImagePullBackOff"
@@ -178,13 +186,13 @@ def test_an_image_that_cannot_be_pulled_is_pending_with_the_reason_and_fails_at_
     world.reconcile()
     assert (world.status()["phase"], world.condition("Failed")["reason"]) == ("Failed", "DeadlineExceeded")
     failure = world.status()["firstFailure"]
-    assert (failure["reason"], failure["pod"]) == ("ImagePullBackOff", "train-worker-0-1")
+    assert (failure["reason"], failure["pod"]) == ("ImagePullBackOff", "train-worker-0-1-uid-1")
 
 
 def test_the_schedulers_words_are_shown() -> None:
     world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100}))
     world.reconcile()
-    world.change("train-worker-1-1", scheduling_message="0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
+    world.change("train-worker-1-1-uid-1", scheduling_message="0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
     world.reconcile()
     assert world.condition("Scheduled")["reason"] == "Unschedulable"
     assert "Insufficient nvidia.com/gpu" in world.condition("Scheduled")["message"]
@@ -212,8 +220,8 @@ def test_a_gate_is_not_called_a_lack_of_room() -> None:
 
 def test_a_log_tail_is_kept_within_bounds() -> None:
     world = running(runPolicy={"backoffLimit": 0})
-    world.logs["train-launcher-1"] = "\n".join(f"{number} " + "ü" * 300 for number in range(50))
-    world.end("train-launcher-1", 9)
+    world.logs["train-launcher-1-uid-1"] = "\n".join(f"{number} " + "ü" * 300 for number in range(50))
+    world.end("train-launcher-1-uid-1", 9)
     world.reconcile()
     tail = world.status()["firstFailure"]["logTail"]
     assert len(tail.encode()) <= 4096
@@ -223,7 +231,7 @@ def test_a_log_tail_is_kept_within_bounds() -> None:
 
 LONG_LOG = "\n".join(f"line {number} " + "é" * 150 for number in range(60))
 TAIL = LONG_LOG.encode()[-4000:].decode(errors="ignore")  # what a launcher's last words can hold
-WORKER = "train-worker-1-1"
+WORKER = "train-worker-1-1-uid-1"
 
 
 def _ends(code: int, **more: Any) -> Callable[[Simulated], None]:

@@ -1,4 +1,4 @@
-"""`plan` beside other controllers: Kueue's pod groups, foreign finalizers, pods of earlier jobs on lost nodes."""
+"""`plan` beside other controllers: Kueue's pod groups, foreign finalizers; pods that an older operator made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from simulated import RANK_FAILED, Simulated, job, running
 
-from topkube_operator.model.observed import Child, Trouble
+from topkube_operator.model.observed import Child
 
 
 def _in_group() -> Simulated:
@@ -15,7 +15,7 @@ def _in_group() -> Simulated:
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     world = Simulated(data)
     world.to_running()
-    assert {pod.pod_group for pod in world.pods.values()} == {"train"}
+    assert {pod.pod_group for pod in world.pods.values()} == {"train-uid-1"}
     return world
 
 
@@ -41,16 +41,19 @@ def test_pods_without_a_kueue_group_are_not_annotated() -> None:
 def test_a_replacement_in_a_kueue_group_waits_until_the_replaced_pod_has_ended() -> None:
     world = _in_group()
     world.end_launcher(1, RANK_FAILED)
-    world.end("train-worker-1-1", 1)
-    world.change("train-launcher-1", phase="Running")  # its sidecar runs on, so Kueue counts the pod
+    world.end("train-worker-1-1-uid-1", 1)
+    world.change("train-launcher-1-uid-1", phase="Running")  # its sidecar runs on, so Kueue counts the pod
     world.reconcile()
     assert world.status()["attempt"] == 2
-    assert not [name for name in world.pods if name.endswith("-2")]
-    assert "train-launcher-1" in world.condition("Created")["message"]
+    assert not [pod.name for pod in world.pods.values() if pod.attempt == 2]
+    assert "train-launcher-1-uid-1" in world.condition("Created")["message"]
     world.run()
     world.reconcile()
-    assert {name for name in world.pods if name.endswith("-2")} == {"train-launcher-2", "train-worker-1-2"}
-    assert world.pods["train-worker-0-1"].deletion is None
+    assert {pod.name for pod in world.pods.values() if pod.attempt == 2} == {
+        "train-launcher-2-uid-1",
+        "train-worker-1-2-uid-1",
+    }
+    assert world.pods["train-worker-0-1-uid-1"].deletion is None
 
 
 def test_what_a_foreign_finalizer_keeps_is_deleted_once() -> None:
@@ -71,25 +74,22 @@ def test_what_a_foreign_finalizer_keeps_is_deleted_once() -> None:
 
 def test_a_pod_that_a_foreign_finalizer_keeps_is_deleted_once() -> None:
     world = running(runPolicy={"cleanPodPolicy": "All"})
-    world.change("train-worker-1-1", finalizers=("example.com/keep",))
+    world.change("train-worker-1-1-uid-1", finalizers=("example.com/keep",))
     world.end_launcher(0)
     world.reconcile()
     world.run()
     world.reconcile()
-    assert list(world.pods) == ["train-worker-1-1"]
+    assert list(world.pods) == ["train-worker-1-1-uid-1"]
     assert not world.plan().delete
-    assert world.pods["train-worker-1-1"].removable_from is None
+    assert world.pods["train-worker-1-1-uid-1"].removable_from is None
 
 
-def test_a_pod_of_an_earlier_job_on_a_lost_node_does_not_block_a_job_of_the_same_name() -> None:
-    world = Simulated(job())
+def test_pods_that_an_older_operator_named_differently_are_replaced_by_the_next_attempt() -> None:
+    world = running()
+    old = world.pods.pop("train-worker-1-1-uid-1")
+    world.pods["train-worker-1-1"] = dataclasses.replace(old, name="train-worker-1-1")
     world.reconcile()
-    del world.pods["train-worker-1-1"], world.pods["train-launcher-1"]
-    world.job["status"]["conditions"] = [  # type: ignore[index]
-        entry for entry in world.status()["conditions"] if entry["type"] != "Created"
-    ]
-    world.troubles = {("Pod", "train-worker-1-1"): Trouble("Stranded", "its node is lost")}
+    assert "train-worker-1-1" in world.pods, "the attempt that runs keeps its pods"
+    world.end_launcher(1, {**RANK_FAILED, "pod": "train-worker-0-1-uid-1"})
     world.to_running()
-    assert (world.status()["phase"], world.status()["attempt"], world.status()["restarts"]) == ("Running", 2, 0)
-    assert set(world.pods) == {"train-worker-0-1", "train-worker-1-2", "train-launcher-2"}
-    assert not world.violations
+    assert set(world.pods) == {"train-worker-0-1-uid-1", "train-worker-1-2-uid-1", "train-launcher-2-uid-1"}

@@ -43,7 +43,7 @@ def _suspend(world: Simulated, number: int) -> None:
 
 
 def _foreign(world: Simulated, number: int) -> None:
-    if (name := f"train-worker-0-{number}") not in world.pods:  # a name is taken once
+    if (name := f"train-worker-0-{number}-uid-1") not in world.pods:  # a name is taken once
         world.foreign.add(("Pod", name))
 
 

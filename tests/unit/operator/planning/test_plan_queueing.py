@@ -63,7 +63,7 @@ def test_an_admitted_job_runs_on_the_assigned_nodes_and_reports_that_it_runs() -
     world.to_running()
     assert (world.status()["phase"], world.status()["attempt"]) == ("Running", 1)
     assert (world.events.count("Admitted"), world.events.count("Resumed")) == (1, 0)
-    worker, launcher = world.manifests["train-worker-1-1"], world.manifests["train-launcher-1"]
+    worker, launcher = world.manifests["train-worker-1-1-uid-1"], world.manifests["train-launcher-1-uid-1"]
     assert worker["spec"]["nodeSelector"] == {"pool": "spot", "zone": "a"}
     assert launcher["spec"]["nodeSelector"] == {"pool": "spot"}
     for pod in (worker, launcher):
@@ -142,7 +142,7 @@ def test_suspending_gives_the_quota_back_and_resuming_asks_again() -> None:
 def test_a_restart_stays_admitted_and_reports_that_it_recovers() -> None:
     world, kueue = admitted()
     world.end_launcher(1, RANK_FAILED)
-    world.end("train-worker-1-1", 1)
+    world.end("train-worker-1-1-uid-1", 1)
     world.reconcile()
     assert (kueue.condition("PodsReady")["status"], kueue.condition("PodsReady")["reason"]) == (
         "False",
@@ -150,7 +150,7 @@ def test_a_restart_stays_admitted_and_reports_that_it_recovers() -> None:
     )
     assert kueue.holds_quota()
     world.to_running()
-    assert world.manifests["train-worker-1-2"]["spec"]["nodeSelector"] == {"pool": "spot"}
+    assert world.manifests["train-worker-1-2-uid-1"]["spec"]["nodeSelector"] == {"pool": "spot"}
     assert (kueue.condition("PodsReady")["status"], kueue.condition("PodsReady")["reason"]) == ("True", "Recovered")
 
 
@@ -224,7 +224,7 @@ def test_a_colocated_launcher_is_a_pod_set_of_its_own() -> None:
     assert [(pods["name"], pods["count"]) for pods in kueue.spec["podSets"]] == [("launcher", 1), ("worker", 1)]
     kueue.admit()
     world.reconcile()
-    assert world.manifests["train-worker-0-1"]["metadata"]["labels"]["kueue.x-k8s.io/podset"] == "launcher"
+    assert world.manifests["train-worker-0-1-uid-1"]["metadata"]["labels"]["kueue.x-k8s.io/podset"] == "launcher"
 
 
 @pytest.mark.parametrize("labels", [{}, {"kueue.x-k8s.io/pod-group-name": "mine"}])
@@ -233,7 +233,7 @@ def test_without_workloads_or_with_a_pod_group_the_pods_have_the_labels(labels: 
     world, _ = queued(labels, policy)
     assert world.pods
     assert WORKLOAD not in world.children
-    pod = world.manifests["train-worker-0-1"]["metadata"]["labels"]
+    pod = world.manifests["train-worker-0-1-uid-1"]["metadata"]["labels"]
     assert pod["kueue.x-k8s.io/queue-name"] == "team"
 
 

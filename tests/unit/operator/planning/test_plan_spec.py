@@ -55,13 +55,13 @@ def test_network_policies_stay_until_the_pods_of_a_suspended_job_have_ended() ->
 
 def test_a_suspended_job_frees_everything_but_its_pod_on_a_lost_node() -> None:
     world = running()
-    world.change("train-worker-1-1", node="node-x")
+    world.change("train-worker-1-1-uid-1", node="node-x")
     world.lost.add("node-x")
     world.policy_edit(suspend=True)
     world.reconcile()
     world.run()
     world.reconcile()
-    assert (list(world.pods), world.children) == (["train-worker-1-1"], {})
+    assert (list(world.pods), world.children) == (["train-worker-1-1-uid-1"], {})
 
 
 def test_a_job_that_another_controller_manages_is_left_alone() -> None:
@@ -88,13 +88,13 @@ def test_a_foreign_object_with_our_name_is_reported_and_not_touched() -> None:
 def test_a_refusal_of_the_api_server_is_in_the_status() -> None:
     world = Simulated(job())
     world.reconcile()
-    world.remove("train-launcher-1")
+    world.remove("train-launcher-1-uid-1")
     assert world.job is not None
     world.job["status"]["conditions"] = []
-    world.troubles = {("Pod", "train-launcher-1"): Trouble("Refused", "exceeded quota: gpus")}
+    world.troubles = {("Pod", "train-launcher-1-uid-1"): Trouble("Refused", "exceeded quota: gpus")}
     plan = world.plan()
     created = next(condition for condition in plan.status["conditions"] if condition["type"] == "Created")
-    assert (created["reason"], created["message"]) == ("Refused", "Pod train-launcher-1: exceeded quota: gpus")
+    assert (created["reason"], created["message"]) == ("Refused", "Pod train-launcher-1-uid-1: exceeded quota: gpus")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_change_that_admission_would_refuse_is_refused_with_the_same_message()
     assert (world.status()["phase"], world.status()["workersReady"]) == ("Running", "2/2")
     world.end_launcher(1, RANK_FAILED)
     world.to_running()
-    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1", "train-worker-1-1"]
+    assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-1-uid-1"]
     assert world.status()["acceptedSpec"]["workers"] == 2
     assert world.events.count("ChangeRefused") == 1
     world.edit(template=job()["spec"]["template"], workers=2)
@@ -273,9 +273,9 @@ def test_a_new_first_failure_has_no_field_of_an_earlier_one() -> None:
     world.end_launcher(1, {**RANK_FAILED, "logTail": "old words"})
     world.to_running()
     assert world.status()["firstFailure"]["rank"] == 3
-    world.remove("train-worker-0-1")
+    world.remove("train-worker-0-1-uid-1")
     world.wait(100)
-    world.end_launcher(1, {"pod": "train-worker-0-1", "reason": "WorkerLost", "message": "silent"})
+    world.end_launcher(1, {"pod": "train-worker-0-1-uid-1", "reason": "WorkerLost", "message": "silent"})
     world.reconcile()
     failure = world.status()["firstFailure"]
     assert failure["reason"] == "Deleted"

@@ -25,7 +25,7 @@ def _vanish(world: Simulated, name: str) -> None:
 
 
 def _launcher_name(world: Simulated) -> str:
-    return f"train-launcher-{world.status().get('attempt', 0)}"
+    return f"train-launcher-{world.status().get('attempt', 0)}-uid-1"
 
 
 def _fail_launcher(world: Simulated, skew: int) -> None:
@@ -59,7 +59,7 @@ def test_without_passing_time_at_most_two_attempts_have_pods(trouble: str) -> No
         world.reconcile()
         TROUBLES[trouble](world)
     assert world.status()["attempt"] <= 3, "the third is announced, and its pods wait"
-    assert not any(name.endswith("-3") for name in world.pods)
+    assert all(pod.attempt < 3 for pod in world.pods.values())
 
 
 @settings(max_examples=20)
@@ -95,7 +95,7 @@ def test_a_good_run_makes_the_pauses_short_again(answers: bool) -> None:
         world.schedule()
         world.run()
         world.end_launcher(1, RANK_FAILED)
-        waited = _seconds_until(world, f"train-launcher-{number}")
+        waited = _seconds_until(world, f"train-launcher-{number}-uid-1")
     assert waited == 160
     world.schedule()
     world.run()
@@ -104,12 +104,12 @@ def test_a_good_run_makes_the_pauses_short_again(answers: bool) -> None:
     world.reconcile()
     world.wait(60)
     world.end_launcher(1, RANK_FAILED)
-    assert _seconds_until(world, "train-launcher-9") == 0
+    assert _seconds_until(world, "train-launcher-9-uid-1") == 0
     waits = []
     for number in (10, 11, 12):
         world.to_running()
         world.end_launcher(1, RANK_FAILED)
-        waits.append(_seconds_until(world, f"train-launcher-{number}"))
+        waits.append(_seconds_until(world, f"train-launcher-{number}-uid-1"))
     assert waits == [5, 10, 20]
 
 
@@ -118,22 +118,22 @@ def test_restarts_are_paced_if_an_older_definition_drops_the_count() -> None:
     for number in range(2, 6):
         world.wait(61)
         world.end_launcher(1, RANK_FAILED)
-        _seconds_until(world, f"train-launcher-{number}")
+        _seconds_until(world, f"train-launcher-{number}-uid-1")
         world.to_running()
     assert world.job is not None
     assert world.job["status"].pop("restartsInARow") == 1
     world.end_launcher(1, RANK_FAILED)
-    assert _seconds_until(world, "train-launcher-6") == 40
+    assert _seconds_until(world, "train-launcher-6-uid-1") == 40
 
 
 def test_pods_that_a_former_leader_made_late_are_removed_while_the_attempt_runs() -> None:
     world = running()
-    world.end("train-worker-1-1", 1)
+    world.end("train-worker-1-1-uid-1", 1)
     world.end_launcher(1, RANK_FAILED)
     world.wait(20)
     world.to_running()
-    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1", "train-worker-1-2"]
-    old = {name: world.last_seen[name] for name in ("train-launcher-1", "train-worker-1-1")}
+    assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-2-uid-1"]
+    old = {name: world.last_seen[name] for name in ("train-launcher-1-uid-1", "train-worker-1-1-uid-1")}
     world.wait(5)
     for name, pod in old.items():
         world.pods[name] = world.last_seen[name] = pod
@@ -141,7 +141,7 @@ def test_pods_that_a_former_leader_made_late_are_removed_while_the_attempt_runs(
             name, uid=f"late-{name}", created=world.now, phase="Pending", containers={}, node="", deletion=None
         )
     world.reconcile()
-    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1", "train-worker-1-2"]
+    assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-2-uid-1"]
     assert (world.status()["attempt"], world.status()["phase"]) == (2, "Running")
 
 
@@ -151,12 +151,12 @@ def test_a_worker_pod_that_is_newer_than_the_launcher_is_removed() -> None:
     world.end_launcher(1, RANK_FAILED)
     world.wait(20)
     world.to_running()
-    assert "train-worker-1-1" in world.pods
+    assert "train-worker-1-1-uid-1" in world.pods
     world.wait(5)
-    late = {"name": "train-worker-1-2", "uid": "late", "attempt": 2, "created": world.now, "phase": "Pending"}
-    world.pods["train-worker-1-2"] = dataclasses.replace(world.pods["train-worker-1-1"], node="", **late)
+    late = {"name": "train-worker-1-2-uid-1", "uid": "late", "attempt": 2, "created": world.now, "phase": "Pending"}
+    world.pods["train-worker-1-2-uid-1"] = dataclasses.replace(world.pods["train-worker-1-1-uid-1"], node="", **late)
     world.reconcile()
-    assert sorted(world.pods) == ["train-launcher-2", "train-worker-0-1", "train-worker-1-1"]
+    assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-1-uid-1"]
     assert world.status()["attempt"] == 2
 
 

@@ -140,7 +140,7 @@ def replica() -> Any:
 def test_a_pod_of_another_namespace_neither_ends_the_job_nor_is_deleted(replica: Replica) -> None:
     """The attack of the review: our labels, the victim's UID, exit code 0."""
     replica.create_job()
-    wait_until(lambda: "train-launcher-1" in replica.server.names("Pod") and replica.is_idle())
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod") and replica.is_idle())
     forged = ended_pod()
     forged["metadata"].update(name="a-launcher-1", namespace="evil", uid="uid-of-evil")
     forged["metadata"]["ownerReferences"] = [names.build_owner_reference("train", "uid-of-train")]
@@ -158,7 +158,7 @@ def test_an_object_of_our_name_with_a_forged_owner_is_not_adopted(replica: Repli
     replica.server.keep(forged)
     replica.create_job()
     wait_until(lambda: replica.condition("Created").get("reason") == "ForeignObject")
-    assert "train-launcher-1" not in replica.server.names("Pod")
+    assert "train-launcher-1-uid-o" not in replica.server.names("Pod")
 
 
 def test_the_simulated_world_still_ends_by_its_own_launcher() -> None:

@@ -1,0 +1,197 @@
+"""Two releases of the chart in one cluster, each for a namespace of its own, with metrics over TLS that need a token.
+
+As in test_chart_life.py, no other operator may be installed: these tests run before conftest.py installs one.
+"""
+
+from __future__ import annotations
+
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import pytest
+import yaml
+from jobs import endless, fails, job
+from localkube import images
+from monitored import Found
+from releases import REPOSITORY, Commands, merged
+from target import KUBELET_SECONDS, OPERATOR_NAMESPACE, Namespace, Target, wait_for
+
+from conftest import apply_manifests, manifest
+from monitoring.dashboards.cluster import CLUSTER
+from monitoring.prometheus import Prometheus, fill_variables
+from monitoring.server import BINARY, INTERVAL, prometheus
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
+PLACES = ("releases-a", "releases-b")
+SCRAPER = "scraper"
+
+
+@dataclass
+class Release:
+    """A release of the chart: its name, the namespace of its operator, and the namespace of its jobs."""
+
+    name: str
+    home: str
+    jobs: Namespace
+    values: dict[str, Any]
+
+    def operator(self) -> Any:
+        """Return the operator's pod, which is ready."""
+        core = self.jobs.target.core
+        labels = f"app.kubernetes.io/component=operator,app.kubernetes.io/instance={self.name}"
+        (pod,) = core.list_namespaced_pod(self.home, label_selector=labels).items
+        return pod
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Return the alerting rules of the release's PrometheusRule."""
+        values = merged(self.values, {"metrics": {"alerts": {"enabled": True}}})
+        with helm.Chart.load(REPOSITORY / "charts/topkube") as chart:
+            text = chart.render(values, name=self.name, namespace=self.home)["topkube/templates/monitoring.yaml"]
+        (rule,) = (each for each in yaml.safe_load_all(text) if each and each["kind"] == "PrometheusRule")
+        return [entry for group in rule["spec"]["groups"] for entry in group["rules"]]
+
+
+@pytest.fixture(scope="module")
+def releases(target: Target, kubectl: Path) -> Iterator[list[Release]]:
+    """Two releases. Both may be scraped by one account, in the first namespace of jobs."""
+    if target.local is None:
+        pytest.skip("needs a cluster of this machine's own: pods must be reached from here")
+    core, commands = target.core, Commands(target.kubeconfig, kubectl, {"image": {"tag": images.TAG}})
+    was_installed = bool(target.operator_pods())
+    commands.run(
+        "kubectl delete --ignore-not-found -f manifests/webhook.yaml -f manifests/operator.yaml -f manifests/rbac.yaml"
+    )
+    for file in ("namespace", "crd", "crd-cached-datasets"):
+        target.apply(manifest(file))
+    wait_for(lambda: not target.operator_pods(), "other operators to be gone", KUBELET_SECONDS)
+    for place in PLACES:
+        core.create_namespace({"metadata": {"name": place}})
+        wait_for(lambda place=place: _has(core, place, "default"), f"the account of {place}", 30)
+    core.create_namespaced_service_account(PLACES[0], {"metadata": {"name": SCRAPER}})
+    reader = {"name": SCRAPER, "namespace": PLACES[0]}
+    installed = []
+    try:
+        for name, home, place in (("first", OPERATOR_NAMESPACE, PLACES[0]), ("second", PLACES[1], PLACES[1])):
+            values = {
+                "replicas": 1,
+                "crds": {"install": False},
+                "rbac": {"userRoles": False},
+                "webhook": {"name": f"topkube-{name}"},
+                "namespaces": [place],
+                "metrics": {"protection": {"tls": True, "authentication": "kubernetes", "readers": [reader]}},
+            }
+            installed.append(Release(name, home, Namespace(target, place), values))
+            commands.run(f"helm install {name} charts/topkube -n {home}", **values)
+        yield installed
+    finally:
+        for release in installed:
+            with commands.helm(release.home) as config:
+                config.uninstall(release.name, ignore_not_found=True)
+        for place in PLACES:
+            core.delete_namespace(place)
+        if was_installed:
+            apply_manifests(target)
+
+
+def create_token(release: Release, account: str) -> str:
+    """Return a token of a service account in the release's namespace of jobs."""
+    core, place = release.jobs.target.core, release.jobs.name
+    wait_for(lambda: _has(core, place, account), f"the account {account}", 30)
+    body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+    return str(core.create_namespaced_service_account_token(account, place, body).status.token)
+
+
+def _has(core: Any, namespace: str, account: str) -> bool:
+    return account in {item.metadata.name for item in core.list_namespaced_service_account(namespace).items}
+
+
+def get(url: str, token: str = "") -> tuple[int, str]:
+    """Return the status and the text of the answer. The operator's certificate is of its own authority."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, timeout=30, context=ssl._create_unverified_context()) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_metrics_need_tls_and_the_token_of_an_account_that_may_read_them(releases: list[Release]) -> None:
+    scraper, stranger = create_token(releases[0], SCRAPER), create_token(releases[0], "default")
+    for release in releases:
+        address = f"{release.operator().status.pod_ip}:8080"
+        status, text = get(f"https://{address}/metrics", scraper)
+        assert status == 200, text
+        assert f'release="{release.name}"' in text
+        answers = {token: get(f"https://{address}/metrics", token) for token in ("", "invalid", stranger)}
+        assert [status for status, _ in answers.values()] == [401, 403, 403], answers
+        assert not any("topkube_" in text for _, text in answers.values())
+        assert get(f"https://{address}/readyz")[0] == 200, "the kubelet's probes have no token"
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            urllib.request.urlopen(f"http://{address}/metrics", timeout=30).read()
+
+
+@pytest.fixture
+def server(releases: list[Release], tmp_path: Path) -> Iterator[Prometheus]:
+    """A Prometheus that scrapes the operators of both releases with a token, and the workers of all jobs. In both
+    namespaces, a job of the same name runs. A second job of the second release has failed."""
+    if BINARY is None:
+        pytest.skip("needs prometheus: apt-get install prometheus")
+    first, second = releases
+    for release in releases:
+        release.jobs.create(job("same", endless(), workers=1))
+    second.jobs.create(job("fails", fails(), runPolicy={"backoffLimit": 0}))
+    for release in releases:
+        release.jobs.wait_phase("same", "Running", seconds=120)
+    second.jobs.wait_phase("fails", "Failed", seconds=120)
+    targets = Found(first.jobs.target, tmp_path, [release.jobs.name for release in releases])
+    for scrape in targets.jobs:
+        if scrape["job_name"] == "operator":
+            token = create_token(first, SCRAPER)
+            scrape |= {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
+            scrape["authorization"] = {"credentials": token}
+    with prometheus(tmp_path, targets.jobs) as running:
+        yield running
+
+
+def test_two_releases_count_each_job_once(releases: list[Release], server: Prometheus) -> None:
+    """In the metrics, the dashboard of all jobs, the alerts for all releases, and the rules of each release."""
+    first, second = releases
+
+    def count(expression: str, *labels: str) -> dict[tuple[str, ...], float]:
+        """Return the values that are not zero, by the values of `labels`."""
+        result: dict[tuple[str, ...], float] = {}
+        for series in server.query(fill_variables(expression, INTERVAL)):
+            key = tuple(series.labels.get(label, "") for label in labels)
+            assert key not in result, f"{expression} has {key} twice"
+            result[key] = series.points[-1][1]
+        return {key: value for key, value in result.items() if value}
+
+    panel = next(panel for panel in CLUSTER.panels if panel.title == "Jobs by phase now")
+    by_phase = {("Running",): 2.0, ("Failed",): 1.0}
+    (expression,) = (query.expression for query in panel.queries)
+    wait_for(lambda: count(expression, "phase") == by_phase, f"{panel.title} to be {by_phase}", 60, interval=1)
+    operators = {("first", first.home): 1.0, ("second", second.home): 1.0}
+    assert count("topkube_operator_build_info", "release", "namespace") == operators
+    failed, steps = (second.jobs.name, "fails"), {(release.jobs.name, "same") for release in releases}
+    job_labels = ("namespace", "training_job")
+    assert set(count("topkube_job_failed_timestamp_seconds", *job_labels)) == {failed}
+    stepped = "max by (namespace, training_job) (topkube_last_step_timestamp_seconds)"
+    wait_for(lambda: set(count(stepped, *job_labels)) >= steps, "steps of both jobs", 60, interval=1)
+
+    def firing() -> list[tuple[str, str]]:
+        alerts = [
+            alert for alert in server.ask("alerts")["alerts"] if alert["labels"]["alertname"] == "TopKubeJobFailed"
+        ]
+        return [(alert["labels"]["namespace"], alert["labels"]["training_job"]) for alert in alerts]
+
+    wait_for(lambda: firing() == [failed], "one alert for one failed job", 60, interval=1)
+    for release, expected in ((first, set()), (second, {failed})):
+        (rule,) = (rule for rule in release.rules() if rule["alert"] == "TopKubeJobFailed")
+        assert set(count(rule["expr"], *job_labels)) == expected, rule["expr"]
