@@ -151,6 +151,52 @@ class SimulatedHiTopK(Rule):
         return total
 
 
+class SimulatedGTopK(SimulatedHiTopK):
+    """Top-k of the sums of pairs of nodes, then of pairs of pairs, in bf16, a residual beside the gradient (gtopk)."""
+
+    def _exchange(self, flat: list[np.ndarray], residuals: list[np.ndarray], density: float) -> np.ndarray:
+        nodes, length = self.options.nodes, len(flat[0])
+        k = min(selected_count(length, density), length)
+        for gradient, residual in zip(flat, residuals, strict=True):
+            residual += gradient * np.float32(1 / nodes)
+        subtrees = [_keep_largest(residual, k) for residual in residuals]
+        selected = [subtree != 0 for subtree in subtrees]
+        left_out: list[list[np.ndarray]] = [[] for _ in flat]
+
+        def narrow(node: int) -> np.ndarray:
+            rounded = torch.from_numpy(subtrees[node]).bfloat16().float().numpy()
+            left_out[node].append(subtrees[node] - rounded)
+            return rounded
+
+        def add(node: int, first: np.ndarray, second: np.ndarray) -> None:
+            subtrees[node] = _keep_largest(first + second, k)
+            left_out[node].append(first + second - subtrees[node])
+
+        rounds = nodes.bit_length() - 1
+        paired = 1 << rounds
+        for surplus in range(paired, nodes):
+            add(surplus - paired, subtrees[surplus - paired], narrow(surplus))
+        for step in (1 << i for i in range(rounds)):
+            for node in range(0, paired, 2 * step):
+                add(node, narrow(node), narrow(node + step))
+        total = narrow(0) if paired < nodes else subtrees[0]
+        is_delivered = total != 0
+        for residual, own, rest in zip(residuals, selected, left_out, strict=True):
+            residual[own & is_delivered] = 0
+            for part in rest:
+                residual += part * is_delivered
+        self.sent_bytes += (rounds + (paired < nodes)) * kernels.encoded_size(length, k, "bf16")
+        return total
+
+
+def _keep_largest(values: np.ndarray, k: int) -> np.ndarray:
+    """Return the k largest entries; the others are zero."""
+    indices, largest = kernels.topk(values, k)
+    kept = np.zeros_like(values)
+    kept[indices] = largest
+    return kept
+
+
 class LocalAveraging(Rule):
     """Every node trains alone; every `period` steps the weights are averaged in bf16."""
 
@@ -438,6 +484,7 @@ def signs(values: torch.Tensor) -> torch.Tensor:
 RULES: dict[str, type[Rule]] = {
     "dense": Dense,
     "hitopk": SimulatedHiTopK,
+    "gtopk": SimulatedGTopK,
     "powersgd": PowerSGD,
     "local-averaging": LocalAveraging,
     "sign-weights": SignWeights,

@@ -43,6 +43,8 @@ _AVERAGE_IN_TWO_STAGES_FROM = 3
 """With two nodes, an all-gather sends as many bytes as two stages."""
 _MATRIX_SIDE = 1024
 """The cost of a low rank depends on the shapes of matrices; costs are those of square matrices of this size."""
+_MERGED_ENTRY_BYTES = 160
+"""Memory traffic per entry of a message that is added to another one: both are decoded, sorted, added and selected."""
 
 
 def _hierarchical(load: Workload) -> Traffic:
@@ -76,6 +78,21 @@ def _naive(load: Workload) -> Traffic:
     sent = load.slots * (ranks - load.slots) * load.kept() * load.entry_bytes
     read_arrays = write_arrays = load.slots * load.array_bytes
     return Traffic(sent, read_arrays + write_arrays, all_gather_messages(ranks))
+
+
+def _gtopk(load: Workload) -> Traffic:
+    rounds, surplus = _count_tree_rounds(load.nodes)
+    entries = load.slots * load.kept(load.slots)
+    merges = (rounds + surplus) * entries * _MERGED_ENTRY_BYTES
+    read_and_write_shards = 5 * load.array_bytes  # the sum and the residual, the selection, the result
+    memory = reduce_scatter_memory(load) + all_gather_memory(load) + read_and_write_shards + merges
+    return Traffic((rounds + surplus) * entries * load.entry_bytes, memory, rounds + 2 * surplus)
+
+
+def _count_tree_rounds(nodes: int) -> tuple[int, int]:
+    """Return how many rounds a tree of pairs has, and 1 if nodes are left over that join before and after them."""
+    rounds = max(nodes, 1).bit_length() - 1
+    return rounds, int(nodes > 1 << rounds)
 
 
 def _onebit(load: Workload) -> Traffic:
@@ -163,6 +180,18 @@ HITOPK = Algorithm(
     parameters=_SPARSE,
     on_device=True,
     implementation="topkube.collectives.sparse:HiTopK",
+)
+GTOPK = Algorithm(
+    name="gtopk",
+    summary="as hitopk, but pairs of nodes add up their largest entries and keep the largest of the sum, then pairs of"
+    " pairs: the bytes grow with the logarithm of the number of nodes",
+    family=Family.SPARSE,
+    sends="the largest entries of the sum of more and more nodes",
+    route=Route.TREE,
+    traffic=_gtopk,
+    state=(SHARD_RESIDUAL,),
+    parameters=_SPARSE,
+    implementation="topkube.collectives.global_top:GTopK",
 )
 NAIVE = Algorithm(
     name="naive",
@@ -253,4 +282,4 @@ DILOCO = Algorithm(
     implementation="topkube.collectives.codec_all_reduce:LocalSgd",
 )
 
-OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, NAIVE, ONEBIT, TOPK1BIT, SIGNSGD, POWERSGD, LOCALSGD, DILOCO)
+OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, GTOPK, NAIVE, ONEBIT, TOPK1BIT, SIGNSGD, POWERSGD, LOCALSGD, DILOCO)

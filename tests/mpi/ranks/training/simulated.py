@@ -67,6 +67,10 @@ def case_hitopk_is_simulated(world: World) -> None:
     compare(world, "hitopk", 0)
 
 
+def case_gtopk_is_simulated(world: World) -> None:
+    compare(world, "gtopk", 0)
+
+
 def case_the_warm_up_is_simulated(world: World) -> None:
     compare(world, "hitopk", 6)
 
