@@ -10,8 +10,11 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from message_network import PlayedNetwork
 from topkube import kernels
+from topkube.collectives.global_top import GlobalTop, TopTree
 from topkube.collectives.sparse import selected_count
+from topkube.collectives.split_top import SplitTop
 from topkube.collectives.top_signs import TOP_SHARE, TopSigns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Bucket, Parameter, plan
@@ -152,49 +155,30 @@ class SimulatedHiTopK(Rule):
 
 
 class SimulatedGTopK(SimulatedHiTopK):
-    """Top-k of the sums of pairs of nodes, then of pairs of pairs, in bf16, a residual beside the gradient (gtopk)."""
+    """The largest entries of the sum of all nodes in bf16, a residual beside the gradient (gtopk)."""
+
+    KIND: ClassVar[type[GlobalTop]] = TopTree
 
     def _exchange(self, flat: list[np.ndarray], residuals: list[np.ndarray], density: float) -> np.ndarray:
-        nodes, length = self.options.nodes, len(flat[0])
-        k = min(selected_count(length, density), length)
+        k = min(selected_count(len(flat[0]), density), len(flat[0]))
         for gradient, residual in zip(flat, residuals, strict=True):
-            residual += gradient * np.float32(1 / nodes)
-        subtrees = [_keep_largest(residual, k) for residual in residuals]
-        selected = [subtree != 0 for subtree in subtrees]
-        left_out: list[list[np.ndarray]] = [[] for _ in flat]
-
-        def narrow(node: int) -> np.ndarray:
-            rounded = torch.from_numpy(subtrees[node]).bfloat16().float().numpy()
-            left_out[node].append(subtrees[node] - rounded)
-            return rounded
-
-        def add(node: int, first: np.ndarray, second: np.ndarray) -> None:
-            subtrees[node] = _keep_largest(first + second, k)
-            left_out[node].append(first + second - subtrees[node])
-
-        rounds = nodes.bit_length() - 1
-        paired = 1 << rounds
-        for surplus in range(paired, nodes):
-            add(surplus - paired, subtrees[surplus - paired], narrow(surplus))
-        for step in (1 << i for i in range(rounds)):
-            for node in range(0, paired, 2 * step):
-                add(node, narrow(node), narrow(node + step))
-        total = narrow(0) if paired < nodes else subtrees[0]
-        is_delivered = total != 0
-        for residual, own, rest in zip(residuals, selected, left_out, strict=True):
-            residual[own & is_delivered] = 0
-            for part in rest:
-                residual += part * is_delivered
-        self.sent_bytes += (rounds + (paired < nodes)) * kernels.encoded_size(length, k, "bf16")
+            residual += gradient * np.float32(1 / self.options.nodes)
+        network = PlayedNetwork(self.options.nodes)
+        parts = [self.KIND(residual, k, "bf16") for residual in residuals]
+        network.run([part.exchange(comm) for part, comm in zip(parts, network.comms, strict=True)])
+        for part, residual in zip(parts, residuals, strict=True):
+            residual[part.delivered_of_own()] = 0
+            part.return_rest(residual)
+        total = np.zeros(len(flat[0]), np.float32)
+        total[parts[0].indices] = parts[0].values
+        self.sent_bytes += sum(part.sent_bytes for part in parts) / self.options.nodes
         return total
 
 
-def _keep_largest(values: np.ndarray, k: int) -> np.ndarray:
-    """Return the k largest entries; the others are zero."""
-    indices, largest = kernels.topk(values, k)
-    kept = np.zeros_like(values)
-    kept[indices] = largest
-    return kept
+class SimulatedOkTopK(SimulatedGTopK):
+    """As gtopk, but each node adds up a region, and sends the largest sums to all (oktopk)."""
+
+    KIND = SplitTop
 
 
 class LocalAveraging(Rule):
@@ -485,6 +469,7 @@ RULES: dict[str, type[Rule]] = {
     "dense": Dense,
     "hitopk": SimulatedHiTopK,
     "gtopk": SimulatedGTopK,
+    "oktopk": SimulatedOkTopK,
     "powersgd": PowerSGD,
     "local-averaging": LocalAveraging,
     "sign-weights": SignWeights,

@@ -43,6 +43,8 @@ _AVERAGE_IN_TWO_STAGES_FROM = 3
 """With two nodes, an all-gather sends as many bytes as two stages."""
 _MATRIX_SIDE = 1024
 """The cost of a low rank depends on the shapes of matrices; costs are those of square matrices of this size."""
+_SPLIT_HEADER_BYTES = 36
+"""Header of a message of `oktopk`, with its padding."""
 _MERGED_ENTRY_BYTES = 160
 """Memory traffic per entry of a message that is added to another one: both are decoded, sorted, added and selected."""
 
@@ -87,6 +89,16 @@ def _gtopk(load: Workload) -> Traffic:
     read_and_write_shards = 5 * load.array_bytes  # the sum and the residual, the selection, the result
     memory = reduce_scatter_memory(load) + all_gather_memory(load) + read_and_write_shards + merges
     return Traffic((rounds + surplus) * entries * load.entry_bytes, memory, rounds + 2 * surplus)
+
+
+def _oktopk(load: Workload) -> Traffic:
+    nodes, entries = load.nodes, load.kept(load.slots)
+    both_stages = 2 * (nodes - 1) * (entries / nodes * load.entry_bytes + _SPLIT_HEADER_BYTES)
+    rounds = max(nodes - 1, 0).bit_length()
+    measured = rounds * (8 * min(nodes, 64) + 2 * 4 * 128) + 8 * (nodes - 1)  # quantiles, histograms, counts
+    memory = reduce_scatter_memory(load) + all_gather_memory(load) + 5 * load.array_bytes
+    memory += load.slots * entries * _MERGED_ENTRY_BYTES if nodes > 1 else 0
+    return Traffic(load.slots * (both_stages + measured), memory, two_stage_messages(nodes) + 4 * rounds)
 
 
 def _count_tree_rounds(nodes: int) -> tuple[int, int]:
@@ -193,6 +205,18 @@ GTOPK = Algorithm(
     parameters=_SPARSE,
     implementation="topkube.collectives.global_top:GTopK",
 )
+OKTOPK = Algorithm(
+    name="oktopk",
+    summary="as gtopk, but every node adds up a region of the array and sends its largest sums to all: the bytes do not"
+    " grow with the number of nodes",
+    family=Family.SPARSE,
+    sends="the largest entries of each node, and the largest of their sums",
+    route=Route.SPLIT,
+    traffic=_oktopk,
+    state=(SHARD_RESIDUAL,),
+    parameters=_SPARSE,
+    implementation="topkube.collectives.split_top:OkTopK",
+)
 NAIVE = Algorithm(
     name="naive",
     summary="every rank sends the largest entries of its own gradient to all other ranks (for comparisons)",
@@ -282,4 +306,4 @@ DILOCO = Algorithm(
     implementation="topkube.collectives.codec_all_reduce:LocalSgd",
 )
 
-OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, GTOPK, NAIVE, ONEBIT, TOPK1BIT, SIGNSGD, POWERSGD, LOCALSGD, DILOCO)
+OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, GTOPK, OKTOPK, NAIVE, ONEBIT, TOPK1BIT, SIGNSGD, POWERSGD, LOCALSGD, DILOCO)

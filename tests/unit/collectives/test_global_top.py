@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collectives.played_nodes import PlayedNetwork
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from message_network import PlayedNetwork
 from topkube.algorithms import Workload, find
 from topkube.collectives.global_top import TopTree
 

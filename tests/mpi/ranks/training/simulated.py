@@ -71,6 +71,10 @@ def case_gtopk_is_simulated(world: World) -> None:
     compare(world, "gtopk", 0)
 
 
+def case_oktopk_is_simulated(world: World) -> None:
+    compare(world, "oktopk", 0)
+
+
 def case_the_warm_up_is_simulated(world: World) -> None:
     compare(world, "hitopk", 6)
 
