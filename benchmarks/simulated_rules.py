@@ -436,7 +436,6 @@ class PowerSGD(Rule):
         self.nodes.optimizers[0].step()
 
     def _low_rank(self, index: int, parts: list[torch.Tensor]) -> torch.Tensor:
-        count = self.options.nodes
         matrices = [part.reshape(part.shape[0], -1) for part in parts]
         matrices = [m + self._errors.get((index, node), 0) for node, m in enumerate(matrices)]
         rows, columns = matrices[0].shape
@@ -445,14 +444,32 @@ class PowerSGD(Rule):
         if q is None:
             start = np.random.default_rng([columns, rank]).random((columns, rank)) - 0.5
             q = torch.from_numpy(start.astype(np.float32))
-        p = torch.linalg.qr(sum(m @ q for m in matrices) / count).Q
-        q = sum(m.T @ p for m in matrices) / count
-        self._factors[index] = q
-        mean = p @ q.T
+        mean, sent = self._approximate(index, matrices, q)
         for node, matrix in enumerate(matrices):
             self._errors[index, node] = matrix - mean
-        self.sent_bytes += self.ring_bytes(rank * (rows + columns), 4)
+        self.sent_bytes += self.ring_bytes(sent, 4)
         return mean
+
+    def _approximate(self, index: int, matrices: list[torch.Tensor], last: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return the approximation of the mean of all nodes' matrices, and how many values a factor has. `last` is what
+        this method left in `_factors`."""
+        p = torch.linalg.qr(sum(m @ last for m in matrices) / self.options.nodes).Q
+        q = self._factors[index] = sum(m.T @ p for m in matrices) / self.options.nodes
+        return p @ q.T, p.numel() + q.numel()
+
+
+class AcpSGD(PowerSGD):
+    """Low rank with error feedback, one factor per step in turn (Zhang et al., 2023), rank 4."""
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        self._had_rows: dict[int, bool] = {}
+
+    def _approximate(self, index: int, matrices: list[torch.Tensor], last: torch.Tensor) -> tuple[torch.Tensor, int]:
+        whole, given = sum(matrices) / self.options.nodes, torch.linalg.qr(last).Q
+        had_rows = self._had_rows[index] = not self._had_rows.get(index, True)
+        sent = self._factors[index] = whole.T @ given if had_rows else whole @ given
+        return given @ sent.T if had_rows else sent @ given.T, sent.numel()
 
 
 def signs(values: torch.Tensor) -> torch.Tensor:
@@ -471,6 +488,7 @@ RULES: dict[str, type[Rule]] = {
     "gtopk": SimulatedGTopK,
     "oktopk": SimulatedOkTopK,
     "powersgd": PowerSGD,
+    "acpsgd": AcpSGD,
     "local-averaging": LocalAveraging,
     "sign-weights": SignWeights,
     "sign-weights-two-stage": SignWeightsTwoStage,

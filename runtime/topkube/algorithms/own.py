@@ -148,6 +148,12 @@ def _powersgd(load: Workload) -> Traffic:
     return Traffic(all_reduce_sent(4 * values, load.nodes), memory, 2 * all_reduce_messages(load.nodes))
 
 
+def _acpsgd(load: Workload) -> Traffic:
+    both = _powersgd(load)
+    read_and_write_shard = load.array_bytes  # for the second product of powersgd
+    return Traffic(both.sent / 2, both.memory - read_and_write_shard, both.messages / 2)
+
+
 HIERARCHICAL = Algorithm(
     name="hierarchical",
     summary="reduces inside each node, then each shard between nodes, in pieces that overlap",
@@ -277,6 +283,17 @@ POWERSGD = Algorithm(
     parameters=(parameters.MATRIX_RANK,),
     implementation="topkube.collectives.low_rank:PowerSgd",
 )
+ACPSGD = Algorithm(
+    name="acpsgd",
+    summary="as powersgd, but sends P and Q in turn: half the bytes and half the messages",
+    family=Family.LOW_RANK,
+    sends="one factor of each matrix: P in one step, Q in the next",
+    route=Route.ALL_REDUCE,
+    traffic=_acpsgd,
+    state=(SHARD_RESIDUAL,),
+    parameters=(parameters.MATRIX_RANK,),
+    implementation="topkube.collectives.low_rank:AcpSgd",
+)
 LOCALSGD = Algorithm(
     name="localsgd",
     summary="every node steps with its own mean gradient, and nodes average their weights every `period` steps",
@@ -306,4 +323,19 @@ DILOCO = Algorithm(
     implementation="topkube.collectives.codec_all_reduce:LocalSgd",
 )
 
-OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, GTOPK, OKTOPK, NAIVE, ONEBIT, TOPK1BIT, SIGNSGD, POWERSGD, LOCALSGD, DILOCO)
+OWN = (
+    HIERARCHICAL,
+    TORUS2D,
+    FLAT,
+    HITOPK,
+    GTOPK,
+    OKTOPK,
+    NAIVE,
+    ONEBIT,
+    TOPK1BIT,
+    SIGNSGD,
+    POWERSGD,
+    ACPSGD,
+    LOCALSGD,
+    DILOCO,
+)

@@ -93,6 +93,7 @@ def test_the_state_of_a_rank_follows_from_its_scope() -> None:
         "onebit": 1_000_000,
         "topk1bit": 1_000_000,
         "powersgd": 1_000_000,
+        "acpsgd": 1_000_000,
         "localsgd": 1_000_000,
         "diloco": 2_000_000,
     }

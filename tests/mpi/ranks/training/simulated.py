@@ -117,6 +117,10 @@ def case_powersgd_is_simulated(world: World) -> None:
     compare(world, "powersgd", 0)
 
 
+def case_acpsgd_is_simulated(world: World) -> None:
+    compare(world, "acpsgd", 0)
+
+
 def case_topk1bit_is_simulated(world: World) -> None:
     if world.nodes < 8:  # from there on it has two stages, which are not simulated
         compare_weights(world, "sgd", 2, 1e-6, "topk1bit")
