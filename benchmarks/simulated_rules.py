@@ -10,8 +10,11 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from message_network import PlayedNetwork
 from topkube import kernels
+from topkube.collectives.global_top import GlobalTop, TopTree
 from topkube.collectives.sparse import selected_count
+from topkube.collectives.split_top import SplitTop
 from topkube.collectives.top_signs import TOP_SHARE, TopSigns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Bucket, Parameter, plan
@@ -149,6 +152,33 @@ class SimulatedHiTopK(Rule):
             total[indices] += values.astype(np.float32)
         self.sent_bytes += (self.options.nodes - 1) * payload.size
         return total
+
+
+class SimulatedGTopK(SimulatedHiTopK):
+    """The largest entries of the sum of all nodes in bf16, a residual beside the gradient (gtopk)."""
+
+    KIND: ClassVar[type[GlobalTop]] = TopTree
+
+    def _exchange(self, flat: list[np.ndarray], residuals: list[np.ndarray], density: float) -> np.ndarray:
+        k = min(selected_count(len(flat[0]), density), len(flat[0]))
+        for gradient, residual in zip(flat, residuals, strict=True):
+            residual += gradient * np.float32(1 / self.options.nodes)
+        network = PlayedNetwork(self.options.nodes)
+        parts = [self.KIND(residual, k, "bf16") for residual in residuals]
+        network.run([part.exchange(comm) for part, comm in zip(parts, network.comms, strict=True)])
+        for part, residual in zip(parts, residuals, strict=True):
+            residual[part.delivered_of_own()] = 0
+            part.return_rest(residual)
+        total = np.zeros(len(flat[0]), np.float32)
+        total[parts[0].indices] = parts[0].values
+        self.sent_bytes += sum(part.sent_bytes for part in parts) / self.options.nodes
+        return total
+
+
+class SimulatedOkTopK(SimulatedGTopK):
+    """As gtopk, but each node adds up a region, and sends the largest sums to all (oktopk)."""
+
+    KIND = SplitTop
 
 
 class LocalAveraging(Rule):
@@ -406,7 +436,6 @@ class PowerSGD(Rule):
         self.nodes.optimizers[0].step()
 
     def _low_rank(self, index: int, parts: list[torch.Tensor]) -> torch.Tensor:
-        count = self.options.nodes
         matrices = [part.reshape(part.shape[0], -1) for part in parts]
         matrices = [m + self._errors.get((index, node), 0) for node, m in enumerate(matrices)]
         rows, columns = matrices[0].shape
@@ -415,14 +444,32 @@ class PowerSGD(Rule):
         if q is None:
             start = np.random.default_rng([columns, rank]).random((columns, rank)) - 0.5
             q = torch.from_numpy(start.astype(np.float32))
-        p = torch.linalg.qr(sum(m @ q for m in matrices) / count).Q
-        q = sum(m.T @ p for m in matrices) / count
-        self._factors[index] = q
-        mean = p @ q.T
+        mean, sent = self._approximate(index, matrices, q)
         for node, matrix in enumerate(matrices):
             self._errors[index, node] = matrix - mean
-        self.sent_bytes += self.ring_bytes(rank * (rows + columns), 4)
+        self.sent_bytes += self.ring_bytes(sent, 4)
         return mean
+
+    def _approximate(self, index: int, matrices: list[torch.Tensor], last: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return the approximation of the mean of all nodes' matrices, and how many values a factor has. `last` is what
+        this method left in `_factors`."""
+        p = torch.linalg.qr(sum(m @ last for m in matrices) / self.options.nodes).Q
+        q = self._factors[index] = sum(m.T @ p for m in matrices) / self.options.nodes
+        return p @ q.T, p.numel() + q.numel()
+
+
+class AcpSGD(PowerSGD):
+    """Low rank with error feedback, one factor per step in turn (Zhang et al., 2023), rank 4."""
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        self._had_rows: dict[int, bool] = {}
+
+    def _approximate(self, index: int, matrices: list[torch.Tensor], last: torch.Tensor) -> tuple[torch.Tensor, int]:
+        whole, given = sum(matrices) / self.options.nodes, torch.linalg.qr(last).Q
+        had_rows = self._had_rows[index] = not self._had_rows.get(index, True)
+        sent = self._factors[index] = whole.T @ given if had_rows else whole @ given
+        return given @ sent.T if had_rows else sent @ given.T, sent.numel()
 
 
 def signs(values: torch.Tensor) -> torch.Tensor:
@@ -438,7 +485,10 @@ def signs(values: torch.Tensor) -> torch.Tensor:
 RULES: dict[str, type[Rule]] = {
     "dense": Dense,
     "hitopk": SimulatedHiTopK,
+    "gtopk": SimulatedGTopK,
+    "oktopk": SimulatedOkTopK,
     "powersgd": PowerSGD,
+    "acpsgd": AcpSGD,
     "local-averaging": LocalAveraging,
     "sign-weights": SignWeights,
     "sign-weights-two-stage": SignWeightsTwoStage,

@@ -125,7 +125,7 @@ class Settings:
     outer_momentum: float = _setting(
         "TOPKUBE_OUTER_MOMENTUM", 0.9, "Nesterov momentum of the mean change of all nodes (diloco)"
     )
-    matrix_rank: int = _setting("TOPKUBE_MATRIX_RANK", 4, "rank of the approximation of each matrix (powersgd)")
+    matrix_rank: int = _setting("TOPKUBE_MATRIX_RANK", 4, "rank of the approximation of each matrix (powersgd, acpsgd)")
     schedule: str = _setting(
         "TOPKUBE_SCHEDULE",
         "",

@@ -37,6 +37,10 @@ class Route(enum.StrEnum):
     """Arrays of equal length are added up on the way; every node receives the sum."""
     ALL_GATHER = "all-gather"
     """Every node receives what every other node sends, and adds it up."""
+    TREE = "tree"
+    """Pairs of nodes exchange and add up their messages, then pairs of pairs, and so on."""
+    SPLIT = "reduce-scatter and all-gather"
+    """Every node adds up a part of what all nodes send, and sends the sum to all."""
 
 
 class Scope(enum.StrEnum):

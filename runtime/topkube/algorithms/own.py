@@ -43,6 +43,10 @@ _AVERAGE_IN_TWO_STAGES_FROM = 3
 """With two nodes, an all-gather sends as many bytes as two stages."""
 _MATRIX_SIDE = 1024
 """The cost of a low rank depends on the shapes of matrices; costs are those of square matrices of this size."""
+_SPLIT_HEADER_BYTES = 36
+"""Header of a message of `oktopk`, with its padding."""
+_MERGED_ENTRY_BYTES = 160
+"""Memory traffic per entry of a message that is added to another one: both are decoded, sorted, added and selected."""
 
 
 def _hierarchical(load: Workload) -> Traffic:
@@ -76,6 +80,31 @@ def _naive(load: Workload) -> Traffic:
     sent = load.slots * (ranks - load.slots) * load.kept() * load.entry_bytes
     read_arrays = write_arrays = load.slots * load.array_bytes
     return Traffic(sent, read_arrays + write_arrays, all_gather_messages(ranks))
+
+
+def _gtopk(load: Workload) -> Traffic:
+    rounds, surplus = _count_tree_rounds(load.nodes)
+    entries = load.slots * load.kept(load.slots)
+    merges = (rounds + surplus) * entries * _MERGED_ENTRY_BYTES
+    read_and_write_shards = 5 * load.array_bytes  # the sum and the residual, the selection, the result
+    memory = reduce_scatter_memory(load) + all_gather_memory(load) + read_and_write_shards + merges
+    return Traffic((rounds + surplus) * entries * load.entry_bytes, memory, rounds + 2 * surplus)
+
+
+def _oktopk(load: Workload) -> Traffic:
+    nodes, entries = load.nodes, load.kept(load.slots)
+    both_stages = 2 * (nodes - 1) * (entries / nodes * load.entry_bytes + _SPLIT_HEADER_BYTES)
+    rounds = max(nodes - 1, 0).bit_length()
+    measured = rounds * (8 * min(nodes, 64) + 2 * 4 * 128) + 8 * (nodes - 1)  # quantiles, histograms, counts
+    memory = reduce_scatter_memory(load) + all_gather_memory(load) + 5 * load.array_bytes
+    memory += load.slots * entries * _MERGED_ENTRY_BYTES if nodes > 1 else 0
+    return Traffic(load.slots * (both_stages + measured), memory, two_stage_messages(nodes) + 4 * rounds)
+
+
+def _count_tree_rounds(nodes: int) -> tuple[int, int]:
+    """Return how many rounds a tree of pairs has, and 1 if nodes are left over that join before and after them."""
+    rounds = max(nodes, 1).bit_length() - 1
+    return rounds, int(nodes > 1 << rounds)
 
 
 def _onebit(load: Workload) -> Traffic:
@@ -117,6 +146,12 @@ def _powersgd(load: Workload) -> Traffic:
     read_and_write_shards = 6 * load.array_bytes  # the gradient and the residual, both products, the result
     memory = reduce_scatter_memory(load) + all_gather_memory(load) + read_and_write_shards
     return Traffic(all_reduce_sent(4 * values, load.nodes), memory, 2 * all_reduce_messages(load.nodes))
+
+
+def _acpsgd(load: Workload) -> Traffic:
+    both = _powersgd(load)
+    read_and_write_shard = load.array_bytes  # for the second product of powersgd
+    return Traffic(both.sent / 2, both.memory - read_and_write_shard, both.messages / 2)
 
 
 HIERARCHICAL = Algorithm(
@@ -163,6 +198,30 @@ HITOPK = Algorithm(
     parameters=_SPARSE,
     on_device=True,
     implementation="topkube.collectives.sparse:HiTopK",
+)
+GTOPK = Algorithm(
+    name="gtopk",
+    summary="as hitopk, but pairs of nodes add up their largest entries and keep the largest of the sum, then pairs of"
+    " pairs: the bytes grow with the logarithm of the number of nodes",
+    family=Family.SPARSE,
+    sends="the largest entries of the sum of more and more nodes",
+    route=Route.TREE,
+    traffic=_gtopk,
+    state=(SHARD_RESIDUAL,),
+    parameters=_SPARSE,
+    implementation="topkube.collectives.global_top:GTopK",
+)
+OKTOPK = Algorithm(
+    name="oktopk",
+    summary="as gtopk, but every node adds up a region of the array and sends its largest sums to all: the bytes do not"
+    " grow with the number of nodes",
+    family=Family.SPARSE,
+    sends="the largest entries of each node, and the largest of their sums",
+    route=Route.SPLIT,
+    traffic=_oktopk,
+    state=(SHARD_RESIDUAL,),
+    parameters=_SPARSE,
+    implementation="topkube.collectives.split_top:OkTopK",
 )
 NAIVE = Algorithm(
     name="naive",
@@ -224,6 +283,17 @@ POWERSGD = Algorithm(
     parameters=(parameters.MATRIX_RANK,),
     implementation="topkube.collectives.low_rank:PowerSgd",
 )
+ACPSGD = Algorithm(
+    name="acpsgd",
+    summary="as powersgd, but sends P and Q in turn: half the bytes and half the messages",
+    family=Family.LOW_RANK,
+    sends="one factor of each matrix: P in one step, Q in the next",
+    route=Route.ALL_REDUCE,
+    traffic=_acpsgd,
+    state=(SHARD_RESIDUAL,),
+    parameters=(parameters.MATRIX_RANK,),
+    implementation="topkube.collectives.low_rank:AcpSgd",
+)
 LOCALSGD = Algorithm(
     name="localsgd",
     summary="every node steps with its own mean gradient, and nodes average their weights every `period` steps",
@@ -253,4 +323,19 @@ DILOCO = Algorithm(
     implementation="topkube.collectives.codec_all_reduce:LocalSgd",
 )
 
-OWN = (HIERARCHICAL, TORUS2D, FLAT, HITOPK, NAIVE, ONEBIT, TOPK1BIT, SIGNSGD, POWERSGD, LOCALSGD, DILOCO)
+OWN = (
+    HIERARCHICAL,
+    TORUS2D,
+    FLAT,
+    HITOPK,
+    GTOPK,
+    OKTOPK,
+    NAIVE,
+    ONEBIT,
+    TOPK1BIT,
+    SIGNSGD,
+    POWERSGD,
+    ACPSGD,
+    LOCALSGD,
+    DILOCO,
+)

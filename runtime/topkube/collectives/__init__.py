@@ -52,9 +52,9 @@ def allreduce_(
     is a float32 tensor on the same device. `op` is "mean" or "sum". `algorithm` is a name of the catalogue
     (`topkube.algorithms.names()`), or "dense" or "auto" (`resolve`). Sparse algorithms send the share `density` of the
     entries, their values as `wire` ("fp32", "bf16", "fp16"), chosen by `selection` ("topk" or "mstopk"). `hierarchical`
-    sends float32 values between nodes as `dense_wire` ("fp32", "bf16", "fp16"). `powersgd` approximates the array by
-    rank `matrix_rank`, as a matrix with one row per element of its first dimension. Without
-    `residual` nothing is kept between calls. With a residual (`new_residual`, or a float32 array of that length, zeros
+    sends float32 values between nodes as `dense_wire` ("fp32", "bf16", "fp16"). `powersgd` and `acpsgd` approximate the
+    array by rank `matrix_rank`, as a matrix with one row per element of its first dimension. Without `residual` nothing
+    is kept between calls. With a residual (`new_residual`, or a float32 array of that length, zeros
     at first), what was not sent is added to the next call's array. If any rank meets NaN or Inf, the residual stays as
     it was on all ranks. `world` is a sub-world (`topkube.new_world`) whose ranks alone take part.
 

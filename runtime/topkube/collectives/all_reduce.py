@@ -44,13 +44,34 @@ class AllReduce(ABC):
         """
 
 
-class ShardAllReduce(AllReduce):
+class NodeAllReduce(AllReduce):
     """An algorithm that differs from others only between nodes.
 
     Inside each node, ranks add up their arrays and each keeps one shard. Ranks of equal local rank on all nodes
-    exchange their shards: `pack` returns what this rank sends, the algorithm's `route` carries it, `unpack` puts the
-    result into the shard. At last each node gathers its shards. The same `pack` and `unpack` serve CPU arrays and,
-    if the algorithm is declared `on_device`, tensors on a GPU.
+    exchange their shards. At last each node gathers its shards.
+    """
+
+    @abstractmethod
+    def exchange(self, call: Call, shard: Shard) -> None:
+        """Exchange the shard with those of equal local rank on other nodes: `shard.values` becomes the result of all
+        nodes. Every rank with a shard calls this, also if its shard is empty, or if there is one node only."""
+
+    def run(self, world: World, request: Request) -> bool:
+        call = Call(world, self.algorithm.name, request)
+        count_dense(world, request.nbytes)
+        finite = call.reduce_scatter(request.array, request.scale(world.size))
+        first, last = own_shard(world, request.length)
+        shard = Shard(world, request, request.array[first:last], world.calls, partial(_scratch, world))
+        if world.cross_comm is not None:
+            self.exchange(call, shard)
+        call.all_gather(request.array)
+        return finite and all(map(bool, shard.finite))
+
+
+class ShardAllReduce(NodeAllReduce):
+    """An algorithm whose nodes send each other one message: `pack` returns what this rank sends, the algorithm's
+    `route` carries it, `unpack` puts the result into the shard. The same `pack` and `unpack` serve CPU arrays and, if
+    the algorithm is declared `on_device`, tensors on a GPU.
     """
 
     @abstractmethod
@@ -67,19 +88,7 @@ class ShardAllReduce(AllReduce):
         """Put the result into `shard.values`, which is not empty. `received` is what `pack` returned, holding the sum,
         or the rows of all nodes."""
 
-    def run(self, world: World, request: Request) -> bool:
-        call = Call(world, self.algorithm.name, request)
-        count_dense(world, request.nbytes)
-        finite = call.reduce_scatter(request.array, request.scale(world.size))
-        first, last = own_shard(world, request.length)
-        shard = Shard(world, request, request.array[first:last], world.calls, partial(_scratch, world))
-        if world.cross_comm is not None:
-            self.exchange(call, shard)
-        call.all_gather(request.array)
-        return finite and all(map(bool, shard.finite))
-
     def exchange(self, call: Call, shard: Shard) -> None:
-        """Exchange the shard with those of equal local rank on other nodes."""
         world = shard.world
         with phases.current.timed("select"):
             packed = self.pack(shard)

@@ -1,9 +1,14 @@
-"""Low-rank all-reduce: `PowerSgd` sends two thin factors in place of each matrix.
+"""Low-rank all-reduce: `PowerSgd` sends two thin factors in place of each matrix, `AcpSgd` one of them in turn.
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019.
 A is the sum over all nodes of a gradient and its residual, a matrix of m rows and n columns. One step of
 the power iteration approximates A by P Q^T: P = A Q, with the Q of the last exchange; the columns of P are made
 orthonormal; Q = A^T P. Both products are linear in A, so nodes add up their P and their Q, and never send A.
+
+Zhang et al., "Evaluation and optimization of gradient compression for distributed deep learning", 2023:
+ACP-SGD does half a step of the power iteration in each exchange, P = A Q and Q = A^T P in turn, each with the factor of
+the exchange before. So there is one sum over all nodes where PowerSGD has two that wait for each other, and half as
+many bytes.
 
 Inside each node, ranks first add up their gradients. Every rank then works on its shard, which may begin and end within
 a row. The columns of P and the product P Q^T must have the same bits on all nodes: they are computed in a fixed order,
@@ -13,6 +18,7 @@ without a BLAS.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,13 +41,22 @@ _BLOCK_ELEMENTS = 1 << 15
 """Elements of P Q^T that are computed together, so that they stay in the cache."""
 
 
-class PowerSgd(AllReduce):
-    """PowerSGD with error feedback and warm start, after a dense sum inside each node.
+class _LowRank(AllReduce):
+    """An exchange of factors after a dense sum inside each node, with error feedback.
 
     `Request.matrices` lists the parts of the array that are matrices. If it is empty, the array is one matrix with
-    about as many rows as columns. The factor Q of the last exchange is in `Residual.factors`, one array per matrix.
-    Without a residual it is random, the same on all ranks. Columns that have become zero are random again.
+    about as many rows as columns. `Residual.factors` has what the last exchange left, one array per matrix. Without a
+    residual, the first factors are random, the same on all ranks. Columns that have become zero are random again.
     """
+
+    @abstractmethod
+    def factorize(self, factorization: _Factorization, last: Sequence[Array]) -> tuple[Array, list[Array], list[Array]]:
+        """Exchange factors. Return the sum that was received last (to check if it is finite), and P and Q of each
+        matrix. `last` has what `keep` returned in the last exchange."""
+
+    @abstractmethod
+    def keep(self, lefts: Sequence[Array], rights: Sequence[Array], last: Sequence[Array]) -> list[Array]:
+        """Return what the next exchange needs, one float32 array per matrix."""
 
     def run(self, world: World, request: Request) -> bool:
         call, x, residual = Call(world, self.algorithm.name, request), request.array, request.residual
@@ -55,22 +70,73 @@ class PowerSgd(AllReduce):
             finite = call.reduce_scatter(x, request.scale(world.size), own)
         call.check_between_nodes()
         factorization = _Factorization(call, request, own, first, last)
-        with phases.current.timed("select"):
-            rights = factorization.begin(residual.factors if residual is not None else ())
-            lefts = factorization.compute_lefts(rights)
-        factorization.sum_over_all(lefts)
-        with phases.current.timed("select"):
-            factorization.orthonormalize(lefts)
-            rights = factorization.compute_rights(lefts)
-        factorization.sum_over_all(rights)
+        kept = residual.factors if residual is not None else ()
+        received, lefts, rights = self.factorize(factorization, kept)
         with phases.current.timed("select"):
             weight = len(world.node_ranks[world.node]) / world.size
             factorization.multiply(lefts, rights, x[first:last], weight)
-            finite = all([finite, *(kernels.is_finite(part) for part in (rights, x[first:last]) if part.size)])
+            finite = all([finite, *(kernels.is_finite(part) for part in (received, x[first:last]) if part.size)])
         if residual is not None:
-            residual.pending_factors = [values.copy() for values in factorization.parts(rights, of_rows=False)]
+            residual.pending_factors = self.keep(lefts, rights, kept)
         call.all_gather(x)
         return finite
+
+
+class PowerSgd(_LowRank):
+    """PowerSGD: both factors in every exchange, one after the other. Q of the last exchange is kept."""
+
+    def factorize(self, factorization: _Factorization, last: Sequence[Array]) -> tuple[Array, list[Array], list[Array]]:
+        of_rows, of_columns = ([side] * factorization.count for side in (True, False))
+        with phases.current.timed("select"):
+            rights = factorization.begin(of_columns, last)
+            lefts = factorization.compute(of_rows, rights)
+        factorization.sum_over_all(lefts)
+        with phases.current.timed("select"):
+            factorization.orthonormalize(lefts, of_rows)
+            rights = factorization.compute(of_columns, lefts)
+        factorization.sum_over_all(rights)
+        return rights, factorization.parts(lefts, of_rows), factorization.parts(rights, of_columns)
+
+    def keep(self, lefts: Sequence[Array], rights: Sequence[Array], last: Sequence[Array]) -> list[Array]:
+        return [values.copy() for values in rights]
+
+
+class AcpSgd(_LowRank):
+    """ACP-SGD: P in one exchange, Q in the next. The factor of the last exchange is made orthonormal and takes the
+    place of the other one.
+
+    What is kept of a matrix begins with 1 if its last factor was P, or 0 if it was Q. A matrix without a last factor
+    begins with a random Q.
+    """
+
+    def factorize(self, factorization: _Factorization, last: Sequence[Array]) -> tuple[Array, list[Array], list[Array]]:
+        had_rows = [number < len(last) and _had_rows(last[number]) for number in range(factorization.count)]
+        sends_rows = [not side for side in had_rows]
+        with phases.current.timed("select"):
+            given = factorization.begin(had_rows, [values.reshape(-1)[1:] for values in last])
+            factorization.orthonormalize(given, had_rows)
+            sent = factorization.compute(sends_rows, given)
+        factorization.sum_over_all(sent)
+        pairs = list(
+            zip(factorization.parts(given, had_rows), factorization.parts(sent, sends_rows), had_rows, strict=True)
+        )
+        lefts = [old if was_left else new for old, new, was_left in pairs]
+        rights = [new if was_left else old for old, new, was_left in pairs]
+        return sent, lefts, rights
+
+    def keep(self, lefts: Sequence[Array], rights: Sequence[Array], last: Sequence[Array]) -> list[Array]:
+        kept = []
+        for number, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+            has_rows = not (number < len(last) and _had_rows(last[number]))
+            factor = left if has_rows else right
+            kept.append(np.concatenate([np.array([has_rows], np.float32), factor.reshape(-1)]))
+        return kept
+
+
+def _had_rows(kept: Array) -> bool:
+    """Return True if `kept`, what AcpSgd left of a matrix, holds P. It may hold a factor of `powersgd`, after a change
+    of the algorithm: then both sides are right, because any first factor is."""
+    return bool(kept.size) and float(kept.reshape(-1)[0]) > 0
 
 
 @dataclass(frozen=True)
@@ -87,8 +153,11 @@ class _Piece:
 
 
 class _Factorization:
-    """The factors of all matrices of one exchange. `lefts` is one float32 array with P of each matrix, (rows, rank),
-    one after the other. `rights` is the same with Q of each matrix, (columns, rank)."""
+    """The factors of all matrices of one exchange.
+
+    `factors` is one float32 array with a factor of each matrix, one after the other: P, (rows, rank), if the entry of
+    `sides` for this matrix is True, else Q, (columns, rank).
+    """
 
     def __init__(self, call: Call, request: Request, own: Array, first: int, last: int) -> None:
         self._call, self._own = call, own
@@ -98,63 +167,64 @@ class _Factorization:
             piece for number, matrix in enumerate(self._matrices) for piece in _cut_pieces(number, matrix, first, last)
         ]
 
-    def parts(self, factors: Array, of_rows: bool) -> list[Array]:
+    @property
+    def count(self) -> int:
+        """The number of matrices."""
+        return len(self._matrices)
+
+    def parts(self, factors: Array, sides: Sequence[bool]) -> list[Array]:
         """Cut `factors` into one 2-D view per matrix."""
         views, end = [], 0
-        for matrix, rank in zip(self._matrices, self._ranks, strict=True):
-            rows = matrix.rows if of_rows else matrix.columns
-            views.append(factors[end : end + rows * rank].reshape(rows, rank))
-            end += rows * rank
+        for length, rank in zip(self._lengths(sides), self._ranks, strict=True):
+            views.append(factors[end : end + length * rank].reshape(length, rank))
+            end += length * rank
         return views
 
-    def _allocate(self, name: str, of_rows: bool) -> Array:
-        lengths = [m.rows if of_rows else m.columns for m in self._matrices]
-        count = sum(length * rank for length, rank in zip(lengths, self._ranks, strict=True))
+    def _lengths(self, sides: Sequence[bool]) -> list[int]:
+        pairs = zip(self._matrices, sides, strict=True)
+        return [matrix.rows if of_rows else matrix.columns for matrix, of_rows in pairs]
+
+    def _allocate(self, name: str, sides: Sequence[bool]) -> Array:
+        count = sum(length * rank for length, rank in zip(self._lengths(sides), self._ranks, strict=True))
         buffer = workspace(self._call.world, name, count, np.float32)
         buffer[:] = 0
         return buffer
 
-    def begin(self, warm: Sequence[Array]) -> Array:
-        """Return the first `rights`: those of the last exchange, with new columns in place of zeros."""
-        rights = self._allocate("right factors", of_rows=False)
-        for number, part in enumerate(self.parts(rights, of_rows=False)):
+    def begin(self, sides: Sequence[bool], warm: Sequence[Array]) -> Array:
+        """Return the first factors: those of the last exchange, with new columns in place of zeros."""
+        factors = self._allocate("first factors", sides)
+        for number, part in enumerate(self.parts(factors, sides)):
             if number < len(warm) and warm[number].size == part.size:
                 part[:] = warm[number].reshape(part.shape)
             empty = ~part.any(axis=0)
             if empty.any():
                 part[:, empty] = np.random.default_rng(part.shape).random(part.shape)[:, empty] - 0.5
-        return rights
+        return factors
 
-    def compute_lefts(self, rights: Array) -> Array:
-        """Return this rank's share of P = A Q, from the elements of its shard."""
-        lefts = self._allocate("left factors", of_rows=True)
-        all_lefts, all_rights = self.parts(lefts, of_rows=True), self.parts(rights, of_rows=False)
+    def compute(self, sides: Sequence[bool], others: Array) -> Array:
+        """Return this rank's share of the factors P = A Q or Q = A^T P, from the elements of its shard. `others` has
+        the factors of the other sides."""
+        factors = self._allocate("factors of rows" if any(sides) else "factors of columns", sides)
+        parts, given = self.parts(factors, sides), self.parts(others, [not side for side in sides])
         for piece in self._pieces:
-            part, right = all_lefts[piece.matrix], all_rights[piece.matrix]
-            part[piece.row : piece.row + piece.rows] += self._values(piece) @ right[piece.left : piece.right]
-        return lefts
+            part, other, values = parts[piece.matrix], given[piece.matrix], self._values(piece)
+            if sides[piece.matrix]:
+                part[piece.row : piece.row + piece.rows] += values @ other[piece.left : piece.right]
+            else:
+                part[piece.left : piece.right] += values.T @ other[piece.row : piece.row + piece.rows]
+        return factors
 
-    def compute_rights(self, lefts: Array) -> Array:
-        """Return this rank's share of Q = A^T P, from the elements of its shard."""
-        rights = self._allocate("right factors", of_rows=False)
-        all_lefts, all_rights = self.parts(lefts, of_rows=True), self.parts(rights, of_rows=False)
-        for piece in self._pieces:
-            part, left = all_rights[piece.matrix], all_lefts[piece.matrix]
-            part[piece.left : piece.right] += self._values(piece).T @ left[piece.row : piece.row + piece.rows]
-        return rights
-
-    def orthonormalize(self, lefts: Array) -> None:
+    def orthonormalize(self, factors: Array, sides: Sequence[bool]) -> None:
         """Make the columns of each part orthonormal, or zero."""
-        for part in self.parts(lefts, of_rows=True):
+        for part in self.parts(factors, sides):
             part[:] = _orthonormalize(part)
 
-    def multiply(self, lefts: Array, rights: Array, out: Array, weight: float) -> None:
-        """Write P Q^T into `out`, this rank's shard of the array, and subtract `weight` times that from the shard that
-        the factors came from."""
-        all_lefts, all_rights = self.parts(lefts, of_rows=True), self.parts(rights, of_rows=False)
+    def multiply(self, lefts: Sequence[Array], rights: Sequence[Array], out: Array, weight: float) -> None:
+        """Write P Q^T of each matrix into `out`, this rank's shard of the array, and subtract `weight` times that from
+        the shard that the factors came from."""
         for piece in self._pieces:
-            columns = np.ascontiguousarray(all_rights[piece.matrix][piece.left : piece.right].T)
-            width, left = piece.right - piece.left, all_lefts[piece.matrix]
+            columns = np.ascontiguousarray(rights[piece.matrix][piece.left : piece.right].T)
+            width, left = piece.right - piece.left, lefts[piece.matrix]
             step = max(1, _BLOCK_ELEMENTS // width)
             for row in range(0, piece.rows, step):
                 rows = left[piece.row + row : piece.row + min(row + step, piece.rows)]

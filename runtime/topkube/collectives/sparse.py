@@ -86,7 +86,7 @@ class HiTopK(ShardAllReduce):
             indices, values = kernels.compress_(shard.values, residual.current, k, out=residual.pending)
         else:
             total = shard.accumulate() if residual is not None else shard.values
-            indices, values = _largest(total, k, request.selection)
+            indices, values = select_largest(total, k, request.selection)
             if residual is not None:
                 residual.clear(_as_positions(indices))
         pending = residual.pending if residual is not None else None
@@ -154,7 +154,7 @@ def _select(shard: Array, k: int, request: Request, row: Array) -> None:
     with phases.current.timed("select"):
         indices, values = np.empty(0, np.uint32), np.empty(0, np.float32)
         if k:
-            indices, values = _largest(shard, k, request.selection)
+            indices, values = select_largest(shard, k, request.selection)
         if request.residual is not None:
             request.residual.clear(indices)
         payload = kernels.encode(
@@ -174,7 +174,8 @@ def _spread(out: Array, rows: Array, k: int, wire: str) -> bool:
     return all(kernels.is_finite(values) for _, values in parts)
 
 
-def _largest(x: Any, k: int, selection: str) -> tuple[Any, Any]:
+def select_largest(x: Any, k: int, selection: str) -> tuple[Any, Any]:
+    """Return (indices, values) of k entries of `x`: the largest, or those that MSTopK takes for the largest."""
     return kernels.mstopk(x, k) if selection == "mstopk" else kernels.topk(x, k)
 
 

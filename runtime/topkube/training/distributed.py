@@ -45,7 +45,7 @@ class DistributedOptimizer(OptimizerWrapper):
     "mstopk"; `momentum_correction` moves the momentum of SGD, Adam or AdamW before the selection (`momentum.py`), if
     the exchange is sparse; `period` the steps from one exchange of the weights to the next (onebit, topk1bit,
     localsgd, diloco); `outer_learning_rate` and `outer_momentum` those of the mean change of all nodes (diloco);
-    `matrix_rank` the rank of the approximation of each matrix (powersgd); `schedule` the stages
+    `matrix_rank` the rank of the approximation of each matrix (powersgd, acpsgd); `schedule` the stages
     (`topkube.algorithms.Stage`) of algorithms, densities and periods that follow;
     `bucket_bytes` the most bytes of a fused bucket (by default chosen from the sizes of the tensors and the link);
     `dense_wire` "fp32", "bf16" or "fp16", the format of dense gradients between nodes. Arguments that are None come

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -208,11 +209,32 @@ def case_signsgd_is_a_majority_vote(world: World) -> None:
 
 
 def case_powersgd_follows_its_definition(world: World) -> None:
-    """Against float64, with error feedback and warm start, for matrices that shards cut in the middle of rows. What all
-    ranks receive has the same bits."""
+    def approximate(whole: Array, rights: list[Array], number: int, step: int) -> Array:
+        left = np.linalg.qr(whole @ rights[number]).Q
+        rights[number] = whole.T @ left
+        return left @ rights[number].T
+
+    follow_definition(world, "powersgd", approximate)
+
+
+def case_acpsgd_follows_its_definition(world: World) -> None:
+    """`factors` has Q of the last step before even steps, and P before odd ones."""
+
+    def approximate(whole: Array, factors: list[Array], number: int, step: int) -> Array:
+        last = np.linalg.qr(factors[number]).Q
+        factors[number] = whole.T @ last if step % 2 else whole @ last
+        return last @ factors[number].T if step % 2 else factors[number] @ last.T
+
+    follow_definition(world, "acpsgd", approximate)
+
+
+def follow_definition(world: World, name: str, approximate: Callable[[Array, list[Array], int, int], Array]) -> None:
+    """Compare with float64, with error feedback and warm start, for matrices that shards cut in the middle of rows.
+    What all ranks receive has the same bits. `approximate` takes the sum of all nodes, the factors of the last step,
+    the number of the matrix and that of the step."""
     matrices = (Matrix(0, 40 * 31, 31), Matrix(40 * 31, 9 * 200, 200), Matrix(3040, 157, 10), Matrix(3197, 3, 1))
     length, rank = 3200, 3
-    residual = Residual(residual_length(find("powersgd"), world, length))
+    residual = Residual(residual_length(find(name), world, length))
     errors = [np.zeros(length) for _ in world.node_ranks]
     shapes = [(m.columns, min(rank, m.columns, m.rows)) for m in matrices]
     rights = [np.random.default_rng(shape).random(shape) - 0.5 for shape in shapes]
@@ -221,7 +243,7 @@ def case_powersgd_follows_its_definition(world: World) -> None:
         x = arrays[world.rank].copy()
         x[3197:] = 0  # a matrix without a gradient
         request = Request(x, "mean", residual=residual, matrix_rank=rank, matrices=matrices)
-        assert world.agree(load(find("powersgd")).run(world, request))
+        assert world.agree(load(find(name)).run(world, request))
         residual.accept()
         residual.commit()
         wanted = np.zeros(length)
@@ -234,9 +256,7 @@ def case_powersgd_follows_its_definition(world: World) -> None:
             padded = np.zeros(matrix.rows * matrix.columns)
             padded[: matrix.length] = np.sum(errors, axis=0)[place]
             whole = padded.reshape(matrix.rows, matrix.columns)
-            left = np.linalg.qr(whole @ rights[number]).Q
-            rights[number] = whole.T @ left
-            wanted[place] = (left @ rights[number].T).reshape(-1)[: matrix.length]
+            wanted[place] = approximate(whole, rights, number, step).reshape(-1)[: matrix.length]
         for error, ranks in zip(errors, world.node_ranks, strict=True):
             error -= wanted * len(ranks) / world.size
         scale = float(np.abs(wanted).max())
@@ -266,13 +286,14 @@ def case_powersgd_is_exact_for_low_ranks(world: World) -> None:
     assert abs(owed) < 1e-3 * np.abs(total).sum()
 
 
-def case_powersgd_sends_two_factors(world: World) -> None:
-    x = inputs(world, 512 * 512, seed=90)[world.rank]
-    phases.current.take()
-    load(find("powersgd")).run(world, Request(x, "mean", matrix_rank=4, matrices=(Matrix(0, 512 * 512, 512),)))
-    sent = float(world.sum_small(np.array([phases.current.take().inter_bytes], np.float64))[0]) / world.nodes
-    bound = 2 * (world.nodes - 1) / world.nodes * 4 * (512 + 512) * 4
-    assert abs(sent - bound) <= 64 * world.size
+def case_powersgd_sends_two_factors_and_acpsgd_one(world: World) -> None:
+    for name, factors in (("powersgd", 2), ("acpsgd", 1)):
+        x = inputs(world, 512 * 512, seed=90)[world.rank]
+        phases.current.take()
+        load(find(name)).run(world, Request(x, "mean", matrix_rank=4, matrices=(Matrix(0, 512 * 512, 512),)))
+        sent = float(world.sum_small(np.array([phases.current.take().inter_bytes], np.float64))[0]) / world.nodes
+        bound = 2 * (world.nodes - 1) / world.nodes * 4 * factors * 512 * 4
+        assert abs(sent - bound) <= 64 * world.size, name
 
 
 class Simulation:

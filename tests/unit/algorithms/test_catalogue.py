@@ -87,10 +87,13 @@ def test_the_state_of_a_rank_follows_from_its_scope() -> None:
     load = Workload(nodes=2, slots=4, elements=1_000_000)
     assert {a.name: a.state_bytes(load) for a in OWN if a.state} == {
         "hitopk": 1_000_000,
+        "gtopk": 1_000_000,
+        "oktopk": 1_000_000,
         "naive": 4_000_000,
         "onebit": 1_000_000,
         "topk1bit": 1_000_000,
         "powersgd": 1_000_000,
+        "acpsgd": 1_000_000,
         "localsgd": 1_000_000,
         "diloco": 2_000_000,
     }

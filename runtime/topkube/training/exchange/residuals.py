@@ -32,8 +32,8 @@ Momentum = Callable[[], tuple[float, float]]
 
 class Residuals:
     """This rank's residuals under one algorithm. The velocity of a parameter, with momentum correction, is saved
-    under the name "NAME velocity", and the factor Q of `powersgd` under "NAME factor". If buckets are reduced on a
-    `device` (collectives/device/), residuals are on that device."""
+    under the name "NAME velocity", and the factor that `powersgd` or `acpsgd` keeps under "NAME factor". If buckets are
+    reduced on a `device` (collectives/device/), residuals are on that device."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class Residuals:
         return self._range(bucket.length)
 
     def _loaded_factor(self, parameter: Parameter) -> Any:
-        """Return the factor Q of `powersgd` that was loaded for a parameter: float32, one-dimensional; empty without
-        one. If several nodes saved factors, the first is used, because they differ in scale only."""
+        """Return the factor of `powersgd` or `acpsgd` that was loaded for a parameter: float32, one-dimensional; empty
+        without one. If several nodes saved factors, the first is used, because they differ in scale only."""
         entries = self._loaded.pop(f"{parameter.name} factor", [])
         return entries[0][1].numpy() if entries else np.empty(0, np.float32)
 

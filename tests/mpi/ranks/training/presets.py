@@ -154,7 +154,7 @@ def case_scheduled_runs_resume_bit_for_bit(world: World) -> None:
     """The checkpoints lie before a change, at the change, and after it."""
     schedules: list[tuple[str, tuple[Stage, ...]]] = [
         ("hitopk", (Stage(4, density=0.3), Stage(6, "dense"))),
-        ("dense", (Stage(3, "powersgd"), Stage(6, "hitopk"))),
+        ("dense", (Stage(3, "powersgd"), Stage(6, "acpsgd"))),
         ("onebit", (Stage(3, period=3), Stage(6, period=1))),
     ]
     for algorithm, stages in schedules:

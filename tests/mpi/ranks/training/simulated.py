@@ -67,6 +67,14 @@ def case_hitopk_is_simulated(world: World) -> None:
     compare(world, "hitopk", 0)
 
 
+def case_gtopk_is_simulated(world: World) -> None:
+    compare(world, "gtopk", 0)
+
+
+def case_oktopk_is_simulated(world: World) -> None:
+    compare(world, "oktopk", 0)
+
+
 def case_the_warm_up_is_simulated(world: World) -> None:
     compare(world, "hitopk", 6)
 
@@ -107,6 +115,10 @@ def compare_weights(world: World, kind: str, period: int, tolerance: float, name
 
 def case_powersgd_is_simulated(world: World) -> None:
     compare(world, "powersgd", 0)
+
+
+def case_acpsgd_is_simulated(world: World) -> None:
+    compare(world, "acpsgd", 0)
 
 
 def case_topk1bit_is_simulated(world: World) -> None:

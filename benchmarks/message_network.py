@@ -1,0 +1,89 @@
+"""Nodes in one process: their exchanges run together, and their messages are copied from one to the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from topkube.arrays import as_bytes
+
+
+class PlayedNetwork:
+    """`sent_bytes` counts what each node sends to others."""
+
+    def __init__(self, nodes: int) -> None:
+        self.comms = [PlayedComm(self, node, nodes) for node in range(nodes)]
+        self.messages: dict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
+        self.collected: dict[int, dict[int, Any]] = defaultdict(dict)
+        """What the nodes passed to each MPI collective, by its number."""
+        self.sent_bytes = [0] * nodes
+
+    def run(self, exchanges: Sequence[Any]) -> None:
+        """Run the exchange of each node to its end. Fails if all of them wait for messages that nobody sends."""
+        waiting: dict[int, list[PlayedRequest]] = {node: [] for node in range(len(exchanges))}
+        while waiting:
+            ready = [node for node, requests in waiting.items() if all([request.test() for request in requests])]
+            assert ready, f"nodes {sorted(waiting)} wait for each other"
+            for node in ready:
+                requests = next(exchanges[node], None)
+                if requests is None:
+                    del waiting[node]
+                else:
+                    waiting[node] = requests
+        assert not any(self.messages.values()), "a message was not received"
+
+
+class PlayedRequest:
+    def __init__(self, try_to_end: Callable[[], bool]) -> None:
+        self._try_to_end, self._has_ended = try_to_end, False
+
+    def test(self) -> bool:
+        self._has_ended = self._has_ended or self._try_to_end()
+        return self._has_ended
+
+
+class PlayedComm:
+    """The part of an MPI communicator that exchanges use."""
+
+    def __init__(self, network: PlayedNetwork, rank: int, size: int) -> None:
+        self.rank, self.size, self._network, self._collectives = rank, size, network, 0
+
+    def Isend(self, data: Any, to: int, tag: int = 0) -> PlayedRequest:
+        raw = as_bytes(data).copy()
+        assert to != self.rank
+        self._network.sent_bytes[self.rank] += raw.size
+        self._network.messages[self.rank, to, tag].append(raw)
+        return PlayedRequest(lambda: True)
+
+    def Irecv(self, buffer: Any, source: int, tag: int = 0) -> PlayedRequest:
+        def receive() -> bool:
+            if not (queue := self._network.messages[source, self.rank, tag]):
+                return False
+            raw = queue.popleft()
+            as_bytes(buffer)[: raw.size] = raw
+            return True
+
+        return PlayedRequest(receive)
+
+    def Iallreduce(self, data: Any, result: Any) -> PlayedRequest:
+        """A sum, as that of MPI."""
+        return self._collect(data, result, lambda rows: np.sum(rows, axis=0, dtype=result.dtype))
+
+    def Iallgather(self, data: Any, result: Any) -> PlayedRequest:
+        return self._collect(data, result, np.stack)
+
+    def _collect(self, data: Any, result: Any, combine: Callable[[list[Any]], Any]) -> PlayedRequest:
+        rows = self._network.collected[self._collectives]
+        self._collectives += 1
+        rows[self.rank] = np.array(data)
+
+        def end() -> bool:
+            if len(rows) < self.size:
+                return False
+            result[:] = combine([rows[rank] for rank in range(self.size)])
+            return True
+
+        return PlayedRequest(end)
