@@ -22,6 +22,7 @@ from rich.console import Console
 from topkube import kernels
 from topkube.bench.report import BenchReport, timed
 from topkube.bench.select import measure
+from topkube.collectives.top_signs import TOP_SHARE
 
 RESULTS = Path(__file__).parent / "results" / "select.json"
 
@@ -157,6 +158,15 @@ def sign_report(d: int, repeats: int) -> BenchReport:
         weights = [1 / nodes] * nodes
         timing = timed(lambda: kernels.sign_unpack_add_(work, [part] * nodes, weights), repeats=repeats)  # noqa: B023
         add("sign_unpack_add_", nodes, timing.median)
+    count = kernels.entries_kept(d, TOP_SHARE)
+    message = np.empty(kernels.top_sign_bytes(d, count), np.uint8)
+    timing = timed(lambda: kernels.topk(x, count), repeats=repeats)
+    add("topk of the largest tenth", 1, timing.median)
+    pack = lambda: kernels.top_sign_pack_(work, count, message)  # noqa: E731
+    timing = timed(pack, prepare=lambda: np.copyto(work, x), repeats=repeats)
+    add("top_sign_pack_, a tenth", 1, timing.median)
+    timing = timed(lambda: kernels.top_sign_unpack_add_(work, count, message, 1.0), repeats=repeats)
+    add("top_sign_unpack_add_, a tenth", 1, timing.median)
     return report
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +34,9 @@ RESULTS = Path(__file__).parent / "results" / "simulated_nodes.json"
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """One run. `sent_bytes` is the mean per node and step, `dense_bytes` what a float32 ring would send."""
+    """One run. `sent_bytes` is the mean per node and step, `dense_bytes` what a float32 ring would send. The learning
+    rate is that of the task times `rate`. `unsent` and `spread` are the median and the largest value of the two numbers
+    of the guard (simulated_rules.GuardValues); None for rules without node weights."""
 
     rule: str
     model: str
@@ -47,10 +50,19 @@ class SimulatedRun:
     sent_bytes: float
     dense_bytes: float
     seconds: float
+    rate: float = 1.0
+    unsent: list[float] | None = None
+    spread: list[float] | None = None
 
     @property
-    def key(self) -> tuple[object, ...]:
-        return (self.rule, self.model, self.optimizer, self.nodes, self.steps, self.period, self.density, self.seed)
+    def setting(self) -> tuple[object, ...]:
+        """All that decides the result, but the seed."""
+        return (self.rule, self.model, self.optimizer, self.nodes, self.steps, self.period, self.density, self.rate)
+
+    @property
+    def task(self) -> tuple[object, ...]:
+        """What the run shares with the dense run that it is compared with."""
+        return (self.model, self.optimizer, self.nodes, self.steps, self.rate, self.seed)
 
 
 def make_optimizer(name: str, model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
@@ -79,12 +91,19 @@ def batches_of_nodes(dataset: torch.utils.data.Dataset, batch: int, nodes: int, 
 
 
 def train(
-    rule_name: str, options: RuleOptions, model_name: str, optimizer_name: str, seed: int, steps: int
+    rule_name: str,
+    options: RuleOptions,
+    model_name: str,
+    optimizer_name: str,
+    seed: int,
+    steps: int,
+    rate: float = 1.0,
 ) -> SimulatedRun:
-    """Train once. Returns the result; the loss is that of the weights that all nodes agree on."""
+    """Train once. Returns the result; the loss is that of the weights that all nodes agree on. The learning rate is
+    that of the task times `rate`."""
     torch.manual_seed(seed)
     model, dataset, loss_of, held_out = tasks.task(model_name)
-    learning_rate = tasks.LEARNING_RATE[model_name, optimizer_name]
+    learning_rate = rate * tasks.LEARNING_RATE[model_name, optimizer_name]
     nodes = Nodes(model, options.nodes, lambda model: make_optimizer(optimizer_name, model, learning_rate))
     rule: Rule = RULES[rule_name](nodes, options)
     rise = steps // 20
@@ -111,23 +130,28 @@ def train(
         rule.sent_bytes / steps,
         dense,
         time.perf_counter() - start,
+        rate,
+        _middle_and_largest(rule.guard_values.unsent),
+        _middle_and_largest(rule.guard_values.spread),
     )
+
+
+def _middle_and_largest(values: list[float]) -> list[float] | None:
+    return [statistics.median(values), max(values)] if values else None
 
 
 def differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
     """Return one row per rule and setting: the paired difference to `dense`, in per cent, with its 95% interval."""
     from scipy.stats import t
 
-    dense = {(r.model, r.optimizer, r.nodes, r.steps, r.seed): r.loss for r in results if r.rule == "dense"}
+    dense = {result.task: result.loss for result in results if result.rule == "dense"}
     settings: dict[tuple[object, ...], list[SimulatedRun]] = {}
     for result in results:
-        if result.rule != "dense" and (
-            (result.model, result.optimizer, result.nodes, result.steps, result.seed) in dense
-        ):
-            settings.setdefault(result.key[:-1], []).append(result)
+        if result.rule != "dense" and result.task in dense:
+            settings.setdefault(result.setting, []).append(result)
     rows = []
     for runs in settings.values():
-        pairs = [100 * (run.loss / dense[run.model, run.optimizer, run.nodes, run.steps, run.seed] - 1) for run in runs]
+        pairs = [100 * (run.loss / dense[run.task] - 1) for run in runs]
         mean, count = sum(pairs) / len(pairs), len(pairs)
         half = None
         if count > 1:
@@ -143,14 +167,23 @@ def differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
                 "steps": first.steps,
                 "period": first.period,
                 "density": first.density,
+                "rate": first.rate,
                 "seeds": count,
                 "times_fewer_bytes": first.dense_bytes / first.sent_bytes if first.sent_bytes else None,
                 "difference_percent": mean,
                 "interval_percent": None if half is None else [mean - half, mean + half],
                 "each_seed": pairs,
+                "unsent": _largest_of([run.unsent for run in runs]),
+                "spread": _largest_of([run.spread for run in runs]),
             }
         )
     return rows
+
+
+def _largest_of(values: list[list[float] | None]) -> list[float] | None:
+    """Return the largest median and the largest value of all runs that were measured."""
+    measured = [pair for pair in values if pair is not None]
+    return [max(column) for column in zip(*measured, strict=True)] if measured else None
 
 
 def table(rows: list[dict[str, object]]) -> str:
@@ -179,6 +212,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--period", type=int, default=1, help="steps between exchanges, for rules with local steps")
     parser.add_argument("--density", type=float, default=0.01, help="for rules that send a share of the entries")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of the task's learning rate")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -194,10 +228,10 @@ def main() -> None:
             period = args.period if RULES[rule].has_period else 1
             density = args.density if RULES[rule].has_density else 1.0
             options = RuleOptions(args.nodes, period, density, warmup_steps=args.steps // 10)
-            key = (rule, args.model, args.optimizer, args.nodes, args.steps, period, density, seed)
-            if any(result.key == key for result in results):
+            setting = (rule, args.model, args.optimizer, args.nodes, args.steps, period, density, args.rate)
+            if any((result.setting, result.seed) == (setting, seed) for result in results):
                 continue
-            result = train(rule, options, args.model, args.optimizer, seed, args.steps)
+            result = train(rule, options, args.model, args.optimizer, seed, args.steps, args.rate)
             results.append(result)
             rows = differences(results)
             text = json.dumps({"compared": rows, "runs": [asdict(result) for result in results]}, indent=1)

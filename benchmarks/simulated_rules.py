@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from topkube.collectives.split_top import SplitTop
 from topkube.collectives.top_signs import TOP_SHARE, TopSigns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Bucket, Parameter, plan
+from topkube.training.node_weights.guard import MEASURE_EVERY, Guard
 
 LossOf = Callable[[int, torch.nn.Module], torch.Tensor]
 """(node, model) -> the loss of the node's batch."""
@@ -33,6 +34,26 @@ class RuleOptions:
     period: int = 1
     density: float = 0.01
     warmup_steps: int = 0
+
+
+@dataclass
+class GuardValues:
+    """The two numbers that the guard of a run measures (topkube/training/node_weights/guard.py), at the same exchanges:
+    what nodes keep over what they send, and the distance of their weights from the agreed weights over the norm of the
+    agreed weights."""
+
+    unsent: list[float] = field(default_factory=list)
+    spread: list[float] = field(default_factory=list)
+
+    def add(self, change: float, left: float, agreed: float) -> None:
+        """Add a measurement: the mean squares of nodes of the change before an exchange, of its unsent part after it,
+        and the squares of the agreed weights."""
+        guard = Guard(1, "")
+        guard.check_drift(change, left, agreed)
+        assert guard.unsent_ratio is not None
+        assert guard.weight_spread is not None
+        self.unsent.append(guard.unsent_ratio)
+        self.spread.append(guard.weight_spread)
 
 
 class Nodes:
@@ -78,6 +99,8 @@ class Rule:
 
     def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
         self.nodes, self.options, self.sent_bytes = nodes, options, 0.0
+        self.guard_values = GuardValues()
+        """Measured in rules that keep what was not sent in the weights."""
 
     def step(self, step: int, loss_of: LossOf) -> None:
         raise NotImplementedError
@@ -191,6 +214,7 @@ class LocalAveraging(Rule):
         nodes.separate()
         self.weights = [parameter.detach().clone() for parameter in nodes.parameters(0)]
         """The weights that all nodes agree on: those after the last exchange."""
+        self._exchanges = 0
 
     def step(self, step: int, loss_of: LossOf) -> None:
         for node in range(self.options.nodes):
@@ -208,13 +232,21 @@ class LocalAveraging(Rule):
     @torch.no_grad()
     def exchange(self) -> None:
         """Exchange the drift of all tensors."""
+        self._exchanges += 1
+        is_measured = self._exchanges % MEASURE_EVERY == 1
+        squares = torch.zeros(3, dtype=torch.float64)
         tensors = zip(self.weights, *(self.nodes.parameters(node) for node in range(self.options.nodes)), strict=True)
         for index, (weight, *own) in enumerate(tensors):
             drift = [parameter - weight for parameter in own]
             sent = self.compress(index, drift)
             weight += self.mean_of(index, sent)
             for parameter, moved, delivered in zip(own, drift, sent, strict=True):
-                parameter.copy_(weight + (moved - delivered))
+                left = moved - delivered
+                parameter.copy_(weight + left)
+                if is_measured:
+                    squares += torch.stack([(part * part).sum() for part in (moved, left, weight)]).double()
+        if is_measured:
+            self.guard_values.add(*(squares / self.options.nodes).tolist())
 
     def mean_of(self, index: int, sent: list[torch.Tensor]) -> torch.Tensor:
         """Return what the weights of tensor `index` move by, if nodes sent `sent`."""

@@ -21,7 +21,14 @@ from topkube.kernels.selection import (
     mstopk,
     topk,
 )
-from topkube.kernels.sign import SIGN_BLOCK, sign_pack_, sign_unpack_add_
+from topkube.kernels.sign import (
+    SIGN_BLOCK,
+    sign_pack_,
+    sign_unpack_add_,
+    top_sign_bytes,
+    top_sign_pack_,
+    top_sign_unpack_add_,
+)
 from topkube.kernels.wire import decode, decode_add_, encode, encoded_size, scatter_add_, sum_rows_
 
 __all__ = [
@@ -48,6 +55,9 @@ __all__ = [
     "simd_paths",
     "sum_",
     "sum_rows_",
+    "top_sign_bytes",
+    "top_sign_pack_",
+    "top_sign_unpack_add_",
     "topk",
     "use_simd",
 ]

@@ -1,4 +1,5 @@
-"""One bit per element and one scale per block of 256: the sign kernels, on NumPy arrays and torch CPU tensors."""
+"""One bit per element and one scale per block of 256, of all elements or of the largest: the sign kernels, on NumPy
+arrays and torch CPU tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +10,15 @@ import numpy as np
 
 from topkube import _kernels
 from topkube.arrays import Array, as_bytes, flat_view
-from topkube.errors import ArgumentError
-from topkube.kernels.arguments import FLOAT32, check_apart, check_same_length
+from topkube.errors import ArgumentError, WireError
+from topkube.kernels.arguments import (
+    FLOAT32,
+    check_apart,
+    check_count,
+    check_indexable,
+    check_same_length,
+    choose_threads,
+)
 
 SIGN_BLOCK = 256
 _BYTES, _WORDS = np.dtype(np.uint8), np.dtype(np.uint16)
@@ -55,6 +63,61 @@ def sign_unpack_add_(out: Any, parts: Sequence[tuple[Any, Any]], weights: Sequen
         list(map(float, weights)),
     )
     return out
+
+
+def top_sign_bytes(length: int, count: int) -> int:
+    """Return the bytes of a message about `count` of `length` elements, a multiple of 8. Raises ArgumentError if
+    `count` is outside 1..length."""
+    check_indexable(length, "the array")
+    return int(_kernels.top_sign_bytes(length, check_count(count, length)))
+
+
+def top_sign_pack_(values: Any, count: int, message: Any, *, threads: int | None = None) -> bool:
+    """Write a message about the `count` elements of `values` (float32) of largest magnitude, and subtract what is sent
+    from these elements in place. Return False if a scale is NaN or infinite, as a NaN or infinite element makes it.
+
+    The elements are selected as by `topk`, and sent as by `sign_pack_`: blocks of 256 count the selected elements, in
+    the order of their indices. message: (top_sign_bytes(n, count),) uint8: the scales and the bits of `sign_pack_`,
+    zeros up to a multiple of 8, and the indices in the code of Elias and Fano (Elias, "Efficient storage and retrieval
+    by content and address of static files", 1974), which has the same length for any indices. Its format is in
+    csrc/cpu/sign/top_sign.hpp. threads: as in `topk`. Raises ArgumentError before anything is written.
+    """
+    view = flat_view(values, "values", writable=True, dtypes=(FLOAT32,))
+    to, count = _message(message, view.size, count, writable=True)
+    check_apart("values", view, "message", to)
+    return bool(_kernels.top_sign_pack(as_bytes(view), count, choose_threads(threads), to))
+
+
+def top_sign_unpack_add_(out: Any, count: int, message: Any, weight: float) -> Any:
+    """Compute out += weight * what `message` sends, and return `out` (float32). `top_sign_pack_` wrote the message
+    about `count` elements of an array of `out`'s length. Each scale is multiplied by the weight in float32 first.
+
+    Raises WireError if the message does not contain `count` ascending indices of `out`, and ArgumentError for other
+    lengths and dtypes; nothing is written then.
+    """
+    view = flat_view(out, "out", writable=True, dtypes=(FLOAT32,))
+    data, count = _message(message, view.size, count)
+    check_apart("out", view, "message", data)
+    if not _kernels.top_sign_unpack_add(as_bytes(view), count, data, float(weight)):
+        raise WireError(
+            f"{count} indices below {view.size} were expected, but the message holds others",
+            cause="the message was damaged, or the nodes run different versions of TopKube",
+            next_step="run the same version of TopKube on all nodes",
+        )
+    return out
+
+
+def _message(message: Any, length: int, count: int, writable: bool = False) -> tuple[Array, int]:
+    """Return a view of a message about `count` of `length` elements, checked, and the count."""
+    check_indexable(length, "the array")
+    count = check_count(count, length)
+    view, wanted = flat_view(message, "message", writable=writable, dtypes=(_BYTES,)), top_sign_bytes(length, count)
+    if view.size != wanted:
+        raise ArgumentError(
+            f"message has {view.size} bytes; {count} of {length} elements need {wanted}",
+            next_step="pass an array of top_sign_bytes(length, count) bytes",
+        )
+    return view, count
 
 
 def _parts(scales: Any, bits: Any, of: str, length: int, writable: bool = False) -> tuple[Array, Array]:

@@ -1,0 +1,34 @@
+// The largest elements of an array with one bit each: what the algorithm `topk1bit` sends.
+//
+// A message has two parts. The signs: the scales and bits of cpu/sign/sign.hpp, for the chosen elements in the order of their
+// indices, with zeros up to a multiple of 8 bytes. The indices, in the code of Elias and Fano: first `low` bit planes, one bit per
+// index and (count + 7) / 8 bytes each, from the lowest bit on; then, in unary, the higher bits of all indices: for index number i,
+// bit (index >> low) + i is set. Zeros follow up to a multiple of 8 bytes. Bit i of a plane, and of the unary part, is bit
+// 7 - i % 8 of byte i / 8. Elias, "Efficient storage and retrieval by content and address of static files", 1974.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace topkube {
+
+// The layout of a message about `count` of `length` elements (1 <= count <= length < 2^32).
+struct TopSignLayout {
+  TopSignLayout(std::size_t length, std::size_t count);
+
+  std::size_t length, count;
+  unsigned low;                            // bits of an index in planes
+  std::size_t high;                        // bits of the unary part
+  std::size_t plane_bytes;                 // bytes of one plane
+  std::size_t bits, planes, unary, bytes;  // where the sign bits, the planes and the unary part begin; the length
+};
+
+// Chooses the `layout.count` largest elements of `values` (as `topk` does), writes a message about them, `layout.bytes` long, and
+// subtracts from each of these elements what is sent of it. Returns true if all scales are finite.
+bool top_sign_pack(float* values, const TopSignLayout& layout, int threads, std::uint8_t* message);
+
+// Adds what a message sends, times `weight`, to `values`. Returns false, and changes nothing, if the message does not contain
+// `layout.count` ascending indices below `layout.length`.
+bool top_sign_unpack_add(float* values, const TopSignLayout& layout, const std::uint8_t* message, float weight);
+
+}  // namespace topkube
