@@ -67,46 +67,46 @@ class SampleIndex:
 
 
 class IndexBuilder:
-    """Builds an index from samples in the order of their bytes."""
+    """Builds an index from samples in the order of their bytes. Every sample has at least one field."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._samples: list[dict[str, tuple[int, int]]] = []
+        self._first_parts: list[int] = []
+        """For each sample, the number of fields of all samples before it."""
+        self._fields: dict[str, int] = {}
+        self._seen: set[str] = set()
+        """The fields of the last sample."""
+        self._columns, self._offsets, self._lengths = array("q"), array("q"), array("q")
 
     def begin(self, name: str) -> None:
         self._names.append(name)
-        self._samples.append({})
+        self._first_parts.append(len(self._offsets))
+        self._seen.clear()
 
     def add(self, field: str, offset: int, length: int) -> bool:
         """Add a field to the last sample. Return False if the sample already has a field of that name."""
-        sample = self._samples[-1]
-        if field in sample:
+        if field in self._seen:
             return False
-        sample[field] = (offset, length)
+        self._seen.add(field)
+        self._columns.append(self._fields.setdefault(field, len(self._fields)))
+        self._offsets.append(offset)
+        self._lengths.append(length)
         return True
 
     def finish(self) -> SampleIndex:
-        names: dict[str, int] = {}
-        for sample in self._samples:
-            for field in sample:
-                names.setdefault(field, len(names))
-        count, width = len(self._samples), max(1, len(names))
-        offsets, sizes = array("q"), array("q")
-        starts = np.zeros((count, width), np.int64)
-        lengths = np.full((count, width), ABSENT, np.int64)
-        for number, sample in enumerate(self._samples):
-            first = min(offset for offset, _ in sample.values())
-            offsets.append(first)
-            sizes.append(max(offset + length for offset, length in sample.values()) - first)
-            for field, (offset, length) in sample.items():
-                starts[number, names[field]], lengths[number, names[field]] = offset - first, length
+        count, width = len(self._names), max(1, len(self._fields))
+        columns, offsets, lengths = (
+            np.array(values, np.int64) for values in (self._columns, self._offsets, self._lengths)
+        )
+        firsts = np.array(self._first_parts, np.int64)
+        samples = np.repeat(np.arange(count), np.diff(firsts, append=offsets.size))
+        begins = np.minimum.reduceat(offsets, firsts) if count else offsets
+        ends = np.maximum.reduceat(offsets + lengths, firsts) if count else offsets
+        field_starts = np.zeros((count, width), np.int64)
+        field_lengths = np.full((count, width), ABSENT, np.int64)
+        field_starts[samples, columns], field_lengths[samples, columns] = offsets - begins[samples], lengths
         return SampleIndex(
-            Texts.of(self._names),
-            np.array(offsets, np.int64),
-            np.array(sizes, np.int64),
-            tuple(names) or ("",),
-            starts,
-            lengths,
+            Texts.of(self._names), begins, ends - begins, tuple(self._fields) or ("",), field_starts, field_lengths
         )
 
 

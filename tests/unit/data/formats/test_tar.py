@@ -18,6 +18,7 @@ from openers import Opener
 from remotes import add
 
 from topkube.data.cache.stored_index import pack_index, read_index
+from topkube.data.formats import tar
 from topkube.data.formats.sample_index import SampleIndex
 from topkube.data.formats.tar import tar_index
 from topkube.errors import DatasetError
@@ -159,3 +160,57 @@ def test_damage_is_an_error_or_changes_no_other_sample(data: st.DataObject) -> N
     # zeros from inside a member to the end of the file make a complete archive of fewer members
     assert len(index) == 6 or not any(damaged[2 * BLOCK * len(index) :])
     assert (index.sizes == BLOCK).all()
+
+
+def members(count: int, change: Callable[[int, tarfile.TarInfo], None], format: int = tarfile.USTAR_FORMAT) -> bytes:
+    """Return an archive of small members of equal size; `change` gets the number and the header of each member."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w", format=format) as tar:
+        for number in range(count):
+            member = tarfile.TarInfo(f"{number}.bin")
+            member.size = 600
+            change(number, member)
+            tar.addfile(member, io.BytesIO(bytes([number % 256]) * member.size))
+    return written.getvalue()
+
+
+def rename(at: int, name: str) -> Callable[[int, tarfile.TarInfo], None]:
+    return lambda number, member: setattr(member, "name", name) if number == at else None
+
+
+def resize(at: int, size: int) -> Callable[[int, tarfile.TarInfo], None]:
+    return lambda number, member: setattr(member, "size", size) if number == at else None
+
+
+ALIKE = {
+    "equal": members(100, lambda *_: None),
+    "one larger": members(100, resize(50, 1300)),
+    "every second larger": members(100, lambda number, member: resize(number, 700 + number % 2 * 600)(number, member)),
+    "a long name": members(100, rename(50, "d/" * 60 + "x.bin")),
+    "a very long name": members(100, rename(50, "x" * 180 + ".bin"), tarfile.GNU_FORMAT),
+    "a folder": members(100, lambda number, member: setattr(member, "type", b"5") if number == 50 else None),
+    "a name in UTF-8": members(100, rename(50, "\u00e4\u00f6.bin"), tarfile.GNU_FORMAT),
+    "a dot": members(100, rename(50, "./x.bin")),
+    "other owners": members(100, lambda number, member: setattr(member, "uid", number)),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_members_that_are_alike_are_read_as_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = pack_index(indexed(ALIKE[name]))
+    monkeypatch.setattr(tar, "_RUN_BYTES", 0)
+    assert pack_index(indexed(ALIKE[name])) == together
+
+
+@pytest.mark.parametrize("place", [0, 100, 110, 130, 150, 156, 300, 400])
+def test_a_damaged_header_among_members_that_are_alike_is_found(place: int) -> None:
+    data = bytearray(ALIKE["equal"])
+    data[50 * 3 * BLOCK + place] ^= 1
+    with pytest.raises(DatasetError, match=f"no header at byte {50 * 3 * BLOCK}"):
+        indexed(bytes(data))
+
+
+@pytest.mark.parametrize("name", ["/etc/x.bin", "a/../../x.bin", "a\\x.bin"])
+def test_an_unsafe_name_among_members_that_are_alike_is_refused(name: str) -> None:
+    with pytest.raises(DatasetError, match="would leave the folder"):
+        indexed(members(100, rename(50, name)))
