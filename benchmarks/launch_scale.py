@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests/mpi"))
 sys.path.insert(0, str(ROOT / "tests/cluster"))
 
-from localkube.cgroups import Group, hierarchies  # noqa: E402
+from localkube.cgroups import Group, list_hierarchies  # noqa: E402
 from pods import KEY, PYTHONS, UID, PlayedJob  # noqa: E402  the tests' stand-in for the operator
 
 from topkube.launch.connection.link import FRAME_BYTES, Link  # noqa: E402
@@ -308,7 +308,7 @@ def alone() -> int:
 
     def enter() -> None:
         dies()
-        for hierarchy in hierarchies():
+        for hierarchy in list_hierarchies():
             (hierarchy / group.path / "cgroup.procs").write_text("0")
 
     try:

@@ -160,16 +160,16 @@ def test_a_built_in_model_from_2_to_4096_nodes(capsys: Any) -> None:
 
 
 def test_a_faster_link_and_a_larger_batch_scale_better(capsys: Any) -> None:
-    def dense(*options: str) -> float:
+    def predict_dense_efficiency(*options: str) -> float:
         plan = planned(*RESNET, *options, capsys=capsys)
         return float(next(row["efficiency"] for row in plan["algorithms"] if row["algorithm"] == "hierarchical"))
 
-    usual = dense()
-    assert dense("--link", "100Gbit/s") > usual
-    assert dense("--batch", "256") > usual
-    assert dense("--no-overlap") < usual
-    assert dense("--spread", "0.1") < usual
-    assert dense("--data", "1") >= 0.999  # every number of ranks waits for its input
+    usual = predict_dense_efficiency()
+    assert predict_dense_efficiency("--link", "100Gbit/s") > usual
+    assert predict_dense_efficiency("--batch", "256") > usual
+    assert predict_dense_efficiency("--no-overlap") < usual
+    assert predict_dense_efficiency("--spread", "0.1") < usual
+    assert predict_dense_efficiency("--data", "1") >= 0.999  # every number of ranks waits for its input
 
 
 def test_a_trace_describes_the_step(tmp_path: Path, capsys: Any) -> None:

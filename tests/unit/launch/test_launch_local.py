@@ -48,7 +48,7 @@ def test_output_that_a_full_disk_refuses_is_reported(tmp_path: Path) -> None:
     """A limit on the size of files plays the full disk."""
     job = write_job(tmp_path, ["python", "-c", "print('x' * 2_999_999)"], workers=1)
 
-    def limit() -> None:
+    def limit_file_size() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 
     ended = subprocess.run(
@@ -56,7 +56,7 @@ def test_output_that_a_full_disk_refuses_is_reported(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        preexec_fn=limit,
+        preexec_fn=limit_file_size,
         timeout=280,
         check=False,
     )

@@ -183,13 +183,13 @@ def test_the_break_even_link_is_where_the_gain_ends() -> None:
     even = guidelines.break_even(profile, where, sparse, dense)
     assert even.link is not None
 
-    def gain(link: float) -> float:
+    def predict_gain(link: float) -> float:
         there = guidelines.at_link(where, link)
         return predict(profile, there, dense).step / predict(profile, there, sparse).step
 
-    assert gain(even.link / 2) > 1.03
-    assert gain(even.link) == pytest.approx(1 / (1 - guidelines.WORTH), abs=0.01)
-    assert gain(even.link * 2) < 1 / (1 - guidelines.WORTH)
+    assert predict_gain(even.link / 2) > 1.03
+    assert predict_gain(even.link) == pytest.approx(1 / (1 - guidelines.WORTH), abs=0.01)
+    assert predict_gain(even.link * 2) < 1 / (1 - guidelines.WORTH)
     many = guidelines.at_nodes(where, 4096)
     assert guidelines.break_even(profile, many, find("naive"), dense) == guidelines.BreakEven(None, False)
 

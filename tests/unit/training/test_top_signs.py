@@ -16,7 +16,7 @@ from topkube.collectives.top_signs import TopSigns, _IndexCode
 from topkube.errors import WireError
 
 
-def sent_by_definition(values: Any) -> Any:
+def send_by_definition(values: Any) -> Any:
     """The largest tenth, in float64: the sign times the mean magnitude of each 256 of them, rounded to bf16."""
     count = max(1, -(-len(values) // 10))
     indices = np.sort(np.argsort(-np.abs(values.astype(np.float64)), kind="stable")[:count])
@@ -47,7 +47,7 @@ def test_a_row_says_what_the_definition_sends_and_nothing_is_lost(lengths: list[
     received = np.zeros_like(x)
     codec.unpack_add(received, [row], [1.0])
     for place in places:
-        wanted = sent_by_definition(before[place])
+        wanted = send_by_definition(before[place])
         assert ((received[place] != 0) == (wanted != 0)).all()
         np.testing.assert_allclose(received[place], wanted, rtol=2.0**-7)
         np.testing.assert_allclose(received[place] + x[place], before[place], rtol=0, atol=2e-7 * np.abs(wanted).max())
@@ -59,7 +59,7 @@ def test_rows_are_added_in_their_order_with_their_weights() -> None:
     rows, wanted = [], np.zeros(3000)
     for weight in (0.5, 0.25, 0.25):
         x = rng.standard_normal(3000).astype(np.float32)
-        wanted += weight * sent_by_definition(x)
+        wanted += weight * send_by_definition(x)
         rows.append(np.zeros(codec.row_bytes, np.uint8))
         codec.pack(x, rows[-1])
     out = np.ones(3000, np.float32)
