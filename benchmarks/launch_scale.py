@@ -63,7 +63,7 @@ from topkube.launch.connection.messages import (  # noqa: E402
 from topkube.launch.connection.tunnel import Tunnel  # noqa: E402
 from topkube.launch.contract import JOIN_PATH, worker_token  # noqa: E402
 from topkube.launch.host.processes import dies_with_parent  # noqa: E402
-from topkube.launch.mpi.mpi_library import Mpi, find  # noqa: E402
+from topkube.launch.mpi.mpi_library import Mpi, find_mpi  # noqa: E402
 from topkube.launch.mpi.proxies import proxy_command  # noqa: E402
 
 SIZES = (2, 16, 64, 65, 128, 129, 256)
@@ -335,7 +335,7 @@ def main() -> int:
     results = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
     for way in options.mpi:
         implementation, settings = WAYS[way]
-        mpi = find(PYTHONS[implementation].parent)
+        mpi = find_mpi(PYTHONS[implementation].parent)
         with tempfile.TemporaryDirectory() as directory:
             programs = compiled(mpi, settings, Path(directory))
             for workers in options.sizes:

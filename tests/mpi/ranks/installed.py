@@ -60,7 +60,7 @@ def case_nothing_is_lost_and_a_nan_changes_no_residual(world: World) -> None:
         given += topkube.reduce(x.astype(np.float64))
         received += topkube.allreduce_(x, "sum", NAME, 0.05, residual=residual)
     kept = np.zeros(length)
-    start, stop = collectives.residual_range(algorithms.find(NAME), world, length)
+    start, stop = collectives.residual_range(algorithms.find_algorithm(NAME), world, length)
     kept[start:stop] = residual.current
     np.testing.assert_allclose(received + topkube.reduce(kept), given, atol=1e-3)
     before = residual.current.tobytes()

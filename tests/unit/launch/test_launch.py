@@ -39,20 +39,20 @@ def test_the_mpi_beside_this_python_comes_first(tmp_path: Path) -> None:
     for directory in (beside, elsewhere):
         directory.mkdir()
     program(elsewhere, "mpiexec", "mpiexec (Open MPI) 5.0.11\n\nReport bugs to …")
-    library = mpi_library.find(beside, str(elsewhere))
+    library = mpi_library.find_mpi(beside, str(elsewhere))
     assert (library.implementation, library.version, library.mpiexec) == ("OpenMPI", "5.0.11", elsewhere / "mpiexec")
     program(beside, "mpiexec", "HYDRA build details:\n    Version:                                 5.0.2")
-    library = mpi_library.find(beside, str(elsewhere))
+    library = mpi_library.find_mpi(beside, str(elsewhere))
     assert str(library) == "MPICH 5.0.2"
     assert library.mpiexec == beside / "mpiexec"
 
 
 def test_no_mpi_and_an_unknown_mpi_are_distinguished(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"there is no mpiexec.* Next: .*pip install .*\[mpich\]'"):
-        mpi_library.find(tmp_path, str(tmp_path))
+        mpi_library.find_mpi(tmp_path, str(tmp_path))
     program(tmp_path, "mpiexec", "Another MPI 1.0")
     with pytest.raises(LaunchError, match=r"neither MPICH nor Open MPI: it prints 'Another MPI 1.0'"):
-        mpi_library.find(tmp_path, str(tmp_path))
+        mpi_library.find_mpi(tmp_path, str(tmp_path))
 
 
 def test_two_mpis_are_refused() -> None:
@@ -65,7 +65,7 @@ def test_two_mpis_are_refused() -> None:
 
 
 def test_the_library_is_the_one_that_mpiexec_belongs_to() -> None:
-    assert mpi_library.library().split()[0] == mpi_library.find().implementation
+    assert mpi_library.library().split()[0] == mpi_library.find_mpi().implementation
 
 
 def test_a_library_that_does_not_load_is_an_error(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from monitoring.alerts import ALERTS, SELECTORS, Alert
-from monitoring.catalog import find
+from monitoring.catalog import find_metric
 from monitoring.generated import ROOT
 
 RULES = ROOT / "charts/topkube/files/alerts.yaml"
@@ -312,7 +312,7 @@ def test_alerts_ask_for_series_that_exist() -> None:
         names = set(re.findall(r"\btopkube_\w+", alert.expression))
         assert names
         for name in names:
-            assert find(name) is not None, f"{alert.name}: {name}"
+            assert find_metric(name) is not None, f"{alert.name}: {name}"
 
 
 def test_no_alert_mixes_jobs_or_releases() -> None:

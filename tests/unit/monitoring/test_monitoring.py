@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from monitoring.catalog import SOURCES, find
+from monitoring.catalog import SOURCES, find_metric
 from monitoring.dashboards import DASHBOARDS
 from monitoring.generated import stale
 from monitoring.grafana import Dashboard, Panel
@@ -26,7 +26,7 @@ def test_metrics_have_base_units_and_no_two_say_the_same() -> None:
             assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
             assert not metric.name.endswith(("_ms", "_milliseconds", "_percent", "_megabytes")), metric.name
             assert metric.help.endswith("."), metric.name
-            assert metric.kind != "histogram" or find(f"{metric.name}_bucket") is metric
+            assert metric.kind != "histogram" or find_metric(f"{metric.name}_bucket") is metric
 
 
 PANELS = [(dashboard, panel) for dashboard in DASHBOARDS for panel in dashboard.panels]
@@ -44,14 +44,14 @@ def find_series(expression: str) -> list[re.Match[str]]:
 
 
 def find_kind(series: str) -> str:
-    metric = find(series)
+    metric = find_metric(series)
     if metric is None:
         return PROCESS[series]
     return "counter" if metric.kind == "histogram" else metric.kind
 
 
 def find_labels(series: str) -> set[str]:
-    metric = find(series)
+    metric = find_metric(series)
     return TARGET_LABELS | set(metric.labels if metric else ()) | ({"le"} if series.endswith("_bucket") else set())
 
 

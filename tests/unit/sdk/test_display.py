@@ -6,7 +6,7 @@ import math
 
 from topkube.job import Progress
 from topkube.sdk.display import add_progress, is_notebook
-from topkube.telemetry.bar import facts
+from topkube.telemetry.bar import describe_progress
 from topkube.telemetry.history import History
 
 
@@ -31,7 +31,7 @@ def test_statuses_become_a_history_with_rate_loss_and_time_left() -> None:
     assert math.isnan(history.losses[2])
     assert history.samples_per_second == 50.0
     assert history.eta_seconds() == 25.0
-    assert facts(history, 2, 4) == "step 50/100  50 samples/s  25 s left"
+    assert describe_progress(history, 2, 4) == "step 50/100  50 samples/s  25 s left"
 
 
 def test_a_loss_that_is_no_number_is_left_out() -> None:

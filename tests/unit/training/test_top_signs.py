@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkube.algorithms import Workload, find
+from topkube.algorithms import Workload, find_algorithm
 from topkube.collectives.top_signs import TopSigns, _IndexCode
 from topkube.errors import WireError
 
@@ -110,6 +110,6 @@ def test_what_is_not_finite_shows(value: float) -> None:
 
 def test_the_declared_bytes_are_those_of_a_row() -> None:
     codec = TopSigns([slice(0, 1 << 20)])
-    sent = find("topk1bit").traffic(Workload(nodes=2, slots=1, elements=1 << 20)).sent
+    sent = find_algorithm("topk1bit").traffic(Workload(nodes=2, slots=1, elements=1 << 20)).sent
     assert abs(codec.row_bytes - sent) <= 0.001 * sent
     assert (4 << 20) / sent > 50
