@@ -73,7 +73,7 @@ class WithoutFeedback(HiTopK):
 
 FORGETFUL = algorithms.register(
     dataclasses.replace(
-        algorithms.find("hitopk"),
+        algorithms.find_algorithm("hitopk"),
         name="benchmark.hitopk-without-feedback",
         summary="hitopk, but what is not sent is forgotten",
         state=(),

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests/mpi"))
 sys.path.insert(0, str(ROOT / "tests/cluster"))
 
-from localkube.cgroups import Group, hierarchies  # noqa: E402
+from localkube.cgroups import Group, list_hierarchies  # noqa: E402
 from pods import KEY, PYTHONS, UID, PlayedJob  # noqa: E402  the tests' stand-in for the operator
 
 from topkube.launch.connection.link import FRAME_BYTES, Link  # noqa: E402
@@ -63,7 +63,7 @@ from topkube.launch.connection.messages import (  # noqa: E402
 from topkube.launch.connection.tunnel import Tunnel  # noqa: E402
 from topkube.launch.contract import JOIN_PATH, worker_token  # noqa: E402
 from topkube.launch.host.processes import dies_with_parent  # noqa: E402
-from topkube.launch.mpi.mpi_library import Mpi, find  # noqa: E402
+from topkube.launch.mpi.mpi_library import Mpi, find_mpi  # noqa: E402
 from topkube.launch.mpi.proxies import proxy_command  # noqa: E402
 
 SIZES = (2, 16, 64, 65, 128, 129, 256)
@@ -308,7 +308,7 @@ def alone() -> int:
 
     def enter() -> None:
         dies()
-        for hierarchy in hierarchies():
+        for hierarchy in list_hierarchies():
             (hierarchy / group.path / "cgroup.procs").write_text("0")
 
     try:
@@ -335,7 +335,7 @@ def main() -> int:
     results = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
     for way in options.mpi:
         implementation, settings = WAYS[way]
-        mpi = find(PYTHONS[implementation].parent)
+        mpi = find_mpi(PYTHONS[implementation].parent)
         with tempfile.TemporaryDirectory() as directory:
             programs = compiled(mpi, settings, Path(directory))
             for workers in options.sizes:

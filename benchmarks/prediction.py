@@ -96,7 +96,7 @@ def predict_rows(stored: dict[str, Any]) -> None:
 
 def predict_paper() -> list[Row]:
     """Return the predicted steps on the cluster of the HiTopK paper, dense and with 1% of the entries."""
-    from topkube.algorithms import Machines, find
+    from topkube.algorithms import Machines, find_algorithm
     from topkube.planning.models import find_model
     from topkube.planning.step import Situation, predict
 
@@ -106,7 +106,9 @@ def predict_paper() -> list[Row]:
         model = find_model(name)
         for batch in batches:
             profile = model.profile(model.flops * batch / PAPER_FLOPS)
-            steps = {algorithm: predict(profile, where, find(algorithm)) for algorithm in ("torus2d", "hitopk")}
+            steps = {
+                algorithm: predict(profile, where, find_algorithm(algorithm)) for algorithm in ("torus2d", "hitopk")
+            }
             row: Row = {"model": model.name, "batch": batch, "compute_ms": round(1e3 * profile.compute, 1)}
             for algorithm, prediction in steps.items():
                 row[f"{algorithm}_ms"] = round(1e3 * prediction.step, 1)

@@ -48,6 +48,6 @@ SOURCES = (
 )
 
 
-def find(series: str) -> Metric | None:
+def find_metric(series: str) -> Metric | None:
     """Return the metric that stores values under the name `series`; None if there is none."""
     return next((metric for source in SOURCES for metric in source.metrics if series in metric.series), None)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+def count_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many processors this process may use: those of its affinity, limited by its cgroup (version 2 or
     1)."""
-    return limited(len(os.sched_getaffinity(0)), cgroups)
+    return limit_to_cgroup(len(os.sched_getaffinity(0)), cgroups)
 
 
-def limited(usable: int, cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+def limit_to_cgroup(usable: int, cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many of `usable` processors the cgroup (version 2 or 1) grants, at least 1."""
     limits = [line.split() for line in _lines(cgroups / "cpu.max")]
     limits += [[*_lines(cgroups / "cpu/cpu.cfs_quota_us"), *_lines(cgroups / "cpu/cpu.cfs_period_us")]]
@@ -23,13 +23,13 @@ def limited(usable: int, cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     return usable
 
 
-def threads_per_rank(processors: int, ranks: int) -> int:
+def count_threads_per_rank(processors: int, ranks: int) -> int:
     """Return how many threads each of `ranks` ranks may run on `processors` processors that all of them share, whatever
     node they belong to: at least 1."""
     return max(1, processors // ranks)
 
 
-def own_share(own: frozenset[int], affinities: Sequence[frozenset[int]], granted: int) -> int:
+def count_own_threads(own: frozenset[int], affinities: Sequence[frozenset[int]], granted: int) -> int:
     """Return how many threads a rank with the affinity `own` may run, on a machine whose ranks have the `affinities`
     (including `own`) and `granted` processors in total.
 
@@ -38,11 +38,11 @@ def own_share(own: frozenset[int], affinities: Sequence[frozenset[int]], granted
     sharing = sum(not own.isdisjoint(other) for other in affinities)
     usable = len(frozenset().union(*affinities))
     if granted < usable:  # the cgroup grants fewer processors: each rank gets the same part
-        return min(len(own), threads_per_rank(granted, len(affinities)))
-    return threads_per_rank(len(own), sharing) if sharing else 1
+        return min(len(own), count_threads_per_rank(granted, len(affinities)))
+    return count_threads_per_rank(len(own), sharing) if sharing else 1
 
 
-def near_pci(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> frozenset[int]:
+def find_processors_near_pci(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> frozenset[int]:
     """Return the processors of the NUMA node that the PCI device `address` ("0000:3b:00.0") is attached to; an empty
     set if the kernel does not report them."""
     processors: set[int] = set()
@@ -56,7 +56,7 @@ def near_pci(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> froz
 def bind_near_pci(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> None:
     """Bind this thread, and the threads that it starts later, to the processors near a PCI device. Does nothing if none
     of these processors is in the thread's affinity: then the program that started the rank has bound it elsewhere."""
-    near = near_pci(address, devices) & os.sched_getaffinity(0)
+    near = find_processors_near_pci(address, devices) & os.sched_getaffinity(0)
     if near:
         os.sched_setaffinity(0, near)
 

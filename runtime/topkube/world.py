@@ -26,7 +26,7 @@ from topkube.heartbeat import Pulse
 from topkube.installation import install_command
 from topkube.launch_check import check_launch
 from topkube.mpi_exit import end_together, forget_exit, own_finalize
-from topkube.processors import limited, own_share
+from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
 from topkube.settings import Settings, launched_ranks, tune_messages
 from topkube.topology import Nodes, declared, node_of_ranks, nodes_of
@@ -264,7 +264,7 @@ def init(settings: Settings | None = None) -> World:
     machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
     host, affinity = machine.bcast(comm.rank), frozenset(os.sched_getaffinity(0))
     hosts, affinities = comm.allgather(host), machine.allgather(affinity)
-    processors = limited(len(frozenset().union(*affinities)))
+    processors = limit_to_cgroup(len(frozenset().union(*affinities)))
     host_rank = machine.rank
     machine.Free()
     _world = _join(
@@ -276,7 +276,7 @@ def init(settings: Settings | None = None) -> World:
         run_directory=settings.run_path,
         pulse=Pulse(settings.run_path, comm.rank) if settings.run_path is not None else None,
         crowding=len(affinities) / processors,
-        threads=own_share(affinity, affinities, processors),
+        threads=count_own_threads(affinity, affinities, processors),
         host_rank=host_rank,
         host_size=len(affinities),
     )

@@ -74,7 +74,7 @@ def find_only(kind: str, objects: list[dict[str, Any]], component: str = "operat
     return item
 
 
-def pod_of(objects: list[dict[str, Any]]) -> dict[str, Any]:
+def read_pod_spec(objects: list[dict[str, Any]]) -> dict[str, Any]:
     spec: dict[str, Any] = find_only("Deployment", objects)["spec"]["template"]["spec"]
     return spec
 
@@ -142,17 +142,17 @@ def test_a_wrong_value_is_refused_with_its_path(given: dict[str, Any], path: str
 
 
 def test_every_value_is_documented_and_in_the_schema() -> None:
-    def leaves(node: dict[str, Any], path: str = "") -> Iterator[str]:
+    def list_leaves(node: dict[str, Any], path: str = "") -> Iterator[str]:
         for name, below in node.items():
             here = f"{path}.{name}".lstrip(".")
             if isinstance(below, dict) and below and here not in documented:
-                yield from leaves(below, here)
+                yield from list_leaves(below, here)
             else:
                 yield here
 
     text = (CHART / "values.yaml").read_text()
     documented = {value.path: value for value in values(text)}
-    assert set(leaves(yaml.safe_load(text))) == set(documented)
+    assert set(list_leaves(yaml.safe_load(text))) == set(documented)
     assert all(value.meaning.endswith(".") for value in documented.values())
 
     def properties(schema: dict[str, Any], path: str = "") -> Iterator[str]:
@@ -171,7 +171,7 @@ def test_every_value_is_documented_and_in_the_schema() -> None:
 
 def test_the_operator_runs_restricted() -> None:
     objects = render(EVERYTHING)
-    pods = [pod_of(objects), find_only("Pod", objects)["spec"]]
+    pods = [read_pod_spec(objects), find_only("Pod", objects)["spec"]]
     for pod in pods:
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -207,7 +207,7 @@ def test_a_list_of_namespaces_gives_no_right_elsewhere() -> None:
         if "-jobs" in binding["metadata"]["name"]
     }
     assert where == {"team-a", "team-b"}
-    (container,) = pod_of(objects)["containers"]
+    (container,) = read_pod_spec(objects)["containers"]
     assert {"--namespace=team-a", "--namespace=team-b"} <= set(container["args"])
     selector = find_only("ValidatingWebhookConfiguration", objects)["webhooks"][0]["namespaceSelector"]
     assert selector["matchExpressions"][0]["values"] == ["team-a", "team-b"]
@@ -227,7 +227,7 @@ def test_no_role_of_the_operator_has_a_wildcard_or_exec() -> None:
 def test_selectors_match_the_pods_and_named_ports_exist() -> None:
     objects = render(EVERYTHING)
     labels = find_only("Deployment", objects)["spec"]["template"]["metadata"]["labels"]
-    (container,) = pod_of(objects)["containers"]
+    (container,) = read_pod_spec(objects)["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     service = find_only("Service", objects)
     assert service["spec"]["selector"].items() <= labels.items()
@@ -273,7 +273,7 @@ def test_the_rules_are_those_of_the_file_with_complete_runbook_links(tmp_path: P
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def rules_of(alerts: dict[str, Any], name: str = "topkube", **given: Any) -> dict[str, dict[str, Any]]:
+def render_rules(alerts: dict[str, Any], name: str = "topkube", **given: Any) -> dict[str, dict[str, Any]]:
     objects = render({**given, "metrics": {"alerts": {"enabled": True, **alerts}}}, name=name)
     groups = find_only("PrometheusRule", objects)["spec"]["groups"]
     return {rule["alert"]: rule for group in groups for rule in group["rules"]}
@@ -283,14 +283,14 @@ def test_without_changes_the_rules_are_the_file_for_one_release() -> None:
     raw = yaml.safe_load((CHART / "files/alerts.yaml").read_text())
     expected = {rule["alert"]: rule for group in raw["groups"] for rule in group["rules"]}
     own = 'namespace="topkube-system",release="topkube",'
-    for name, rule in rules_of({}).items():
+    for name, rule in render_rules({}).items():
         expression = rule["expr"].replace(own, "").replace('release="topkube",', "").replace("{}", "")
         assert {**rule, "expr": expression} == expected[name]
 
 
 def test_the_rules_of_two_releases_select_their_own_jobs_and_operators() -> None:
     for name, namespaces in (("first", ["a", "b"]), ("second", ["c"])):
-        for rule in rules_of({}, name=f"{name}-topkube", namespaces=namespaces).values():
+        for rule in render_rules({}, name=f"{name}-topkube", namespaces=namespaces).values():
             jobs, own = f'namespace=~"{"|".join(namespaces)}"', f'release="{name}-topkube"'
             selectors = re.findall(r"\btopkube_\w+(\{[^}]*\})?", rule["expr"])
             assert selectors
@@ -304,7 +304,7 @@ def test_severities_labels_times_and_thresholds_are_values() -> None:
         "severities": {"warning": "ticket"},
         "rules": {"TopKubeCheckpointTooOld": change},
     }
-    rules = rules_of(alerts)
+    rules = render_rules(alerts)
     changed, other = rules["TopKubeCheckpointTooOld"], rules["TopKubeJobFailed"]
     assert changed["labels"] == {"severity": "page", "team": "x", "cluster": "c"}
     assert changed["for"] == "10m"
@@ -312,7 +312,7 @@ def test_severities_labels_times_and_thresholds_are_values() -> None:
     assert other["labels"] == {"severity": "ticket", "team": "ml", "cluster": "c"}
     assert other["expr"].endswith("< 3600")
     assert rules["TopKubeNoLeader"]["labels"]["severity"] == "critical"
-    zero = rules_of({"rules": {"TopKubeRestartStorm": {"thresholds": {"restarts": 0}}}})
+    zero = render_rules({"rules": {"TopKubeRestartStorm": {"thresholds": {"restarts": 0}}}})
     assert zero["TopKubeRestartStorm"]["expr"].endswith(">= 0")
 
 
@@ -332,13 +332,13 @@ def test_severities_labels_times_and_thresholds_are_values() -> None:
 )
 def test_names_of_alerts_and_thresholds_that_do_not_exist_are_refused(alerts: dict[str, Any], message: str) -> None:
     with pytest.raises(helm.HelmError, match=message):
-        rules_of(alerts)
+        render_rules(alerts)
 
 
 def test_scrapers_are_admitted_everywhere_by_one_value() -> None:
     peers = [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "vmagent"}}}]
     objects = render({"networkPolicy": {"metricsFrom": peers}, "cache": {"node": {"enabled": True}}})
-    (container,) = pod_of(objects)["containers"]
+    (container,) = read_pod_spec(objects)["containers"]
     assert vars(operator_parser().parse_args(container["args"]))["metrics_from"] == peers
     agent = find_only("NetworkPolicy", objects, "node-cache")["spec"]
     assert agent["ingress"] == [{"ports": [{"port": "metrics", "protocol": "TCP"}], "from": peers}]
@@ -361,7 +361,10 @@ PROTECTED: dict[str, Any] = {
 def test_metrics_are_protected_on_the_operator_and_on_the_nodes(secret: str) -> None:
     metrics = {**MONITORS, "protection": {**PROTECTED, "secretName": secret}}
     objects = render({"metrics": metrics, "cache": {"node": {"enabled": True}}})
-    pods = {"operator": pod_of(objects), "node-cache": find_only("DaemonSet", objects)["spec"]["template"]["spec"]}
+    pods = {
+        "operator": read_pod_spec(objects),
+        "node-cache": find_only("DaemonSet", objects)["spec"]["template"]["spec"],
+    }
     parsers = {"operator": operator_parser(), "node-cache": agent_parser()}
     for component, pod in pods.items():
         (container,) = pod["containers"]
@@ -419,7 +422,7 @@ def test_cert_manager_issues_the_webhooks_certificate() -> None:
     assert certificate["spec"]["dnsNames"] == [f"{service['name']}.{service['namespace']}.svc"]
     annotation = webhook["metadata"]["annotations"]["cert-manager.io/inject-ca-from"]
     assert annotation == f"topkube-system/{certificate['metadata']['name']}"
-    pod = pod_of(objects)
+    pod = read_pod_spec(objects)
     assert {"secretName": certificate["spec"]["secretName"]} in [volume.get("secret") for volume in pod["volumes"]]
     assert find_only("Issuer", objects)["metadata"]["name"] == certificate["spec"]["issuerRef"]["name"]
     own = {"certManager": {"enabled": True, "issuerRef": {"name": "corporate", "kind": "ClusterIssuer"}}}

@@ -17,17 +17,17 @@ def manifests(name: str) -> list[dict[str, Any]]:
     return [item for item in yaml.safe_load_all((ROOT / f"manifests/{name}.yaml").read_text()) if item]
 
 
-def rules(role: dict[str, Any]) -> set[str]:
+def list_rules(role: dict[str, Any]) -> set[str]:
     return {json.dumps({name: sorted(value) for name, value in rule.items()}) for rule in role["rules"]}
 
 
 def test_roles_give_the_same_rights() -> None:
     chart, plain = render(), manifests("rbac")
     for kind in ("ClusterRole", "Role"):
-        charts = {role["metadata"]["name"]: rules(role) for role in select_kind(kind, chart)}
+        charts = {role["metadata"]["name"]: list_rules(role) for role in select_kind(kind, chart)}
         charts.pop("topkube-test", None)  # exists during helm test only
         charts.pop("topkube-admin", None)
-        assert {role["metadata"]["name"]: rules(role) for role in select_kind(kind, plain)} == charts
+        assert {role["metadata"]["name"]: list_rules(role) for role in select_kind(kind, plain)} == charts
     for kind in ("ClusterRoleBinding", "RoleBinding"):
         charts = {item["metadata"]["name"]: (item["roleRef"], item["subjects"]) for item in select_kind(kind, chart)}
         charts.pop("topkube-test", None)
@@ -79,7 +79,7 @@ def test_the_webhooks_callers_can_be_named() -> None:
     assert select_kind("NetworkPolicy", render({"networkPolicy": {"enabled": False}})) == []
 
 
-def _bare(item: dict[str, Any]) -> dict[str, Any]:
+def _without_labels(item: dict[str, Any]) -> dict[str, Any]:
     """Return the object without its labels and annotations: Helm adds labels."""
     rest = json.loads(json.dumps(item))
     rest["metadata"] = {key: rest["metadata"].get(key) for key in ("name", "namespace")}
@@ -101,9 +101,9 @@ def test_the_node_cache_is_off_until_it_is_turned_on_and_then_the_same() -> None
     )
     for kind in ("ClusterRole", "ClusterRoleBinding"):
         role = next(item for item in select_kind(kind, chart) if item["metadata"]["name"] == "topkube-node-cache")
-        assert _bare(role) == _bare(find_only(kind, plain))
+        assert _without_labels(role) == _without_labels(find_only(kind, plain))
     for kind in ("PersistentVolume", "PersistentVolumeClaim"):
-        assert _bare(find_only(kind, chart)) == _bare(find_only(kind, plain))
+        assert _without_labels(find_only(kind, chart)) == _without_labels(find_only(kind, plain))
         label = find_only(kind, chart)["metadata"]["labels"]["topkube.dev/node-cache"]
         assert label == find_only(kind, plain)["metadata"]["labels"]["topkube.dev/node-cache"] == "team-a"
     # The jobs' NetworkPolicies let operator pods in, and the operator's policies and budgets select them.

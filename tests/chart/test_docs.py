@@ -33,15 +33,15 @@ PAGES = sorted([*DOCS.rglob("*.md"), *OUTSIDE_THE_SITE])
 COMMANDS = typer.main.get_command(app)
 
 
-def blocks(page: Path, *languages: str) -> list[str]:
+def read_blocks(page: Path, *languages: str) -> list[str]:
     """Return the fenced blocks in one of these languages."""
     fenced = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)
     return [text for language, text in fenced if language in languages]
 
 
-def lines_of(page: Path) -> list[str]:
+def read_commands(page: Path) -> list[str]:
     """Return the commands that a page shows."""
-    lines = [line for block in blocks(page, "sh", "console", "") for line in block.splitlines()]
+    lines = [line for block in read_blocks(page, "sh", "console", "") for line in block.splitlines()]
     return [line.strip().removeprefix("$ ") for line in lines]
 
 
@@ -100,7 +100,7 @@ def test_every_picture_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_their_options_exist(page: Path) -> None:
-    for line in lines_of(page):
+    for line in read_commands(page):
         if not line.startswith("topkube "):
             continue
         words = [word for word in shlex.split(line, comments=True)[1:] if word not in ("…", "...")]
@@ -118,17 +118,17 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_jobs_in_the_docs_are_valid_and_files_in_commands_exist(page: Path) -> None:
-    for text in blocks(page, "yaml"):
+    for text in read_blocks(page, "yaml"):
         if "kind: TrainingJob" in text and "…" not in text:
             TrainingJob.from_yaml(text)
-    for line in lines_of(page):
+    for line in read_commands(page):
         for path in re.findall(r"(?<!--json )\b(?:manifests|charts|benchmarks)/[\w./-]+", line):
             assert (ROOT / path).exists(), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_in_the_docs_compiles(page: Path) -> None:
-    for text in blocks(page, "python"):
+    for text in read_blocks(page, "python"):
         compile(text, str(page), "exec")
 
 
@@ -190,7 +190,9 @@ def test_the_alerts_page_lists_every_alert_with_its_severity() -> None:
 
 def test_the_quickstart_runs() -> None:
     """Run the commands that take seconds. `make demo` and tests/unit/cli/test_run.py run the training itself."""
-    quick = [shlex.split(line, comments=True) for line in lines_of(DOCS / "quickstart.md") if line == "topkube doctor"]
+    quick = [
+        shlex.split(line, comments=True) for line in read_commands(DOCS / "quickstart.md") if line == "topkube doctor"
+    ]
     assert quick
     for command in quick:
         run = subprocess.run(
@@ -200,7 +202,7 @@ def test_the_quickstart_runs() -> None:
 
 
 def test_the_plan_in_the_docs_is_the_output_of_the_command() -> None:
-    plans = [block for block in blocks(DOCS / "cli.md", "console") if block.startswith("$ topkube plan ")]
+    plans = [block for block in read_blocks(DOCS / "cli.md", "console") if block.startswith("$ topkube plan ")]
     assert plans
     for block in plans:
         command, _, output = block.removeprefix("$ ").partition("\n")
@@ -214,7 +216,7 @@ def test_the_plan_in_the_docs_is_the_output_of_the_command() -> None:
 
 
 def test_the_scrape_configuration_is_valid(tmp_path: Path) -> None:
-    (text,) = [text for text in blocks(DOCS / "monitoring.md", "yaml") if "scrape_configs" in text]
+    (text,) = [text for text in read_blocks(DOCS / "monitoring.md", "yaml") if "scrape_configs" in text]
     assert [job["job_name"] for job in yaml.safe_load(text)["scrape_configs"]] == [
         "topkube-operator",
         "topkube-workers",
@@ -224,7 +226,7 @@ def test_the_scrape_configuration_is_valid(tmp_path: Path) -> None:
 def test_the_values_of_the_monitoring_pages_are_valid() -> None:
     with helm.Chart.load(ROOT / "charts/topkube") as chart:
         for page in ("alerts.md", "monitoring.md"):
-            examples = [text for text in blocks(DOCS / page, "yaml") if "scrape_configs" not in text]
+            examples = [text for text in read_blocks(DOCS / page, "yaml") if "scrape_configs" not in text]
             assert examples, page
             for text in examples:
                 chart.validate_schema(yaml.safe_load(text))

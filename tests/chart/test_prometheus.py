@@ -206,11 +206,11 @@ def test_every_choice_has_values(server: Prometheus) -> None:
 
 
 def test_every_alert_is_evaluated_without_an_error(server: Prometheus) -> None:
-    def evaluated() -> list[dict[str, Any]]:
+    def read_evaluated_rules() -> list[dict[str, Any]]:
         rules = [rule for group in server.ask("rules")["groups"] for rule in group["rules"]]
         return rules if all(rule["health"] != "unknown" for rule in rules) else []  # unknown: not evaluated yet
 
-    rules = wait_until(evaluated, "the first evaluation")
+    rules = wait_until(read_evaluated_rules, "the first evaluation")
     assert {rule["name"]: rule["health"] for rule in rules} == {alert.name: "ok" for alert in ALERTS}
 
 

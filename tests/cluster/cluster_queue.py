@@ -134,7 +134,7 @@ class ClusterQueue:
         for entry in workloads:
             self._follow_activity(entry, now)
         waiting = [entry for entry in workloads if kueue_protocol.may_be_admitted(entry)]
-        for entry in sorted(waiting, key=_turn):
+        for entry in sorted(waiting, key=_turn_key):
             needed = kueue_protocol.count_pods(entry)
             if used + needed > self.room:
                 self._make_room(entry, workloads, now)
@@ -145,10 +145,10 @@ class ClusterQueue:
     def _make_room(self, entry: Mapping[str, Any], workloads: list[dict[str, Any]], now: datetime) -> None:
         """Evict a Workload of lower priority, or return why `entry` waits."""
         holders = [other for other in workloads if kueue_protocol.holds_quota(other)]
-        is_clearing = any(kueue_protocol.holds(other, "Evicted") for other in holders)
+        is_clearing = any(kueue_protocol.has_true_condition(other, "Evicted") for other in holders)
         lower = [other for other in holders if _priority(other) < _priority(entry)]
         if lower and not is_clearing:
-            victim = max(lower, key=_turn)
+            victim = max(lower, key=_turn_key)
             self.evictions.append(victim["metadata"]["name"])
             self._write(victim, kueue_protocol.evict(victim, "Preempted", now))
         message = "couldn't assign flavors to pod set launcher: insufficient unused quota for pods"
@@ -156,7 +156,7 @@ class ClusterQueue:
             self._write(entry, kueue_protocol.refuse(entry, message, now))
 
     def _follow_activity(self, entry: dict[str, Any], now: datetime) -> None:
-        is_evicted = kueue_protocol.holds(entry, "Evicted")
+        is_evicted = kueue_protocol.has_true_condition(entry, "Evicted")
         if entry["spec"].get("active") is False:
             if kueue_protocol.holds_quota(entry) and not is_evicted:
                 self._write(entry, kueue_protocol.evict(entry, "Deactivated", now))
@@ -168,7 +168,7 @@ class ClusterQueue:
         pods, _ = self.cluster.list("Pod", self.namespace, "topkube.dev/job-name")
         for entry in workloads:
             admission = (entry.get("status") or {}).get("admission")
-            is_reserved = kueue_protocol.holds(entry, "QuotaReserved")
+            is_reserved = kueue_protocol.has_true_condition(entry, "QuotaReserved")
             assert not is_reserved or admission, "Kueue's webhook refuses reserved quota without an admission"
             if kueue_protocol.holds_quota(entry):
                 continue
@@ -262,7 +262,7 @@ def _priority(workload: Mapping[str, Any]) -> int:
     return int(workload["spec"].get("priority") or 0)
 
 
-def _turn(workload: Mapping[str, Any]) -> tuple[int, str, str]:
+def _turn_key(workload: Mapping[str, Any]) -> tuple[int, str, str]:
     metadata = workload["metadata"]
     return -_priority(workload), metadata["creationTimestamp"], metadata["name"]
 

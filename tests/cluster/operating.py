@@ -82,7 +82,7 @@ class Jobs:
         """Return the status when the job is in one of the phases. If the job ends in another phase, the test fails at
         once."""
 
-        def reached() -> dict[str, Any] | None:
+        def read_reached_status() -> dict[str, Any] | None:
             status = self.status(name)
             if status.get("phase") in phases:
                 return status
@@ -90,7 +90,7 @@ class Jobs:
             return None
 
         try:
-            job: dict[str, Any] = until(reached, f"{name} to be {' or '.join(phases)}", seconds)
+            job: dict[str, Any] = until(read_reached_status, f"{name} to be {' or '.join(phases)}", seconds)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.status(name)}") from None
         return job
@@ -98,12 +98,12 @@ class Jobs:
     def wait_failure(self, name: str, seconds: float = 120.0) -> dict[str, Any]:
         """Return why the job failed."""
 
-        def failed() -> dict[str, Any] | None:
+        def read_failure() -> dict[str, Any] | None:
             status = self.status(name)
             assert status.get("phase") != "Succeeded", status
             return status.get("firstFailure") if status.get("phase") == "Failed" else None
 
-        failure: dict[str, Any] = until(failed, f"{name} to fail", seconds)
+        failure: dict[str, Any] = until(read_failure, f"{name} to fail", seconds)
         return failure
 
 
@@ -120,12 +120,12 @@ class Operator:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def kill(self) -> None:
         """Send SIGKILL."""
-        if self.process is not None and self.alive():
+        if self.process is not None and self.is_alive():
             self.process.kill()
             self.process.wait(10)
 
@@ -194,7 +194,7 @@ class Guillotine:
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        turn = self._turn(request, body)
+        turn = self._count_try(request, body)
         if turn == 1:
             self._kill(request, "before")
             return web.Response(status=503)
@@ -223,7 +223,7 @@ class Guillotine:
                     await response.write(piece)
             return response
 
-    def _turn(self, request: web.Request, body: bytes) -> int:
+    def _count_try(self, request: web.Request, body: bytes) -> int:
         """Return the number of the try of this write; 0 for requests that always pass."""
         if request.method == "GET" or "/leases" in request.path or "/events" in request.path:
             return 0

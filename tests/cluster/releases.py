@@ -19,7 +19,7 @@ import helm_python as helm
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def documented(page: str, begin: str, end: str = "\n## ") -> list[str]:
+def read_commands(page: str, begin: str, end: str = "\n## ") -> list[str]:
     """The commands in the `sh` blocks of docs/PAGE between the text `begin` and the next `end`."""
     text = (REPOSITORY / "docs" / page).read_text()
     start = text.index(begin)
@@ -52,7 +52,7 @@ class Commands:
         parser.add_argument("--set", action="append", default=[])
         arguments = parser.parse_args(words)
         where = str(chart or REPOSITORY / str(arguments.chart))
-        given = merged(self.values, values, *(helm.parse_set_string(text) for text in arguments.set))
+        given = merge_values(self.values, values, *(helm.parse_set_string(text) for text in arguments.set))
         with self.helm(arguments.namespace) as config:
             match arguments.action:
                 case "install":
@@ -95,11 +95,11 @@ class Commands:
         return ended.stdout
 
 
-def merged(*values: dict[str, Any]) -> dict[str, Any]:
+def merge_values(*values: dict[str, Any]) -> dict[str, Any]:
     """Return merged values, as Helm merges them: later values win, and maps are merged."""
     result: dict[str, Any] = {}
     for source in values:
         for name, value in source.items():
             both = isinstance(value, dict) and isinstance(result.get(name), dict)
-            result[name] = merged(result[name], value) if both else copy.deepcopy(value)
+            result[name] = merge_values(result[name], value) if both else copy.deepcopy(value)
     return result

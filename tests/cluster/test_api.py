@@ -77,7 +77,7 @@ def test_names_up_to_63_characters(api: Api) -> None:
         create(api, minimal("a" * 64))
 
 
-def lines(command: list[str]) -> list[str]:
+def run_lines(command: list[str]) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
 
 
@@ -87,7 +87,7 @@ def test_columns(api: Api, kubectl: Path, kubeconfig: Path) -> None:
     set_status(api, "shown", phase="Running", workersReady="2/2", restarts=1, progress=progress)
     for kinds in (["tj"], ["trainingjobs.topkube.dev"], ["all"]):
         command = [str(kubectl), "--kubeconfig", str(kubeconfig), "-n", api.namespace, "get", *kinds]
-        shown = wait_for(lambda command=command: lines(command), "kubectl to know the kind", 30)
+        shown = wait_for(lambda command=command: run_lines(command), "kubectl to know the kind", 30)
         head, row = shown[:2]
         assert head.split() == ["NAME", "PHASE", "WORKERS", "STEP", "PROGRESS%", "SAMPLES/S", "RESTARTS", "AGE"]
         assert row.split()[0].endswith("shown")

@@ -24,7 +24,7 @@ from jobs import fails, job
 from kubernetes.client.exceptions import ApiException
 from localkube import images
 from monitored import Found
-from releases import REPOSITORY, Commands, documented, merged
+from releases import REPOSITORY, Commands, merge_values, read_commands
 from target import GROUP, OPERATOR, OPERATOR_NAMESPACE, PLURAL, VERSION, Namespace, Target, shared_claim, wait_for
 
 from conftest import MANIFESTS, apply_manifests
@@ -66,7 +66,7 @@ class Life:
 
     def move(self, chart: Path) -> None:
         """Move from manifests/ to Helm with the commands of docs/install.md, with another chart."""
-        *before, last = documented("install.md", "To move to Helm later")
+        *before, last = read_commands("install.md", "To move to Helm later")
         for line in before:
             self.commands.run(line)
         assert last.startswith("helm install")
@@ -115,7 +115,7 @@ def life(target: Target, kubectl: Path, tmp_path_factory: pytest.TempPathFactory
     life = Life(target, kubectl, directory)
     with life.commands.helm(OPERATOR_NAMESPACE) as config:  # from an interrupted test run
         config.uninstall("topkube", ignore_not_found=True)
-    was_installed = _deployed(target)
+    was_installed = _is_deployed(target)
     apply_manifests(target)
     try:
         life.move(release_before(directory))
@@ -133,7 +133,7 @@ def life(target: Target, kubectl: Path, tmp_path_factory: pytest.TempPathFactory
             apply_manifests(target)
 
 
-def _deployed(target: Target) -> bool:
+def _is_deployed(target: Target) -> bool:
     try:
         target.apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE)
     except ApiException as error:
@@ -184,7 +184,7 @@ def test_it_is_ready_in_20_seconds_without_a_prometheus_operator(life: Life, tra
 
 
 def test_helm_test_passes_and_leaves_nothing(life: Life) -> None:
-    (line,) = [line for line in documented("install.md", "## With Helm") if line.startswith("helm test")]
+    (line,) = [line for line in read_commands("install.md", "## With Helm") if line.startswith("helm test")]
     logs = life.commands.run(line)["logs"]
     assert "a replica leads" in logs
     assert "spec.template.spec.containers[0].command: is required" in logs, "the webhook has refused nothing"
@@ -196,7 +196,7 @@ def test_its_webhook_refuses_a_bad_job_with_path_and_reason(life: Life) -> None:
     invalid = job("bad", ["true"])
     del invalid["spec"]["template"]["spec"]["containers"][0]["command"]
 
-    def refused() -> str:
+    def read_refusal() -> str:
         try:
             life.target.custom.create_namespaced_custom_object(
                 GROUP, VERSION, life.jobs.name, PLURAL, invalid, dry_run="All"
@@ -205,7 +205,7 @@ def test_its_webhook_refuses_a_bad_job_with_path_and_reason(life: Life) -> None:
             return str(json.loads(error.body)["message"])
         return ""
 
-    reason = wait_for(refused, "the webhook to be called", 60)
+    reason = wait_for(read_refusal, "the webhook to be called", 60)
     assert "trainingjobs.topkube.dev" in reason  # it is ours that speaks
     assert "spec.template.spec.containers[0].command: is required" in reason
     (hook,) = life.target.admission.read_validating_webhook_configuration("topkube").webhooks
@@ -254,7 +254,7 @@ def test_every_panel_is_answered_from_the_running_job(life: Life, server: Promet
     where, silent = {"namespace": life.jobs.name}, [query for panel in PANELS for query in panel.queries]
     silent = [query for query in silent if "topkube_node_cache_" not in query.expression]  # this release has none
 
-    def answered(expression: str) -> bool:
+    def has_values(expression: str) -> bool:
         values = [
             point[1]
             for series in server.query(fill_variables(expression, INTERVAL, **where))
@@ -262,12 +262,12 @@ def test_every_panel_is_answered_from_the_running_job(life: Life, server: Promet
         ]
         return any(not math.isnan(value) for value in values)
 
-    def none_left() -> bool:
-        silent[:] = [query for query in silent if not answered(query.expression)]
+    def all_report() -> bool:
+        silent[:] = [query for query in silent if not has_values(query.expression)]
         return not silent
 
     try:
-        wait_for(none_left, "answers", 150, interval=1)
+        wait_for(all_report, "answers", 150, interval=1)
     except AssertionError:
         raise AssertionError(f"no data for {[query.expression for query in silent]}") from None
     finally:
@@ -275,11 +275,11 @@ def test_every_panel_is_answered_from_the_running_job(life: Life, server: Promet
 
 
 def test_every_alert_is_evaluated_and_every_metric_and_label_named_is_scraped(server: Prometheus) -> None:
-    def healthy() -> bool:
+    def are_rules_healthy() -> bool:
         rules = [rule for group in server.ask("rules")["groups"] for rule in group["rules"]]
         return {rule["name"] for rule in rules if rule["health"] == "ok"} == {alert.name for alert in ALERTS}
 
-    wait_for(healthy, "all alerts to be evaluated", 30)
+    wait_for(are_rules_healthy, "all alerts to be evaluated", 30)
     producers = server.query("count by (namespace, phase) (topkube_jobs)")
     assert {point[1] for series in producers for point in series.points} == {1.0}, "only the leader serves them"
     labels: dict[str, set[str]] = {}
@@ -305,7 +305,7 @@ def test_the_sample_runs_to_its_end(life: Life, training: str) -> None:
     status = life.jobs.wait_phase("digits-cnn", "Succeeded", seconds=300)
     assert status["progress"]["step"] == status["progress"]["totalSteps"] == 300
     assert life.jobs.wait_phase("fails", "Failed", seconds=60)["firstFailure"]["exitCode"] == 7
-    for line in documented("quickstart.md", "To see more of the job:"):
+    for line in read_commands("quickstart.md", "To see more of the job:"):
         output = life.commands.run(f"{line.replace('char-gpt', 'digits-cnn')} -n {life.jobs.name}")["said"]
         assert output.strip(), line
 
@@ -344,8 +344,8 @@ def step(life: Life, name: str) -> int:
     return int((life.jobs.status(name).get("progress") or {}).get("step") or 0)
 
 
-def line_of(action: str) -> str:
-    lines = documented("install.md", "## Upgrade, roll back, uninstall")
+def find_line(action: str) -> str:
+    lines = read_commands("install.md", "## Upgrade, roll back, uninstall")
     (matching_line,) = [line for line in lines if line.startswith(f"helm {action} ")]
     return matching_line
 
@@ -356,7 +356,7 @@ def test_an_upgrade_keeps_jobs_running_and_upgrades_the_definition(
     pods, operators = life.jobs.uids("worker"), {pod.metadata.uid for pod in life.operators()}
     assert len([name for name in pods if name.startswith(training)]) == 2
     assert NEW_COLUMN not in life.columns()
-    life.commands.run(line_of("upgrade"), operator={"logLevel": "debug"})
+    life.commands.run(find_line("upgrade"), operator={"logLevel": "debug"})
     assert NEW_COLUMN in life.columns()
     assert not operators & {pod.metadata.uid for pod in life.operators()}
     assert {kind: len(monitors(life, plural) or ()) for kind, plural in MONITORS.items()} == dict.fromkeys(MONITORS, 1)
@@ -371,7 +371,7 @@ def test_an_upgrade_keeps_jobs_running_and_upgrades_the_definition(
 
 def test_a_rollback_goes_back_and_keeps_jobs_running(life: Life, training: str) -> None:
     pods = {name: uid for name, uid in life.jobs.uids("worker").items() if name.startswith(training)}
-    life.commands.run(line_of("rollback"))
+    life.commands.run(find_line("rollback"))
     deployment = life.target.apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE)
     assert "--log-level=info" in deployment.spec.template.spec.containers[0].args
     assert NEW_COLUMN not in life.columns()
@@ -383,7 +383,7 @@ def test_a_rollback_goes_back_and_keeps_jobs_running(life: Life, training: str) 
 def test_uninstalling_keeps_the_definition_the_jobs_and_their_pods(life: Life, training: str) -> None:
     pods = {name: uid for name, uid in life.jobs.uids("worker").items() if name.startswith(training)}
     jobs = {"trains", "digits-cnn", "fails", "stuck", "avoids", "begins"}
-    life.commands.run(line_of("uninstall"))
+    life.commands.run(find_line("uninstall"))
     assert life.operators() == []
     assert "Phase" in life.columns()
     stored = life.target.custom.list_namespaced_custom_object(GROUP, VERSION, life.jobs.name, PLURAL)["items"]
@@ -418,7 +418,7 @@ def test_two_releases_for_different_namespaces_live_side_by_side(life: Life, tra
         with pytest.raises(
             helm.HelmError, match=r"belongs to release topkube in namespace topkube-system. Next: set crds"
         ):
-            life.commands.run(line, **merged(small, {"crds": {"install": True}}))
+            life.commands.run(line, **merge_values(small, {"crds": {"install": True}}))
         with pytest.raises(
             helm.HelmError, match=rf"belongs to release second in namespace {other.name}. Next: set webh"
         ):

@@ -51,7 +51,7 @@ def topkube(api: Api, kubeconfig: Path) -> Topkube:
     return run
 
 
-def written(path: Path, job: dict[str, Any]) -> str:
+def write_job_file(path: Path, job: dict[str, Any]) -> str:
     path.write_text(yaml.safe_dump(job))
     return str(path)
 
@@ -62,14 +62,14 @@ def jobs(api: Api) -> list[str]:
 
 def test_submit_prints_what_it_did_and_what_is_refused(api: Api, topkube: Topkube, tmp_path: Path) -> None:
     job = minimal("first")
-    file = written(tmp_path / "job.yaml", job)
+    file = write_job_file(tmp_path / "job.yaml", job)
     dry = topkube("submit", file, "--dry-run")
     assert (dry.returncode, dry.stdout) == (0, "trainingjob.topkube.dev/first created (dry run on the server)\n")
     assert jobs(api) == []
     assert topkube("submit", file).stdout == "trainingjob.topkube.dev/first created\n"
     assert topkube("submit", file).stdout == "trainingjob.topkube.dev/first unchanged\n"
     job["spec"]["runPolicy"]["backoffLimit"] = 7
-    applied = topkube("submit", written(tmp_path / "job.yaml", job), "-o", "json")
+    applied = topkube("submit", write_job_file(tmp_path / "job.yaml", job), "-o", "json")
     assert json.loads(applied.stdout)["spec"]["runPolicy"]["backoffLimit"] == 7
 
     # Another tool takes a field over: it is not taken back without a word.
@@ -77,7 +77,7 @@ def test_submit_prints_what_it_did_and_what_is_refused(api: Api, topkube: Topkub
     api.request(
         "PATCH", job_path(api, "first"), {"fieldManager": "kubectl-edit"}, patch, "application/merge-patch+json"
     )
-    refused = topkube("submit", file := written(tmp_path / "job.yaml", job))
+    refused = topkube("submit", file := write_job_file(tmp_path / "job.yaml", job))
     assert refused.returncode == 1
     assert 'conflict with "kubectl-edit"' in refused.stderr
     assert "--force-conflicts" in refused.stderr
@@ -85,7 +85,7 @@ def test_submit_prints_what_it_did_and_what_is_refused(api: Api, topkube: Topkub
 
 
 def test_a_bad_file_is_refused_in_the_words_of_run(api: Api, topkube: Topkube, tmp_path: Path) -> None:
-    file = written(tmp_path / "job.yaml", minimal("bad", workers=0, aggregation={"wire": "bf8"}))
+    file = write_job_file(tmp_path / "job.yaml", minimal("bad", workers=0, aggregation={"wire": "bf8"}))
     ended = topkube("submit", file)
     assert ended.returncode == 2
     assert "has 2 mistakes" in ended.stderr
@@ -106,7 +106,7 @@ def test_names_that_do_not_exist(api: Api, topkube: Topkube, tmp_path: Path) -> 
     assert jobs(api) == ["char-gpt"], "a typing mistake in one name deletes none"
     other = minimal("a")
     other["metadata"]["namespace"] = "elsewhere"
-    ended = topkube("submit", written(tmp_path / "job.yaml", other))
+    ended = topkube("submit", write_job_file(tmp_path / "job.yaml", other))
     assert ended.returncode == 2
     assert f"is for namespace elsewhere, but --namespace is {api.namespace}" in ended.stderr
 
@@ -228,7 +228,7 @@ def test_logs_of_a_job_whose_pods_are_gone_show_what_the_status_kept(api: Api, t
 
 
 def test_submit_waits_for_the_end(api: Api, topkube: Topkube, tmp_path: Path) -> None:
-    file = written(tmp_path / "job.yaml", minimal("waited"))
+    file = write_job_file(tmp_path / "job.yaml", minimal("waited"))
     late = topkube("submit", file, "--wait", "--timeout", "2")
     assert late.returncode == 124
     assert "waited is still Pending after 2 s and continues" in late.stderr
@@ -309,7 +309,7 @@ def test_a_user_without_the_right_sees_which_right_to_ask_for(
 def test_the_roles_for_people_are_enough_and_no_more(
     api: Api, topkube: Topkube, kubeconfig: Path, tmp_path: Path, roles: None
 ) -> None:
-    file = written(tmp_path / "job.yaml", minimal("shared"))
+    file = write_job_file(tmp_path / "job.yaml", minimal("shared"))
     editor = account(api, kubeconfig, tmp_path / "editor.yaml", "topkube-edit")
     viewer = account(api, kubeconfig, tmp_path / "viewer.yaml", "topkube-view")
     assert topkube("submit", file, config=editor).returncode == 0

@@ -30,8 +30,8 @@ def kueue(resting: Target, request: pytest.FixtureRequest) -> Iterator[str]:
     with kueue_kinds(cluster, version):
         group = f"/apis/kueue.x-k8s.io/{version}"
         flavor = {"nodeLabels": {POOL: "spot"}, "tolerations": [TOLERATION]}
-        cluster.call("POST", f"{group}/resourceflavors", _named(version, "ResourceFlavor", FLAVOR, spec=flavor))
-        urgent = _named(version, "WorkloadPriorityClass", URGENT, value=1000)
+        cluster.call("POST", f"{group}/resourceflavors", _kueue_object(version, "ResourceFlavor", FLAVOR, spec=flavor))
+        urgent = _kueue_object(version, "WorkloadPriorityClass", URGENT, value=1000)
         cluster.call("POST", f"{group}/workloadpriorityclasses", urgent)
         for node in nodes:
             resting.label_node(node, POOL, "spot")
@@ -40,7 +40,7 @@ def kueue(resting: Target, request: pytest.FixtureRequest) -> Iterator[str]:
             resting.label_node(node, POOL, None)
 
 
-def _named(version: str, kind: str, name: str, **fields: Any) -> dict[str, Any]:
+def _kueue_object(version: str, kind: str, name: str, **fields: Any) -> dict[str, Any]:
     return {"apiVersion": f"kueue.x-k8s.io/{version}", "kind": kind, "metadata": {"name": name}, **fields}
 
 
@@ -50,7 +50,7 @@ def queue(jobs: Jobs, kueue: str) -> ClusterQueue:
     return ClusterQueue(jobs.cluster, jobs.namespace, kueue, room=3, flavor=FLAVOR)
 
 
-def queued(name: str, **labels: str) -> dict[str, Any]:
+def queued_job(name: str, **labels: str) -> dict[str, Any]:
     """A job of three pods that runs until the test ends its ranks."""
     waiting = job(name, UNTIL_TOLD)
     waiting["metadata"]["labels"] = {QUEUE_LABEL: "team", **labels}
@@ -64,11 +64,11 @@ def end(resting: Target, jobs: Jobs, name: str, code: int = 0) -> None:
         namespace.execute(pod.metadata.name, "sh", "-c", f"echo {code} > /tmp/end")
 
 
-def runs(jobs: Jobs, name: str) -> bool:
+def is_running(jobs: Jobs, name: str) -> bool:
     return bool(jobs.status(name).get("phase") == "Running")
 
 
-def waits(jobs: Jobs, name: str, reason: str) -> dict[str, Any]:
+def find_waiting_condition(jobs: Jobs, name: str, reason: str) -> dict[str, Any]:
     """Return the condition Suspended if the job has no pods for this reason; empty otherwise."""
     conditions = jobs.status(name).get("conditions") or ()
     suspended = next((entry for entry in conditions if entry["type"] == "Suspended"), {})
@@ -81,8 +81,8 @@ def test_a_job_waits_for_its_admission_runs_where_kueue_puts_it_and_gives_the_qu
     resting: Target, jobs: Jobs, kueue: str, kubeconfig: Path, queue: ClusterQueue
 ) -> None:
     with Operator(str(kubeconfig), jobs.namespace).running():
-        jobs.create(queued("first", **{"kueue.x-k8s.io/priority-class": URGENT}))
-        until(lambda: waits(jobs, "first", "Queued"), "the job to wait without pods")
+        jobs.create(queued_job("first", **{"kueue.x-k8s.io/priority-class": URGENT}))
+        until(lambda: find_waiting_condition(jobs, "first", "Queued"), "the job to wait without pods")
         spec = until(lambda: queue.workload("first"), "the Workload")["spec"]
         assert {entry["name"]: entry["count"] for entry in spec["podSets"]} == {"launcher": 1, "worker": 2}
         assert spec["priority"] == 1000
@@ -91,13 +91,16 @@ def test_a_job_waits_for_its_admission_runs_where_kueue_puts_it_and_gives_the_qu
 
         queue.room = 2
         queue.reconcile()
-        until(lambda: "insufficient" in waits(jobs, "first", "Queued").get("message", ""), "Kueue's own words")
+        until(
+            lambda: "insufficient" in find_waiting_condition(jobs, "first", "Queued").get("message", ""),
+            "Kueue's own words",
+        )
         moved = {"metadata": {"labels": {QUEUE_LABEL: "other"}}}
         jobs.cluster.patch("TrainingJob", jobs.namespace, "first", moved)
         queue.until(lambda: queue.workload("first")["spec"]["queueName"] == "other", "the other queue")
 
         queue.room = 3
-        queue.until(lambda: runs(jobs, "first"), "the admitted job to run")
+        queue.until(lambda: is_running(jobs, "first"), "the admitted job to run")
         pods = jobs.pods()
         assert len(pods) == 3
         for name, pod in pods.items():
@@ -129,19 +132,19 @@ def test_a_preempted_job_leaves_its_place_and_continues_later(
     """The quota moves only when the pods of the preempted job are gone. Its preemption counts neither as a restart nor
     as a disruption."""
     with Operator(str(kubeconfig), jobs.namespace).running():
-        jobs.create(queued("low"))
-        queue.until(lambda: runs(jobs, "low"), "the first job to run")
-        jobs.create(queued("high", **{"kueue.x-k8s.io/priority-class": URGENT}))
-        queue.until(lambda: runs(jobs, "high"), "the second job to run", 180)
+        jobs.create(queued_job("low"))
+        queue.until(lambda: is_running(jobs, "low"), "the first job to run")
+        jobs.create(queued_job("high", **{"kueue.x-k8s.io/priority-class": URGENT}))
+        queue.until(lambda: is_running(jobs, "high"), "the second job to run", 180)
         assert queue.evictions == ["low-workload"]
-        queue.until(lambda: waits(jobs, "low", "Evicted"), "the status of the preempted job")
+        queue.until(lambda: find_waiting_condition(jobs, "low", "Evicted"), "the status of the preempted job")
         assert queue.condition("low", "Requeued") == ("True", "Preempted")
         assert queue.condition("low", "PodsReady") == ("False", "WaitForStart")
 
         end(resting, jobs, "high", 3)
         assert jobs.wait_failure("high")["exitCode"] == 3
         queue.until(lambda: queue.condition("high", "Finished") == ("True", "Failed"), "the end of the failed job", 180)
-        queue.until(lambda: runs(jobs, "low"), "the preempted job to run again")
+        queue.until(lambda: is_running(jobs, "low"), "the preempted job to run again")
         status = jobs.status("low")
         assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 0, 0)
         end(resting, jobs, "low")
@@ -153,17 +156,17 @@ def test_suspension_gives_the_quota_to_another_job(
     resting: Target, jobs: Jobs, kubeconfig: Path, queue: ClusterQueue
 ) -> None:
     with Operator(str(kubeconfig), jobs.namespace).running():
-        jobs.create(queued("first"))
-        queue.until(lambda: runs(jobs, "first"), "the first job to run")
-        jobs.create(queued("second"))
+        jobs.create(queued_job("first"))
+        queue.until(lambda: is_running(jobs, "first"), "the first job to run")
+        jobs.create(queued_job("second"))
         queue.until(lambda: queue.condition("second", "QuotaReserved")[0] == "False", "the second job to wait")
         _suspend(jobs, "first", True)
-        queue.until(lambda: runs(jobs, "second"), "the second job to run", 180)
+        queue.until(lambda: is_running(jobs, "second"), "the second job to run", 180)
         assert queue.workload("first") == {}, "a suspended job does not wait in the queue"
         _suspend(jobs, "first", False)
-        queue.until(lambda: waits(jobs, "first", "Queued"), "the first job to wait")
+        queue.until(lambda: find_waiting_condition(jobs, "first", "Queued"), "the first job to wait")
         end(resting, jobs, "second")
-        queue.until(lambda: runs(jobs, "first"), "the first job to run again", 180)
+        queue.until(lambda: is_running(jobs, "first"), "the first job to run again", 180)
         assert jobs.status("first")["attempt"] == 2
 
 
@@ -172,23 +175,23 @@ def test_after_other_evictions_kueue_decides_when_the_job_is_queued_again(
     jobs: Jobs, kubeconfig: Path, queue: ClusterQueue
 ) -> None:
     with Operator(str(kubeconfig), jobs.namespace).running():
-        jobs.create(queued("slow"))
-        queue.until(lambda: runs(jobs, "slow"), "the job to run")
+        jobs.create(queued_job("slow"))
+        queue.until(lambda: is_running(jobs, "slow"), "the job to run")
         queue.evict("slow", "PodsReadyTimeout")
         queue.until(lambda: not queue.holds_quota("slow"), "the quota to be free", 180)
         assert queue.condition("slow", "Requeued") == ("False", "PodsReadyTimeout")
-        queue.until(lambda: waits(jobs, "slow", "Evicted"), "the status to say why the job waits")
+        queue.until(lambda: find_waiting_condition(jobs, "slow", "Evicted"), "the status to say why the job waits")
         queue.reconcile()
         assert not queue.holds_quota("slow"), "the pause is not over"
         queue.end_pause("slow")
-        queue.until(lambda: runs(jobs, "slow"), "the job to run after the pause")
+        queue.until(lambda: is_running(jobs, "slow"), "the job to run after the pause")
 
         queue.activate("slow", False)
-        queue.until(lambda: waits(jobs, "slow", "Evicted"), "the deactivated job to stop", 180)
+        queue.until(lambda: find_waiting_condition(jobs, "slow", "Evicted"), "the deactivated job to stop", 180)
         queue.until(lambda: not queue.holds_quota("slow"), "the quota to be free")
         assert queue.condition("slow", "Requeued") == ("False", "Deactivated")
         queue.activate("slow", True)
-        queue.until(lambda: runs(jobs, "slow"), "the job to run again")
+        queue.until(lambda: is_running(jobs, "slow"), "the job to run again")
         status = jobs.status("slow")
         assert (status["attempt"], status["restarts"], status["disruptions"]) == (3, 0, 0)
 

@@ -117,27 +117,27 @@ def remote(namespace: Namespace) -> Remote:
     core = namespace.target.core
     core.create_namespaced_pod(namespace.name, body)
 
-    def serves() -> Remote | None:
+    def connect_when_served() -> Remote | None:
         address = core.read_namespaced_pod("remote", namespace.name).status.pod_ip
         try:
             return Remote(address) if address and Remote(address).sent == 0 else None
         except OSError:
             return None
 
-    return wait_for(serves, "the remote", 60)
+    return wait_for(connect_when_served, "the remote", 60)
 
 
 def dataset(remote: Remote, medium: str, **more: Any) -> dict[str, Any]:
     return {"uri": remote.uri, "mountPath": "/data", "cache": {"medium": medium, **more}}
 
 
-def printed(namespace: Namespace, name: str) -> list[dict[str, Any]]:
+def read_printed_lines(namespace: Namespace, name: str) -> list[dict[str, Any]]:
     """The JSON lines of a job's ranks."""
     logs = "\n".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker", name))
     return [json.loads(line) for line in re.findall(r"^\[rank \d+\] (\{.*\})$", logs, re.MULTILINE)]
 
 
-def nodes_of(namespace: Namespace, name: str) -> set[str]:
+def list_worker_nodes(namespace: Namespace, name: str) -> set[str]:
     return {pod.spec.node_name for pod in namespace.pods("worker", name)}
 
 
@@ -151,9 +151,9 @@ def test_a_volume_of_the_pods_own_shows_the_files_to_a_plain_script(namespace: N
     name = namespace.create(job("plain", ["python", "-c", script], workers=1, dataset=given))
     status = namespace.wait_phase(name, "Succeeded")
     names = [f"{shard:03}.tar" for shard in range(SHARDS)]
-    assert printed(namespace, name) == [{"files": names, "refused": "EROFS"}, {"key": len("hunter2")}]
+    assert read_printed_lines(namespace, name) == [{"files": names, "refused": "EROFS"}, {"key": len("hunter2")}]
     (node,) = status["cache"]["nodes"]
-    assert node == {"name": nodes_of(namespace, name).pop(), "cachedBytes": remote.sent}
+    assert node == {"name": list_worker_nodes(namespace, name).pop(), "cachedBytes": remote.sent}
     launcher = namespace.target.core.list_namespaced_pod(namespace.name, label_selector="topkube.dev/role=launcher")
     assert "hunter2" not in str(launcher.items) + str(namespace.job(name))
     assert "keys" not in str([container.env_from for pod in launcher.items for container in pod.spec.containers])
@@ -214,10 +214,10 @@ def kubectl_says(kubectl: Path, namespace: Namespace) -> list[dict[str, str]]:
         return []
     starts = [match.start() for match in re.finditer(r"\S+", lines[0])]
 
-    def cut(line: str) -> list[str]:
+    def split_columns(line: str) -> list[str]:
         return [line[start:stop].strip() for start, stop in zip(starts, [*starts[1:], None], strict=True)]
 
-    return [dict(zip(cut(lines[0]), cut(line), strict=True)) for line in lines[1:]]
+    return [dict(zip(split_columns(lines[0]), split_columns(line), strict=True)) for line in lines[1:]]
 
 
 def test_a_second_job_lands_on_the_warm_node_and_reads_nothing_from_the_remote(
@@ -226,9 +226,9 @@ def test_a_second_job_lands_on_the_warm_node_and_reads_nothing_from_the_remote(
     command, given = ["python", "-c", SAMPLES], dataset(remote, "Node")
     first = allowed.create(job("first", command, workers=1, dataset=given))
     allowed.wait_phase(first, "Succeeded")
-    (warm,) = nodes_of(allowed, first)
+    (warm,) = list_worker_nodes(allowed, first)
     total, sent = SHARDS * SHARD, remote.sent
-    assert [report["bytes"] for report in printed(allowed, first)] == [total]
+    assert [report["bytes"] for report in read_printed_lines(allowed, first)] == [total]
 
     def cache_entry() -> dict[str, str] | None:
         rows = [row for row in kubectl_says(kubectl, allowed) if row["CACHED%"] == "100"]
@@ -238,11 +238,11 @@ def test_a_second_job_lands_on_the_warm_node_and_reads_nothing_from_the_remote(
     assert (row["NAME"], row["DATASET"], row["NODES"], row["PINNED"]) == (remote.id, remote.uri, warm, "false")
     second = allowed.create(job("second", command, workers=1, dataset=given))
     status = allowed.wait_phase(second, "Succeeded")
-    assert nodes_of(allowed, second) == {warm}, "it lands where the data is"
+    assert list_worker_nodes(allowed, second) == {warm}, "it lands where the data is"
     (pod,) = allowed.pods("worker", second)
     (rule,) = pod.spec.affinity.node_affinity.preferred_during_scheduling_ignored_during_execution
     assert (rule.weight, rule.preference.match_expressions[0].values) == (100, [warm]), "because it is asked to"
-    assert printed(allowed, second) == [{"bytes": total, "remote": 0.0, "misses": 0.0}]
+    assert read_printed_lines(allowed, second) == [{"bytes": total, "remote": 0.0, "misses": 0.0}]
     assert remote.sent == sent, "the remote itself says so"
     assert (status["cache"]["hitRatio"], status["cache"]["remoteBytes"]) == ("1.0000", 0)
     assert [node["name"] for node in status["cache"]["nodes"]] == [warm]
@@ -253,9 +253,9 @@ def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Name
     target = allowed.target
     given = dataset(remote, "Node")
     name = allowed.create(job("busy", ["python", "-c", SAMPLES, "/tmp/go"], workers=1, dataset=given))
-    wait_for(lambda: nodes_of(allowed, name) - {None}, "a node")
+    wait_for(lambda: list_worker_nodes(allowed, name) - {None}, "a node")
     if target.local is not None:
-        (node,) = nodes_of(allowed, name)
+        (node,) = list_worker_nodes(allowed, name)
         wait_for(lambda: remote.sent > 0, "the first byte", interval=0.01)
         (agent,) = target.core.list_namespaced_pod(
             AGENTS,
@@ -273,7 +273,7 @@ def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Name
     delete(GROUP, VERSION, allowed.name, "cacheddatasets", remote.id)
     allowed.execute(allowed.pods("worker", name)[0].metadata.name, "touch", "/tmp/go")
     allowed.wait_phase(name, "Succeeded")
-    assert [item["bytes"] for item in printed(allowed, name)] == [SHARDS * SHARD], "what is read stays"
+    assert [item["bytes"] for item in read_printed_lines(allowed, name)] == [SHARDS * SHARD], "what is read stays"
 
     # Nobody reads it any more: it goes. The next job, of another user, fetches it anew into the same folder.
     sent = remote.sent
@@ -282,7 +282,7 @@ def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Name
         "nodeSelector": {"kubernetes.io/hostname": entry["status"]["where"]},
         "securityContext": {"runAsUser": 4321, "runAsNonRoot": True},
     }
-    wait_for(lambda: not on_disk(target, entry["status"]["where"], allowed.name), "the eviction", 30)
+    wait_for(lambda: not list_cached_datasets(target, entry["status"]["where"], allowed.name), "the eviction", 30)
     allowed.create(other)
     allowed.wait_phase("other", "Succeeded")
     assert remote.sent == 2 * sent
@@ -295,7 +295,7 @@ def _percent(dataset: dict[str, Any]) -> int | None:
     return percent
 
 
-def on_disk(target: Target, node: str, namespace: str) -> list[str]:
+def list_cached_datasets(target: Target, node: str, namespace: str) -> list[str]:
     """Datasets in the node's cache, as seen from its agent."""
     (agent,) = target.core.list_namespaced_pod(
         AGENTS,

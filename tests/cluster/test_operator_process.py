@@ -28,7 +28,7 @@ def test_killed_at_each_of_its_writes_the_operator_brings_the_job_to_its_end(
         with operator.running():
 
             def is_over() -> bool:
-                if not operator.alive():
+                if not operator.is_alive():
                     operator.start()
                 seen.update((name, pod["metadata"]["uid"]) for name, pod in jobs.pods().items())
                 phase = jobs.status("hydra").get("phase")
@@ -90,7 +90,7 @@ def test_a_gang_waits_for_its_scheduler(jobs: Jobs, kubeconfig: Path) -> None:
     crd = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": metadata}
     cluster.call("POST", path, {**crd, "spec": group})
     try:
-        until(lambda: _served(cluster), "PodGroups")
+        until(lambda: _is_served(cluster), "PodGroups")
         cluster.register_kind("PodGroup", "scheduling.x-k8s.io/v1alpha1", "podgroups")
         with Operator(str(kubeconfig), jobs.namespace, "--gang-scheduler", "nobody").running():
             uid = jobs.create(job("gang", runPolicy={"schedulingPolicy": {"minAvailable": 3}}))["metadata"]["uid"]
@@ -107,7 +107,7 @@ def test_a_gang_waits_for_its_scheduler(jobs: Jobs, kubeconfig: Path) -> None:
         cluster.call("DELETE", f"{path}/{metadata['name']}")
 
 
-def _served(cluster: Cluster) -> bool:
+def _is_served(cluster: Cluster) -> bool:
     try:
         return cluster.serves("scheduling.x-k8s.io", "v1alpha1", "podgroups")
     except ApiError:

@@ -57,7 +57,7 @@ def _create_config_map(namespace: Namespace, name: str, files: dict[str, bytes])
     namespace.target.core.create_namespaced_config_map(namespace.name, body)
 
 
-def sums(value: float) -> None:
+def add_up(value: float) -> None:
     import numpy as np
 
     import topkube
@@ -68,11 +68,11 @@ def sums(value: float) -> None:
     print(f"rank {topkube.rank()} of {topkube.size()} has {array.tolist()}", flush=True)
 
 
-def fails() -> None:
+def fail() -> None:
     raise ValueError("this is why")
 
 
-def waits() -> None:
+def wait_forever() -> None:
     import time
 
     import topkube
@@ -83,7 +83,7 @@ def waits() -> None:
 
 def test_a_function_is_trained_followed_stopped_and_removed(namespace: Namespace) -> None:
     client = TrainingClient(namespace=namespace.name, kubeconfig=namespace.target.kubeconfig)
-    name = client.train(sums, arguments={"value": 1.5}, workers=2, image=RUNTIME.name, aggregation="dense")
+    name = client.train(add_up, arguments={"value": 1.5}, workers=2, image=RUNTIME.name, aggregation="dense")
     followed = list(client.logs(name, follow=True))
     job = client.wait(name, 180, show=False)
     assert job.status is not None
@@ -96,14 +96,14 @@ def test_a_function_is_trained_followed_stopped_and_removed(namespace: Namespace
     client.delete(name)
     with pytest.raises(ClusterError, match=f"there is no TrainingJob {name}"):
         client.get(name)
-    failed = client.train(fails, image=RUNTIME.name, spec={"runPolicy": {"backoffLimit": 0}})
+    failed = client.train(fail, image=RUNTIME.name, spec={"runPolicy": {"backoffLimit": 0}})
     with pytest.raises(LaunchError, match="this is why"):
         client.wait(failed, 180, show=False)
 
 
 def test_a_function_is_suspended_and_resumed(namespace: Namespace) -> None:
     client = TrainingClient(namespace=namespace.name, kubeconfig=namespace.target.kubeconfig)
-    name = client.train(waits, image=RUNTIME.name, spec={"launcher": {"colocate": True}})
+    name = client.train(wait_forever, image=RUNTIME.name, spec={"launcher": {"colocate": True}})
     namespace.wait_phase(name, "Running", seconds=180)
     client.suspend(name)
     assert not namespace.pods(job=name)
@@ -131,15 +131,15 @@ def test_a_folder_is_sent_trained_with_and_removed_with_its_job(
         assert f"rank {rank} of 4 trains ['--epochs', '3'] in /var/lib/topkube/source" in out.getvalue()
     config_maps = namespace.target.core.list_namespaced_config_map
 
-    def own() -> list[Any]:
+    def list_own_config_maps() -> list[Any]:
         return [item for item in config_maps(namespace.name).items if item.metadata.name.startswith("train-source-")]
 
-    [stored] = own()
+    [stored] = list_own_config_maps()
     assert [owner.name for owner in stored.metadata.owner_references] == ["train"]
     assert run_app(["submit", *words, "--", "--epochs", "3"]) == 0, "the same job again changes nothing"
-    assert len(own()) == 1
+    assert len(list_own_config_maps()) == 1
     namespace.delete("train")
-    wait_for(lambda: not own(), "the ConfigMap to be removed with its job", PATIENCE)
+    wait_for(lambda: not list_own_config_maps(), "the ConfigMap to be removed with its job", PATIENCE)
 
 
 def test_packages_are_installed_without_a_network_for_any_user(namespace: Namespace) -> None:

@@ -24,35 +24,35 @@ RESTART_SECONDS = 15.0
 """Maximum time from the death of a worker to running ranks."""
 
 
-def running(namespace: Namespace, name: str, **spec: object) -> None:
+def start_running(namespace: Namespace, name: str, **spec: object) -> None:
     """Return a job without end whose ranks run."""
     namespace.create(job(name, endless(), **spec))
     namespace.wait_phase(name, "Running")
     namespace.wait_log("runs")
 
 
-def again(namespace: Namespace, name: str, attempt: int, seconds: float = 90.0) -> dict[str, object]:
+def wait_for_attempt(namespace: Namespace, name: str, attempt: int, seconds: float = 90.0) -> dict[str, object]:
     """Return the status when ranks run in `attempt`."""
 
-    def there() -> dict[str, object] | None:
+    def read_running_status() -> dict[str, object] | None:
         status = namespace.status(name)
         assert status.get("phase") not in ("Failed", "Succeeded"), status
         return status if status.get("attempt") == attempt and status.get("phase") == "Running" else None
 
-    return wait_for(there, f"{name} to run in attempt {attempt}", seconds)
+    return wait_for(read_running_status, f"{name} to run in attempt {attempt}", seconds)
 
 
 @pytest.mark.alone
 def test_a_killed_rank_restarts_in_place(namespace: Namespace) -> None:
     """Every worker pod continues, including the pod whose rank died."""
-    running(namespace, "rank")
+    start_running(namespace, "rank")
     before = namespace.uids("worker")
     launcher = namespace.uids("launcher")
     victim, living = (namespace.pod_name("rank", part) for part in ("worker-1-1", "worker-0-1"))
     match = wait_for(lambda: re.search(r"rank 1 of 2 runs as (\d+)", namespace.logs(victim)), "rank 1's number", 30)
     namespace.execute(victim, "python", "-c", f"import os; os.kill({match[1]}, 9)")
     began = time.monotonic()
-    status = again(namespace, "rank", 2)
+    status = wait_for_attempt(namespace, "rank", 2)
     assert time.monotonic() - began < RESTART_SECONDS
     assert status["restarts"] == 1
     failure = status["firstFailure"]
@@ -65,14 +65,14 @@ def test_a_killed_rank_restarts_in_place(namespace: Namespace) -> None:
 
 @pytest.mark.alone
 def test_a_killed_worker_is_replaced_and_the_living_stay(namespace: Namespace, breakable: Cluster) -> None:
-    running(namespace, "worker")
+    start_running(namespace, "worker")
     before = namespace.uids("worker")
     parts = ("worker-0-1", "worker-1-1", "worker-1-2")
     living, killed, replacement = (namespace.pod_name("worker", part) for part in parts)
     victim = next(pod for pod in namespace.pods("worker") if pod.metadata.name == killed)
     namespace.target.kill_container(victim, "worker")
     began = time.monotonic()
-    status = again(namespace, "worker", 2)
+    status = wait_for_attempt(namespace, "worker", 2)
     assert time.monotonic() - began < RESTART_SECONDS
     assert status["restarts"] == 1
     after = namespace.uids("worker")
@@ -85,7 +85,7 @@ def test_a_killed_worker_is_replaced_and_the_living_stay(namespace: Namespace, b
 def test_a_deleted_pod_costs_one_attempt_and_no_backoff(namespace: Namespace, how: str) -> None:
     """The pod is deleted by hand, or evicted by a drain of its node."""
     role, _, way = how.partition(" ")
-    running(namespace, "gone", runPolicy={"backoffLimit": 0})
+    start_running(namespace, "gone", runPolicy={"backoffLimit": 0})
     before = namespace.uids("worker")
     victim = namespace.pods(role)[0].metadata.name
     if way == "drained":
@@ -93,7 +93,7 @@ def test_a_deleted_pod_costs_one_attempt_and_no_backoff(namespace: Namespace, ho
         namespace.target.core.create_namespaced_pod_eviction(victim, namespace.name, eviction)
     else:
         namespace.target.core.delete_namespaced_pod(victim, namespace.name)
-    status = again(namespace, "gone", 2)
+    status = wait_for_attempt(namespace, "gone", 2)
     assert (status["restarts"], status["disruptions"]) == (0, 1)
     after = namespace.uids("worker")
     assert {name: uid for name, uid in before.items() if name != victim}.items() <= after.items()
@@ -103,28 +103,28 @@ def test_a_deleted_pod_costs_one_attempt_and_no_backoff(namespace: Namespace, ho
 @pytest.mark.parametrize("kind", ["service", "secret", "network_policy"])
 def test_a_deleted_child_is_put_back(namespace: Namespace, kind: str) -> None:
     """If the new Service has another address, the workers of the next attempt find it."""
-    running(namespace, "child")
+    start_running(namespace, "child")
     names = {"service": "child", "secret": "child-credentials", "network_policy": "child-worker"}
     api = namespace.target.policies if kind == "network_policy" else namespace.target.core
     before = getattr(api, f"read_namespaced_{kind}")(names[kind], namespace.name)
     getattr(api, f"delete_namespaced_{kind}")(names[kind], namespace.name, _preload_content=False)
 
-    def back() -> bool:
+    def is_replaced() -> bool:
         listed = getattr(api, f"list_namespaced_{kind}")(namespace.name).items
         return any(item.metadata.name == names[kind] and item.metadata.uid != before.metadata.uid for item in listed)
 
-    wait_for(back, f"the {kind} to be put back", 30)
+    wait_for(is_replaced, f"the {kind} to be put back", 30)
     if kind == "secret":  # derived, not drawn: the same bytes
         assert namespace.target.core.read_namespaced_secret(names[kind], namespace.name).data == before.data
     attempt = namespace.status("child")["attempt"]
     pod = namespace.pods("worker")[1].metadata.name
     namespace.target.core.delete_namespaced_pod(pod, namespace.name, grace_period_seconds=0)
 
-    def later() -> bool:
+    def has_next_attempt() -> bool:
         status = namespace.status("child")
         return status["attempt"] > attempt and status["phase"] == "Running"
 
-    wait_for(later, "the next attempt to run", 90)
+    wait_for(has_next_attempt, "the next attempt to run", 90)
 
 
 @pytest.mark.alone
@@ -163,7 +163,7 @@ def test_the_operator_dies_again_and_again(namespace: Namespace) -> None:
     wait_for(lambda: not any("pod/" in child for child in namespace.children()), "cleanPodPolicy All to be done", 30)
 
 
-def holder(target: Target) -> str:
+def read_lease_holder(target: Target) -> str:
     """Return the holder of the operators' Lease."""
     lease = target.leases.read_namespaced_lease("topkube-operator", "topkube-system")
     return str(lease.spec.holder_identity or "")
@@ -171,7 +171,7 @@ def holder(target: Target) -> str:
 
 def leader(target: Target) -> tuple[str, Any]:
     """Return the leader and its pod."""
-    first = wait_for(lambda: holder(target), "an operator to lead", 30)
+    first = wait_for(lambda: read_lease_holder(target), "an operator to lead", 30)
     return first, next(pod for pod in target.operator_pods() if first.startswith(pod.metadata.name))
 
 
@@ -183,7 +183,7 @@ def test_one_of_two_operators_acts_and_the_other_takes_over(namespace: Namespace
     # its node stays, the process is gone before it can hand over
     target.kill_container(pod, "operator")
     began = time.monotonic()
-    wait_for(lambda: holder(target) not in ("", first), "another operator to lead", 60)
+    wait_for(lambda: read_lease_holder(target) not in ("", first), "another operator to lead", 60)
     assert time.monotonic() - began < 20
     name = namespace.create(job("heir", steps(1), workers=1))
     namespace.wait_phase(name, "Succeeded")
@@ -191,14 +191,14 @@ def test_one_of_two_operators_acts_and_the_other_takes_over(namespace: Namespace
 
 @pytest.mark.alone
 def test_the_api_server_restarts(namespace: Namespace, breakable: Cluster) -> None:
-    running(namespace, "outage")
+    start_running(namespace, "outage")
     uids = namespace.uids("worker")
     breakable.restart_api_server()
     assert namespace.uids("worker") == uids
     assert namespace.status("outage")["restarts"] == 0
     victim = namespace.pods("worker")[1].metadata.name  # the operator listens again
     namespace.target.core.delete_namespaced_pod(victim, namespace.name, grace_period_seconds=0)
-    assert again(namespace, "outage", 2)["disruptions"] == 1
+    assert wait_for_attempt(namespace, "outage", 2)["disruptions"] == 1
 
 
 @pytest.mark.alone
@@ -206,7 +206,7 @@ def test_a_node_vanishes(namespace: Namespace, breakable: Cluster) -> None:
     """The worker is replaced on another node. Its old pod, which is stuck on the lost node, blocks nothing, not even a
     new job of the same name. When the node returns, it takes no part."""
     needs.nodes(namespace.target, 3, "the third to replace the lost one")
-    running(namespace, "lost", runPolicy={"backoffLimit": 0})
+    start_running(namespace, "lost", runPolicy={"backoffLimit": 0})
     before = {pod.metadata.name: pod for pod in namespace.pods()}
     victims = [pod for name, pod in before.items() if "worker" in name]
     launcher = next(pod for name, pod in before.items() if "launcher" in name)
@@ -214,7 +214,7 @@ def test_a_node_vanishes(namespace: Namespace, breakable: Cluster) -> None:
     node = victim.spec.node_name
     breakable.vanish(node)
     try:
-        status = again(namespace, "lost", 2, seconds=120)
+        status = wait_for_attempt(namespace, "lost", 2, seconds=120)
         assert (status["restarts"], status["disruptions"]) == (0, 1)
         assert status["firstFailure"]["pod"] == victim.metadata.name
         assert status["firstFailure"]["reason"] in ("NodeLost", "WorkerLost"), status["firstFailure"]
@@ -224,7 +224,7 @@ def test_a_node_vanishes(namespace: Namespace, breakable: Cluster) -> None:
         assert [pod.spec.node_name == node for pod in replaced] == [False]
         namespace.delete("lost")
         wait_for(lambda: not namespace.exists("lost"), "the job to be gone")
-        running(namespace, "lost")
+        start_running(namespace, "lost")
         stuck = namespace.target.core.read_namespaced_pod(victim.metadata.name, namespace.name).metadata
         assert stuck.uid == victim.metadata.uid, "the pod on the lost node stays, and the next job of this name runs"
     finally:
@@ -241,7 +241,7 @@ def _is_gone(namespace: Namespace, pod: Any) -> bool:
 
 @pytest.mark.alone
 def test_a_link_is_cut_for_ten_seconds(namespace: Namespace, breakable: Cluster) -> None:
-    running(namespace, "blip")
+    start_running(namespace, "blip")
     nodes = sorted({pod.spec.node_name for pod in namespace.pods("worker")})
     uids = namespace.uids("worker")
     breakable.cut(*nodes)
@@ -252,11 +252,11 @@ def test_a_link_is_cut_for_ten_seconds(namespace: Namespace, breakable: Cluster)
         breakable.mend(*nodes)
     attempt = namespace.status("blip")["attempt"]
 
-    def goes_on() -> bool:
+    def is_running() -> bool:
         status = namespace.status("blip")
         return status["phase"] == "Running" and status["workersReady"] == "2/2"
 
-    wait_for(goes_on, "the job to go on", 60)
+    wait_for(is_running, "the job to go on", 60)
     assert namespace.uids("worker") == uids
     assert namespace.status("blip")["attempt"] == attempt == 1
 
@@ -269,7 +269,7 @@ def test_a_link_is_cut_for_good(namespace: Namespace, breakable: Cluster) -> Non
     hearing = leader(namespace.target)[1].spec.node_name
     rest = [node for node in breakable.nodes if node != hearing]
     first, second = rest[:2] if len(rest) > 1 else (hearing, *rest)
-    cut = on_nodes(job("cut", endless(), runPolicy={"backoffLimit": 0}), first, second)
+    cut = place_on_nodes(job("cut", endless(), runPolicy={"backoffLimit": 0}), first, second)
     namespace.create(cut)
     namespace.wait_phase("cut", "Running")
     namespace.wait_log("runs")
@@ -286,7 +286,7 @@ def test_a_link_is_cut_for_good(namespace: Namespace, breakable: Cluster) -> Non
         assert "cut-worker-" in lost
     finally:
         breakable.mend(first, second)
-    status = again(namespace, "cut", 2)
+    status = wait_for_attempt(namespace, "cut", 2)
     assert (status["restarts"], status["disruptions"]) == (0, 1)
 
 
@@ -296,13 +296,13 @@ def unguarded(namespace: Namespace) -> Iterator[Namespace]:
     hooks = namespace.target.admission
     before = hooks.read_validating_webhook_configuration("topkube")
     hooks.delete_validating_webhook_configuration("topkube")
-    wait_for(lambda: _accepted(namespace, job("asked", steps(1))), "the API server to forget the webhook", 30)
+    wait_for(lambda: _is_accepted(namespace, job("asked", steps(1))), "the API server to forget the webhook", 30)
     yield namespace
     before.metadata = kubernetes.client.V1ObjectMeta(name="topkube", labels=before.metadata.labels)
     hooks.create_validating_webhook_configuration(before)
 
 
-def _accepted(namespace: Namespace, invalid: dict[str, Any]) -> bool:
+def _is_accepted(namespace: Namespace, invalid: dict[str, Any]) -> bool:
     """Return True if the API server would store a job without a command."""
     del invalid["spec"]["template"]["spec"]["containers"][0]["command"]
     kind = (GROUP, VERSION, namespace.name, PLURAL)
@@ -330,7 +330,7 @@ def test_a_job_with_an_invalid_spec(unguarded: Namespace) -> None:
 @pytest.mark.alone
 def test_a_running_job_gets_an_invalid_spec(unguarded: Namespace) -> None:
     """The job reports the mistake, and its pods do not change. After the correction it continues."""
-    running(unguarded, "edited")
+    start_running(unguarded, "edited")
     before = unguarded.uids("worker") | unguarded.uids("launcher")
     template = unguarded.job("edited")["spec"]["template"]
     command = template["spec"]["containers"][0].pop("command")
@@ -339,20 +339,20 @@ def test_a_running_job_gets_an_invalid_spec(unguarded: Namespace) -> None:
     assert "command" in unguarded.condition("edited", "Failed")["message"]
     template["spec"]["containers"][0]["command"] = command
     unguarded.patch("edited", {"spec": {"template": template}})
-    status = again_after_failure(unguarded, "edited")
+    status = wait_until_running(unguarded, "edited")
     assert (status["attempt"], status["restarts"], status["disruptions"]) == (1, 0, 0)
     assert unguarded.uids("worker") | unguarded.uids("launcher") == before
 
 
-def again_after_failure(namespace: Namespace, name: str) -> dict[str, object]:
-    def there() -> dict[str, object] | None:
+def wait_until_running(namespace: Namespace, name: str) -> dict[str, object]:
+    def read_running_status() -> dict[str, object] | None:
         status = namespace.status(name)
         return status if status.get("phase") == "Running" else None
 
-    return wait_for(there, f"{name} to run again", 60)
+    return wait_for(read_running_status, f"{name} to run again", 60)
 
 
-def on_nodes(job: dict[str, Any], first: str, second: str) -> dict[str, Any]:
+def place_on_nodes(job: dict[str, Any], first: str, second: str) -> dict[str, Any]:
     """The job with its workers on two nodes, and its launcher on the first of them."""
     terms = [{"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": [first, second]}]}]
     affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}

@@ -68,13 +68,13 @@ def sample(arguments: list[str], **spec: Any) -> dict[str, Any]:
     return written
 
 
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     shared = torch.load(checkpoint / "shared.pt", map_location="cpu", weights_only=False)
     tensors: dict[str, torch.Tensor] = shared["model"]
     return tensors
 
 
-def published(folder: Path) -> list[Path]:
+def list_published(folder: Path) -> list[Path]:
     """Return the published checkpoints in a folder, oldest first. Those with a leading dot are unfinished."""
     folders = (Path(parent) for parent, _, files in os.walk(folder) if "checkpoint.json" in files)
     return sorted(path for path in folders if path.name.startswith("step-"))
@@ -86,19 +86,19 @@ def test_the_sample_trains_and_its_checkpoint_holds_the_weights(namespace: Names
     checkpoint = {"claimName": "checkpoints", "path": "gpt", "everySteps": 10, "keep": 2}
     name = namespace.create(sample(small, checkpoint=checkpoint))
     seen = namespace.phases(name)
-    wait_for(lambda: published(checkpoints), "a first checkpoint", 120)
-    at = int(published(checkpoints)[-1].name[5:13])
+    wait_for(lambda: list_published(checkpoints), "a first checkpoint", 120)
+    at = int(list_published(checkpoints)[-1].name[5:13])
     victim = namespace.pods("worker")[1]
     namespace.target.kill_container(victim, "worker")
     began = time.monotonic()
 
-    def resumed() -> int:
+    def read_resumed_step() -> int:
         status = namespace.status(name)
         assert status["phase"] != "Failed", json.dumps(status, indent=1)
         runs = status["attempt"] == 2 and status["phase"] in ("Running", "Succeeded")
         return int((status.get("progress") or {}).get("step") or 0) if runs else 0
 
-    wait_for(resumed, "a step of the second attempt", 60)
+    wait_for(read_resumed_step, "a step of the second attempt", 60)
     took = time.monotonic() - began
     status = namespace.wait_phase(name, "Succeeded", seconds=120)
     assert status["restarts"] == 1
@@ -110,9 +110,9 @@ def test_the_sample_trains_and_its_checkpoint_holds_the_weights(namespace: Names
     assert "held-out loss" in logs
     resumed_at = int(re.search(r"resumed at step (\d+) from step-", logs)[1])
     assert resumed_at >= at, "what was saved before the kill was lost"
-    final = weights(published(checkpoints)[-1])
-    assert published(checkpoints)[-1].name.startswith("step-00000200")
-    assert len(published(checkpoints)) == 2  # keep
+    final = load_weights(list_published(checkpoints)[-1])
+    assert list_published(checkpoints)[-1].name.startswith("step-00000200")
+    assert len(list_published(checkpoints)) == 2  # keep
     torch.manual_seed(0)
     assert sum(tensor.numel() for tensor in final.values()) > 100_000
     assert all(torch.isfinite(tensor).all() for tensor in final.values())
@@ -129,8 +129,8 @@ def test_onebit_survives_a_killed_worker_with_equal_weights(namespace: Namespace
         "checkpoint": {"claimName": "checkpoints", "path": "onebit", "everySteps": 5, "keep": 2},
     }
     name = namespace.create(spec)
-    wait_for(lambda: published(checkpoints), "a first checkpoint", 120)
-    at = int(published(checkpoints)[-1].name[5:13])
+    wait_for(lambda: list_published(checkpoints), "a first checkpoint", 120)
+    at = int(list_published(checkpoints)[-1].name[5:13])
     namespace.target.kill_container(namespace.pods("worker")[1], "worker")
     status = namespace.wait_phase(name, "Succeeded", seconds=180)
     assert (status["attempt"], status["restarts"]) == (2, 1)
@@ -143,9 +143,9 @@ def test_onebit_survives_a_killed_worker_with_equal_weights(namespace: Namespace
     assert sorted(agreed) == ["0", "1", "2", "3"], logs
     assert len(set(agreed.values())) == 1, agreed
     assert own["0"] == own["1"] != own["2"] == own["3"], own
-    last = published(checkpoints)[-1]
+    last = list_published(checkpoints)[-1]
     assert int(last.name[5:13]) == resumed_at + 12
-    saved = weights(last)
+    saved = load_weights(last)
     content = b"".join(saved[parameter].numpy().tobytes() for parameter in sorted(saved))
     assert hashlib.sha256(content).hexdigest() == agreed["0"]
 
@@ -169,8 +169,8 @@ def test_a_checkpoint_is_taken_on_sigterm(namespace: Namespace, checkpoints: Pat
     wait_for(lambda: (namespace.status(name).get("progress") or {}).get("step", 0) > 0, "steps", 90)
     namespace.patch(name, {"spec": {"runPolicy": {"suspend": True}}})
     namespace.wait_phase(name, "Suspended")
-    wait_for(lambda: published(checkpoints), "a checkpoint", 40)
-    reached = int(published(checkpoints)[-1].name[5:13])
+    wait_for(lambda: list_published(checkpoints), "a checkpoint", 40)
+    reached = int(list_published(checkpoints)[-1].name[5:13])
     assert 0 < reached < 50_000
     namespace.patch(name, {"spec": {"runPolicy": {"suspend": False}}})
     namespace.wait_log(f"resumed at step {reached} from step-", seconds=90)

@@ -107,7 +107,7 @@ def run() -> None:
 
     import memory
 
-    memory.at_start = memory.own()
+    memory.at_start = memory.measure_own_memory()
     code = 0
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -17,7 +17,7 @@ from topkube.settings import Settings
 from topkube.telemetry.progress import ProgressWriter, StepRecord
 
 
-def do(deed: str) -> None:
+def carry_out(deed: str) -> None:
     name, _, value = deed.partition("=")
     if name == "raise":
         raise ValueError(value)
@@ -44,7 +44,7 @@ def main() -> None:
     print(f"from step {step} in attempt {settings.attempt} as process {os.getpid()}", flush=True)
     while step < steps:
         if (world.rank, step) in deeds and settings.attempt == 1:
-            do(deeds[world.rank, step])
+            carry_out(deeds[world.rank, step])
         flag = np.zeros(1)
         world.Allreduce(stop, flag)
         step += 1

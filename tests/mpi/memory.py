@@ -9,7 +9,7 @@ at_start = 0.0
 same process does not count."""
 
 
-def own() -> float:
+def measure_own_memory() -> float:
     """Return the MiB that this process alone holds, and its part of memory that ranks share."""
     kilobytes = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return sum(int(kilobytes.get(name, 0)) for name in ("Private_Clean:", "Private_Dirty:", "Pss_Shmem:")) / 1024

@@ -64,18 +64,18 @@ def run(folder: Path, source: Path, script: str, workers: int) -> tuple[PlayedJo
     return job, output
 
 
-def size(source: Path) -> int:
+def count_bytes(source: Path) -> int:
     return sum(path.stat().st_size for path in source.iterdir())
 
 
 def test_a_plain_script_reads_files(tmp_path: Path, source: Path) -> None:
     job, output = run(tmp_path, source, PLAIN, workers=1)
-    assert list(records(output)) == [{"files": SHARDS, "bytes": size(source)}] * 2
+    assert list(records(output)) == [{"files": SHARDS, "bytes": count_bytes(source)}] * 2
     assert job.launcher is not None
     cache = job.launcher.ending.cache
     assert cache is not None
-    assert [(node.name, node.cached_bytes) for node in cache.nodes] == [("node0", size(source))]
-    assert cache.remote_bytes == size(source), "each byte came once"
+    assert [(node.name, node.cached_bytes) for node in cache.nodes] == [("node0", count_bytes(source))]
+    assert cache.remote_bytes == count_bytes(source), "each byte came once"
     assert cache.hit_ratio is None, "nobody asked for samples"
 
 
@@ -90,10 +90,10 @@ def test_the_second_job_on_the_same_nodes_reads_nothing_from_the_remote(tmp_path
         cache = job.launcher.ending.cache
         assert cache is not None
         assert [(node.name, node.cached_bytes) for node in cache.nodes] == [
-            ("node0", size(source)),
-            ("node1", size(source)),
+            ("node0", count_bytes(source)),
+            ("node1", count_bytes(source)),
         ]
         if job is first:
-            assert cache.remote_bytes == size(source), "once per job, not once per node"
+            assert cache.remote_bytes == count_bytes(source), "once per job, not once per node"
         else:
             assert (cache.hit_ratio, cache.remote_bytes) == ("1.0000", 0)

@@ -18,11 +18,11 @@ from topkube.job import FirstFailure
 MARCHING = str(Path(__file__).parent / "marching.py")
 
 
-def marching(mpi: str, steps: int, seconds: float, *deeds: str) -> list[str]:
+def marching_command(mpi: str, steps: int, seconds: float, *deeds: str) -> list[str]:
     return [str(PYTHONS[mpi]), MARCHING, str(steps), str(seconds), *deeds]
 
 
-def failed(job: PlayedJob, seconds: float = 90) -> FirstFailure:
+def wait_for_failure(job: PlayedJob, seconds: float = 90) -> FirstFailure:
     """Wait until the launcher ends the attempt. Return its first failure."""
     assert job.launcher is not None
     assert job.launcher.wait(seconds) != 0, job.everything()
@@ -32,7 +32,7 @@ def failed(job: PlayedJob, seconds: float = 90) -> FirstFailure:
     return failure
 
 
-def reached(job: PlayedJob, least: int) -> int:
+def wait_for_step(job: PlayedJob, least: int) -> int:
     """Wait until the job has reached step `least`. Return the current step."""
 
     def step() -> int:
@@ -59,9 +59,9 @@ def reached(job: PlayedJob, least: int) -> int:
 def test_the_first_failing_rank_is_named(
     tmp_path: Path, mpi: str, deed: str, reason: str, code: int, message: str
 ) -> None:
-    with PlayedJob(tmp_path, marching(mpi, 1000, 0.01, deed), mpi=mpi) as job:
+    with PlayedJob(tmp_path, marching_command(mpi, 1000, 0.01, deed), mpi=mpi) as job:
         job.start()
-        failure = failed(job)
+        failure = wait_for_failure(job)
         rank = int(deed[0])
         assert (failure.rank, failure.pod, failure.reason) == (rank, f"j-worker-{rank // 2}-1", reason), (
             job.everything()
@@ -80,7 +80,7 @@ def test_the_first_failing_rank_is_named(
 def test_a_command_that_does_not_exist_is_reported(tmp_path: Path) -> None:
     with PlayedJob(tmp_path, ["no-such-program", "--flag"]) as job:
         job.start()
-        failure = failed(job)
+        failure = wait_for_failure(job)
         assert (failure.reason, failure.exit_code) == ("CommandNotFound", 127)
         assert "the program 'no-such-program' does not exist" in (failure.message or "")
 
@@ -91,16 +91,16 @@ def test_missing_workers_are_named(tmp_path: Path) -> None:
         job.start_worker(1)
         status = wait_until(lambda: (answer := job.status()) and answer.joined == 1 and answer)
         assert (status.state, status.missing) == ("Waiting", (0, 2))
-        failure = failed(job)
+        failure = wait_for_failure(job)
         assert failure.reason == "RendezvousTimeout"
         assert "2 of 3 workers" in (failure.message or "")
         assert "j-worker-0-1, j-worker-2-1" in (failure.message or "")
 
 
 def test_a_stalled_step_ends_the_attempt(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, marching("MPICH", 100, 0.01, "2:7:hang"), stall_seconds=5.0) as job:
+    with PlayedJob(tmp_path, marching_command("MPICH", 100, 0.01, "2:7:hang"), stall_seconds=5.0) as job:
         job.start()
-        failure = failed(job)
+        failure = wait_for_failure(job)
         assert failure.reason == "Stalled"
         assert "the last was step 7" in (failure.message or "")
         wait_until(lambda: not job.ranks_of(1), what="the stopped rank is killed")
@@ -116,7 +116,7 @@ def test_a_hung_collective_names_its_ranks(tmp_path: Path) -> None:
     with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], slots=1) as job:
         job.environment = {"TOPKUBE_DEADLINE_SECONDS": "60"}
         job.start()
-        failure = failed(job)
+        failure = wait_for_failure(job)
         assert (failure.reason, failure.rank, failure.pod) == ("CollectiveTimeout", 1, "j-worker-1-1")
         assert "rank 1 never arrived" in (failure.message or "")
 
@@ -130,19 +130,19 @@ def test_a_hang_in_a_script_that_reports_no_steps_ends_the_attempt_and_names_the
     )
     with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], startup_seconds=12.0) as job:
         job.start()
-        failure = failed(job)
+        failure = wait_for_failure(job)
         assert (failure.reason, failure.rank, failure.pod) == ("Stalled", 2, "j-worker-1-1")
         assert "waited for: rank 2" in (failure.message or "")
 
 
 def test_a_worker_asked_to_end_saves_first_and_is_named(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, marching("MPICH", 10000, 0.02)) as job:
+    with PlayedJob(tmp_path, marching_command("MPICH", 10000, 0.02)) as job:
         job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         job.start()
-        reached(job, 3)
+        wait_for_step(job, 3)
         job.workers[1].process.terminate()
         assert job.workers[1].wait(30) == 143, job.everything()  # the grace period is longer
-        failure = failed(job)
+        failure = wait_for_failure(job)
         assert (failure.reason, failure.pod) == ("Terminated", "j-worker-1-1")
         saved = int((tmp_path / "step").read_text())
         assert job.workers[0].process.poll() is None
@@ -150,10 +150,10 @@ def test_a_worker_asked_to_end_saves_first_and_is_named(tmp_path: Path) -> None:
 
 
 def test_a_launcher_asked_to_end_lets_the_ranks_save(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, marching("MPICH", 10000, 0.02)) as job:
+    with PlayedJob(tmp_path, marching_command("MPICH", 10000, 0.02)) as job:
         job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         launcher = job.start()
-        reached(job, 3)
+        wait_for_step(job, 3)
         launcher.process.terminate()
         assert launcher.wait(30) == 143
         assert launcher.ending.first_failure.reason == "Terminated"
@@ -162,10 +162,10 @@ def test_a_launcher_asked_to_end_lets_the_ranks_save(tmp_path: Path) -> None:
 
 def test_a_job_that_is_deleted_ends_at_once_with_its_state_saved(tmp_path: Path) -> None:
     """All its pods are asked to end at the same time."""
-    with PlayedJob(tmp_path, marching("MPICH", 10000, 0.02)) as job:
+    with PlayedJob(tmp_path, marching_command("MPICH", 10000, 0.02)) as job:
         job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         launcher = job.start()
-        reached(job, 3)
+        wait_for_step(job, 3)
         pods = [launcher, *job.workers.values()]
         for pod in pods:
             pod.process.terminate()
@@ -224,16 +224,16 @@ class Network:
 
 
 def test_a_short_cut_of_the_network_is_survived(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, marching("MPICH", 400, 0.02), slots=1, lost_seconds=8, check_address=False) as job:
+    with PlayedJob(tmp_path, marching_command("MPICH", 400, 0.02), slots=1, lost_seconds=8, check_address=False) as job:
         network = Network(job.port)
         launcher = job.start_launcher()
         job.start_worker(0)
         own, job.port = job.port, network.port
         job.start_worker(1)
         job.port = own
-        before = reached(job, 5)
+        before = wait_for_step(job, 5)
         network.reset()  # connections break: the worker comes back within the second
-        reached(job, before + 20)
+        wait_for_step(job, before + 20)
         network.silent.set()  # and nothing passes for a while
         time.sleep(5)
         network.silent.clear()
@@ -244,17 +244,19 @@ def test_a_short_cut_of_the_network_is_survived(tmp_path: Path) -> None:
 
 
 def test_a_worker_cut_off_for_good_is_named(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, marching("MPICH", 100000, 0.02), slots=1, lost_seconds=3, check_address=False) as job:
+    with PlayedJob(
+        tmp_path, marching_command("MPICH", 100000, 0.02), slots=1, lost_seconds=3, check_address=False
+    ) as job:
         network = Network(job.port)
         job.start_launcher()
         job.start_worker(0)
         own, job.port = job.port, network.port
         job.start_worker(1)
         job.port = own
-        reached(job, 5)
+        wait_for_step(job, 5)
         network.silent.set()
         network.down = True
-        failure = failed(job)
+        failure = wait_for_failure(job)
         assert (failure.reason, failure.pod) == ("WorkerLost", "j-worker-1-1")
         assert "it has been silent for" in (failure.message or "")
         wait_until(lambda: not job.ranks_of(1), what="the worker that is cut off ends its ranks by itself")
@@ -267,7 +269,7 @@ def test_a_worker_without_its_mpi_is_unfit(tmp_path: Path) -> None:
         job.start_worker(0)
         job.mpi = "OpenMPI"  # of another image
         job.start_worker(1)
-        failure = failed(job)
+        failure = wait_for_failure(job)
         assert (failure.reason, failure.pod) == ("WorkerUnfit", "j-worker-1-1")
         assert "OpenMPI 5" in (failure.message or "")
 
@@ -291,7 +293,7 @@ def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
     name = f"topkube-test-{os.getpid()}"
     with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", leak, name], slots=1, workers=1) as job:
         job.start()
-        assert failed(job).reason == "SIGKILL"
+        assert wait_for_failure(job).reason == "SIGKILL"
         launcher = job.start_launcher()
         try:
             assert launcher.wait() == 0, job.everything()
@@ -303,9 +305,9 @@ def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
 
 def test_killed_ranks_are_distinguished_from_ranks_that_were_ended(tmp_path: Path) -> None:
     """A worker's process dies, and takes its shims along: what the others report is an echo."""
-    with PlayedJob(tmp_path, marching("MPICH", 100000, 0.005)) as job:
+    with PlayedJob(tmp_path, marching_command("MPICH", 100000, 0.005)) as job:
         job.start()
-        reached(job, 3)
+        wait_for_step(job, 3)
         os.kill(job.workers[1].process.pid, signal.SIGKILL)
-        failure = failed(job)
+        failure = wait_for_failure(job)
         assert (failure.reason, failure.pod) == ("WorkerLost", "j-worker-1-1"), job.everything()

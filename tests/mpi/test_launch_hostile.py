@@ -46,10 +46,10 @@ def ask(job: PlayedJob, head: str, source: str = "127.0.0.1") -> str:
     """Send the head of a request. Return all bytes that arrive until the other end closes."""
     with connect(job, source) as connection:
         connection.sendall(head.encode())
-        return everything(connection)
+        return receive_all(connection)
 
 
-def everything(connection: ssl.SSLSocket) -> str:
+def receive_all(connection: ssl.SSLSocket) -> str:
     received = b""
     with contextlib.suppress(OSError):
         while data := connection.recv(65536):
@@ -103,7 +103,7 @@ def test_a_token_does_not_work_from_another_address(job: PlayedJob) -> None:
     """Another pod cannot use a stolen token."""
     with connect(job, "127.88.0.1") as connection:
         connection.sendall(join().encode() + hello())
-        answer = everything(connection)
+        answer = receive_all(connection)
     assert "the call comes from 127.88.0.1" in answer
 
 
@@ -111,7 +111,7 @@ def test_a_call_through_a_service_mesh_is_named_as_such(job: PlayedJob) -> None:
     """Istio's sidecar forwards calls, which then arrive from the sidecar's address."""
     with connect(job, "127.0.0.6") as connection:
         connection.sendall(join().encode() + hello())
-        answer = everything(connection)
+        answer = receive_all(connection)
     assert "the call comes from 127.0.0.6, a service mesh's sidecar, not from 127.77.0.9" in answer
     status = job.status()
     assert status is not None
@@ -135,7 +135,7 @@ def test_a_worker_that_still_runs_ranks_of_another_attempt_is_not_counted(job: P
     """It will leave at once to end them: an attempt that begins with it fails."""
     with connect(job, "127.77.0.9") as connection:
         connection.sendall(join().encode() + hello(busy=True))
-        answer = everything(connection)
+        answer = receive_all(connection)
     assert '"kind":"welcome"' in answer, "it learns that another launcher is here"
     assert "end what you run" in answer
     assert " joined from " not in job.everything()
@@ -156,7 +156,7 @@ def test_ten_megabytes_are_not_read(job: PlayedJob, token: str) -> None:
         with contextlib.suppress(OSError):
             while sent < 10 << 20:
                 sent += connection.send(bytes(1 << 16))
-            answer = everything(connection)
+            answer = receive_all(connection)
             assert answer == "" or answer.startswith("HTTP/1.1 40")
     assert sent < 10 << 20, "the launcher took the whole body"
 

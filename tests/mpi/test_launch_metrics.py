@@ -41,7 +41,7 @@ def series(address: str) -> dict[tuple[str, str], float]:
     }
 
 
-def trains(address: str, attempt: int) -> bool:
+def serves_attempt(address: str, attempt: int) -> bool:
     return series(address).get(("topkube_job_attempt", "")) == attempt
 
 
@@ -51,7 +51,7 @@ def test_each_worker_serves_its_ranks_of_the_attempt_that_runs(tmp_path: Path) -
     with PlayedJob(tmp_path, ["python", "-c", TRAIN, str(end)], workers=2, slots=2, lost_seconds=3.0) as job:
         job.start()
         first, second = job.address(0), job.address(1)
-        wait_until(lambda: trains(first, 1), what=job.everything())
+        wait_until(lambda: serves_attempt(first, 1), what=job.everything())
         for address, ranks in ((first, {"0", "1"}), (second, {"2", "3"})):  # each rank begins when it begins
             wait_until(
                 lambda address=address, ranks=ranks: {rank for _, rank in series(address) if rank} == ranks,
@@ -65,7 +65,7 @@ def test_each_worker_serves_its_ranks_of_the_attempt_that_runs(tmp_path: Path) -
         job.attempts_made[1] = 2  # what the launcher is told to expect
         job.start_launcher()
         job.start_worker(1)
-        wait_until(lambda: trains(first, 2), what="worker 0 in attempt 2")
+        wait_until(lambda: serves_attempt(first, 2), what="worker 0 in attempt 2")
         wait_until(lambda: len(series(first)) == count, what="as many series as before")
         end.touch()
         assert job.launcher.wait() == 0, job.everything()

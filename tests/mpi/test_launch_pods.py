@@ -82,7 +82,7 @@ def checkpoints(directory: Path) -> dict[str, str]:
     }
 
 
-def past(job: PlayedJob, step: int) -> int:
+def read_step_from(job: PlayedJob, step: int) -> int:
     """Return the step that the launcher reports to the operator, once it is `step` or later; 0 before."""
     status = job.status()
     now = status.progress.step if status and status.progress and status.progress.step else 0
@@ -95,7 +95,7 @@ def test_each_death_costs_one_attempt_and_living_workers_continue_in_place(tmp_p
         job.more["environment"] = checkpoints(tmp_path)
         (tmp_path / "checkpoints").mkdir()
         launcher = job.start()
-        wait_until(lambda: past(job, 15), what="15 steps")
+        wait_until(lambda: read_step_from(job, 15), what="15 steps")
 
         # A rank is killed: both workers live on.
         os.kill(job.ranks_of(1)[0], signal.SIGKILL)
@@ -106,26 +106,26 @@ def test_each_death_costs_one_attempt_and_living_workers_continue_in_place(tmp_p
         first = job.workers[1]
         reached = launcher.ending.progress.step
         launcher = job.start_launcher()
-        resumed = wait_until(lambda: past(job, 1), what="a step of attempt 2")
+        resumed = wait_until(lambda: read_step_from(job, 1), what="a step of attempt 2")
         assert resumed > (reached // 10 - 1) * 10, "training began anew"
         assert job.status().attempt == 2
 
         # A worker's pod vanishes.
-        wait_until(lambda: past(job, resumed + 5), what="5 more steps")
+        wait_until(lambda: read_step_from(job, resumed + 5), what="5 more steps")
         first.kill()
         assert launcher.wait() == 1, job.everything()
         failure = launcher.ending.first_failure
         assert (failure.pod, failure.reason, failure.exit_code) == ("j-worker-1-1", "WorkerLost", None), failure
         launcher = job.start_launcher(replaced=(1,))
         job.start_worker(1)
-        resumed = wait_until(lambda: past(job, 1), what="a step of attempt 3")
+        resumed = wait_until(lambda: read_step_from(job, 1), what="a step of attempt 3")
 
         # The launcher vanishes: the ranks save their state and end, and both workers join the next one.
-        wait_until(lambda: past(job, resumed + 5), what="5 more steps")
+        wait_until(lambda: read_step_from(job, resumed + 5), what="5 more steps")
         stopped_at = job.status().progress.step
         launcher.kill()
         launcher = job.start_launcher()
-        resumed = wait_until(lambda: past(job, 1), what="a step of attempt 4")
+        resumed = wait_until(lambda: read_step_from(job, 1), what="a step of attempt 4")
         assert resumed > stopped_at, "the ranks did not save their state when the launcher vanished"
         assert job.workers[0].output.count("joined attempt") == 4
         if mpi == "OpenMPI":

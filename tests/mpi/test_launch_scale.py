@@ -9,7 +9,7 @@ import pytest
 from pods import PYTHONS
 
 from topkube.launch.connection.messages import ProxyParameters
-from topkube.launch.mpi.mpi_library import find
+from topkube.launch.mpi.mpi_library import find_mpi
 from topkube.launch.mpi.mpiexec import Mpiexec
 
 
@@ -20,7 +20,7 @@ from topkube.launch.mpi.mpiexec import Mpiexec
 def test_mpiexec_asks_for_every_proxy_at_once(mpi: str, workers: int, tmp_path: Path) -> None:
     async def collect_proxies() -> dict[int, ProxyParameters]:
         hosts = [f"127.60.{index // 250}.{index % 250 + 2}" for index in range(workers)]
-        mpiexec = Mpiexec(find(PYTHONS[mpi].parent), hosts, 1, ["/bin/true"], tmp_path)
+        mpiexec = Mpiexec(find_mpi(PYTHONS[mpi].parent), hosts, 1, ["/bin/true"], tmp_path)
         try:
             return {number: parameters async for number, _, parameters in mpiexec.proxies()}
         finally:

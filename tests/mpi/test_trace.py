@@ -54,7 +54,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, json.loads((directory / "trace.json").read_text())
 
 
-def steps_of(events: list[Event], rank: int) -> list[list[Event]]:
+def split_into_steps(events: list[Event], rank: int) -> list[list[Event]]:
     """The events of each step of a rank, in order of time."""
     own = sorted((e for e in events if e["pid"] == rank and "ts" in e), key=lambda e: e["ts"])
     steps = [e for e in own if e["cat"] == trace.STEP]
@@ -65,7 +65,7 @@ def end(event: Event) -> float:
     return float(event["ts"] + event["dur"])
 
 
-def the(events: list[Event], category: str, name: str) -> Event:
+def find_event(events: list[Event], category: str, name: str) -> Event:
     (event,) = [e for e in events if (e["cat"], e["name"]) == (category, name)]
     return event
 
@@ -91,12 +91,18 @@ def test_every_event_has_the_fields_of_the_format(traced: tuple[str, dict[str, A
 def test_every_step_of_every_rank_has_every_event_in_order(traced: tuple[str, dict[str, Any]]) -> None:
     algorithm, content = traced
     for rank in range(RANKS):
-        steps = steps_of(content["traceEvents"], rank)
+        steps = split_into_steps(content["traceEvents"], rank)
         assert len(steps) == STEPS
         for events in steps:
-            forward, backward = the(events, trace.FORWARD, "forward"), the(events, trace.BACKWARD, "backward")
-            data, optimizer = the(events, trace.DATA, "data wait"), the(events, trace.OPTIMIZER, "optimizer")
-            wait = the(events, trace.BACKWARD, "wait for exchanges")
+            forward, backward = (
+                find_event(events, trace.FORWARD, "forward"),
+                find_event(events, trace.BACKWARD, "backward"),
+            )
+            data, optimizer = (
+                find_event(events, trace.DATA, "data wait"),
+                find_event(events, trace.OPTIMIZER, "optimizer"),
+            )
+            wait = find_event(events, trace.BACKWARD, "wait for exchanges")
             assert end(data) <= forward["ts"]
             assert end(forward) <= backward["ts"] + 0.01
             assert end(backward) <= optimizer["ts"]
@@ -173,8 +179,8 @@ def test_the_planner_reads_the_trace_and_plans_the_same_buckets(traced: tuple[st
     profile = from_trace(content)
     assert {gradient.name for gradient in profile.gradients} == PARAMETERS
     assert profile.elements == 64 * 1024 * 2 + 1024 + 64
-    steps = [step for rank in range(RANKS) for step in steps_of(content["traceEvents"], rank)]
-    processor = [the(events, trace.STEP, events[0]["name"])["args"]["compute_cpu_ms"] / 1e3 for events in steps]
+    steps = [step for rank in range(RANKS) for step in split_into_steps(content["traceEvents"], rank)]
+    processor = [find_event(events, trace.STEP, events[0]["name"])["args"]["compute_cpu_ms"] / 1e3 for events in steps]
     assert min(profile.forward, profile.backward, profile.update) > 0
     assert profile.serial <= 2 * max(processor)
     chosen = resolve(algorithm, 2, profile.elements, 0.01)

@@ -62,7 +62,7 @@ def run(
     return finish(start(job, directory, *options, environment=environment))
 
 
-def processes_of(directory: Path) -> list[str]:
+def list_commands(directory: Path) -> list[str]:
     """Return the command lines of living processes of runs in `directory`, in which all of them were started."""
     processes = []
     for process in Path("/proc").iterdir():

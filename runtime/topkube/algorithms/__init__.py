@@ -5,7 +5,7 @@ This package loads neither torch, MPI nor NumPy, because the operator imports it
 read the declaration. `collectives/` loads the implementation when an algorithm runs.
 """
 
-from topkube.algorithms.catalogue import GROUP, Package, find, known, load_all, names, package_of, register
+from topkube.algorithms.catalogue import GROUP, Package, find_algorithm, is_known, load_all, names, package_of, register
 from topkube.algorithms.choice import (
     AUTO,
     CHOICES,
@@ -28,7 +28,7 @@ from topkube.algorithms.cost import (
     all_gather_messages,
     all_reduce_messages,
     all_reduce_sent,
-    cost,
+    estimate_cost,
     reduce_scatter_memory,
 )
 from topkube.algorithms.declaration import (
@@ -99,11 +99,11 @@ __all__ = [
     "all_reduce_sent",
     "check_schedule",
     "compresses",
-    "cost",
     "describe",
+    "estimate_cost",
     "explain_dense_wire",
-    "find",
-    "known",
+    "find_algorithm",
+    "is_known",
     "load_all",
     "names",
     "package_of",

@@ -37,18 +37,18 @@ def names() -> tuple[str, ...]:
     return (*_OWN, *sorted({*_of_script, *_installed()} - set(_OWN)))
 
 
-def known(name: object) -> bool:
+def is_known(name: object) -> bool:
     """Return True if an algorithm of this name is in the catalogue. No package is loaded."""
     return isinstance(name, str) and (name in _OWN or name in _of_script or name in _installed())
 
 
-def find(name: str) -> Algorithm:
+def find_algorithm(name: str) -> Algorithm:
     """Return the algorithm called `name`.
 
     Raises ArgumentError with the nearest name and all names if there is none, and AlgorithmError if its package cannot
     be loaded.
     """
-    if not known(name):
+    if not is_known(name):
         near = difflib.get_close_matches(str(name), names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ArgumentError(
@@ -64,7 +64,7 @@ def load_all() -> tuple[list[Algorithm], list[AlgorithmError]]:
     algorithms, errors = [], []
     for name in names():
         try:
-            algorithms.append(find(name))
+            algorithms.append(find_algorithm(name))
         except AlgorithmError as error:
             errors.append(error)
     errors += [_hides_own(name) for name in sorted(set(_OWN) & set(_installed()))]
@@ -81,7 +81,7 @@ def register(algorithm: Algorithm) -> Algorithm:
             f"{algorithm.name!r} is a name for TopKube's own algorithms",
             next_step=f"call it PACKAGE.NAME, such as experiment.{algorithm.name}",
         )
-    if known(algorithm.name) and _of_script.get(algorithm.name) != algorithm:
+    if is_known(algorithm.name) and _of_script.get(algorithm.name) != algorithm:
         raise ArgumentError(f"there is already an algorithm called {algorithm.name!r}", next_step="choose another name")
     _of_script[algorithm.name] = algorithm
     return algorithm

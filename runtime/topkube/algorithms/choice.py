@@ -6,8 +6,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topkube.algorithms.catalogue import find, known
-from topkube.algorithms.cost import Machines, Workload, cost
+from topkube.algorithms.catalogue import find_algorithm, is_known
+from topkube.algorithms.cost import Machines, Workload, estimate_cost
 from topkube.algorithms.declaration import Algorithm, Family
 from topkube.algorithms.own import OWN
 from topkube.algorithms.parameters import DENSE_WIRE, DENSITY
@@ -72,7 +72,7 @@ def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets:
         is_narrow = bucket.itemsize == 4 and not bucket.small
         wire = dense_wire if is_narrow else DENSE_WIRE.default
         scale = bucket.itemsize / 4  # the catalogue counts float32
-        exchange = cost(algorithm, machines, bucket.elements, dense_wire=wire)
+        exchange = estimate_cost(algorithm, machines, bucket.elements, dense_wire=wire)
         on_link = exchange.sent / machines.link
         link = exchange.between - on_link + on_link * scale
         memory = exchange.inside * scale
@@ -88,7 +88,7 @@ def resolve(name: str, nodes: int, length: int, density: float) -> Algorithm:
     The choice is the same on all ranks. It considers TopKube's own algorithms only, so that installing a package
     changes no job. Raises ArgumentError if there is no algorithm of this name.
     """
-    return _find_least_traffic(nodes, length, density) if name in CHOICES else find(name)
+    return _find_least_traffic(nodes, length, density) if name in CHOICES else find_algorithm(name)
 
 
 def describe(name: str, density: float) -> str:
@@ -128,7 +128,7 @@ def explain_dense_wire(name: str) -> str:
 
 def _load_if_known(name: str) -> Algorithm | None:
     try:
-        return find(name) if known(name) else None
+        return find_algorithm(name) if is_known(name) else None
     except AlgorithmError:
         return None
 

@@ -99,7 +99,7 @@ class Cost:
         return max(self.between, self.inside) if self.algorithm.overlaps else self.between + self.inside
 
 
-def cost(
+def estimate_cost(
     algorithm: Algorithm,
     machines: Machines,
     elements: int,

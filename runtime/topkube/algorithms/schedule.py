@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topkube.algorithms.catalogue import find, known
+from topkube.algorithms.catalogue import find_algorithm, is_known
 from topkube.algorithms.choice import CHOICES
 from topkube.algorithms.declaration import Algorithm
 from topkube.algorithms.parameters import DENSITY, PERIOD
@@ -59,9 +59,9 @@ def check_schedule(algorithm: str, warmup_steps: int, momentum_correction: bool,
 def _check_change(where: str, current: str, stage: Stage, momentum_correction: bool) -> None:
     following = stage.algorithm or current
     changes = stage.algorithm is not None and stage.algorithm != current
-    is_known = following in CHOICES or known(following)
-    if "." not in following and not is_known:
-        find(following)  # raises, and names the nearest algorithm
+    is_declared = following in CHOICES or is_known(following)
+    if "." not in following and not is_declared:
+        find_algorithm(following)  # raises, and names the nearest algorithm
     for name in (current, following):
         if changes and _keeps_weights(name):
             raise ArgumentError(
@@ -76,7 +76,7 @@ def _check_change(where: str, current: str, stage: Stage, momentum_correction: b
             cause="the velocity of each node cannot be taken over",
             next_step="turn off momentum correction",
         )
-    if not is_known:
+    if not is_declared:
         return
     for parameter, value in ((DENSITY, stage.density), (PERIOD, stage.period)):
         if value is None:
@@ -88,7 +88,7 @@ def _check_change(where: str, current: str, stage: Stage, momentum_correction: b
                 next_step=f"leave the {parameter.name} out of this stage",
             )
         if parameter is PERIOD and following not in CHOICES:
-            find(following).check_period(int(value))
+            find_algorithm(following).check_period(int(value))
 
 
 def _check_residuals(names: Sequence[str]) -> None:
@@ -114,4 +114,4 @@ def _keeps_weights(name: str) -> bool:
 
 def _list_algorithms(name: str) -> list[Algorithm]:
     """Return the algorithms that a name may stand for, without those of packages that are not installed here."""
-    return [find(name)] if name not in CHOICES and known(name) else []
+    return [find_algorithm(name)] if name not in CHOICES and is_known(name) else []

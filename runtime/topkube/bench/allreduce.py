@@ -133,7 +133,7 @@ def _add_row(
 def _names(text: str) -> list[str]:
     chosen = [name.strip() for name in text.split(",") if name.strip()]
     for name in chosen:
-        algorithms.find(name)
+        algorithms.find_algorithm(name)
     if chosen:
         return chosen
     listed, broken = algorithms.load_all()

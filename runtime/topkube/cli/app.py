@@ -279,7 +279,9 @@ def plan(
     period: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="STEPS", help="Steps between exchanges of onebit and localsgd (default: the job's, or 1)."
+            min=1,
+            metavar="STEPS",
+            help="Steps between exchanges of the weights, as of localsgd (default: the job's, or the least allowed).",
         ),
     ] = None,
     overlap: Annotated[

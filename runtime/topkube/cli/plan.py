@@ -28,14 +28,14 @@ from topkube.algorithms import (
 )
 from topkube.cli.columns import columns
 from topkube.errors import ArgumentError
-from topkube.job import TrainingJob
+from topkube.job import Aggregation, TrainingJob
 from topkube.planning import guidelines
 from topkube.planning.models import Model, find_model
 from topkube.planning.picture import draw_sweep
 from topkube.planning.profile import StepProfile, from_trace, uniform, with_host_costs
 from topkube.planning.step import Prediction, Situation, predict
 from topkube.telemetry import trace
-from topkube.telemetry.bar import duration, size
+from topkube.telemetry.bar import format_bytes, format_duration
 
 EFFICIENCY = 0.8
 """The scaling efficiency that recommendations keep."""
@@ -108,7 +108,7 @@ class _Plan:
     def resolve(self, name: str) -> Algorithm:
         """Return the algorithm called `name`, or what the name stands for on this cluster."""
         if name not in CHOICES:
-            return algorithms.find(name)
+            return algorithms.find_algorithm(name)
         return _choose(name, self.machines, self.elements, self.situation.dense_wire).algorithm
 
 
@@ -155,7 +155,7 @@ def _plan(options: PlanOptions) -> _Plan:
         raise ArgumentError(
             f"--dense-wire is {dense_wire!r}", next_step=f"choose one of {', '.join(DENSE_WIRE.choices)}"
         )
-    period = options.period or (aggregation.period if aggregation else PERIOD.default)
+    period = _period(options, aggregation)
     link = number(options.link, r"(?:bit|b)(?:/s|ps)?", "--link") / 8
     memory = number(options.memory.replace("GB", "G"), r"(?:/s)?", "--memory")
     if options.device not in (None, "cpu", "gpu"):
@@ -169,10 +169,36 @@ def _plan(options: PlanOptions) -> _Plan:
     for error in broken:
         print(f"warning: {error}", file=sys.stderr)
     wanted = aggregation.algorithm if aggregation else AUTO
+    if period is not None:
+        listed = _select_allowed(listed, period, wanted)
     if wanted in CHOICES:
         dense_wire = _choose(wanted, machines, elements, dense_wire).dense_wire
     situation = Situation(machines, density, wire, cores, options.overlap, dense_wire=dense_wire, period=period)
     return _Plan(situation, elements, wanted, listed, profile, model)
+
+
+def _period(options: PlanOptions, aggregation: Aggregation | None) -> int | None:
+    """Return the period that an option or the job sets; None if neither does."""
+    if options.period is not None:
+        PERIOD.check(options.period)
+        return options.period
+    return aggregation.period if aggregation and "period" in aggregation.model_fields_set else None
+
+
+def _select_allowed(listed: list[Algorithm], period: int, wanted: str) -> list[Algorithm]:
+    """Return the algorithms that allow the period, and print why the others are left out. Raises ArgumentError if the
+    algorithm `wanted` does not allow it."""
+    allowed = []
+    for algorithm in listed:
+        try:
+            algorithm.check_period(period)
+        except ArgumentError as error:
+            if algorithm.name == wanted:
+                raise
+            print(f"warning: {algorithm.name} is left out: {error.what}", file=sys.stderr)
+        else:
+            allowed.append(algorithm)
+    return allowed
 
 
 def _parameters(options: PlanOptions) -> int:
@@ -227,7 +253,7 @@ def _compute(options: PlanOptions, model: Model | None) -> float | None:
 
 def _row(plan: _Plan, algorithm: Algorithm, chosen: bool) -> dict[str, Any]:
     situation = plan.situation
-    exchange = situation.cost(algorithm, plan.elements)
+    exchange = situation.estimate_cost(algorithm, plan.elements)
     row: dict[str, Any] = {
         "algorithm": algorithm.name,
         "chosen": chosen,
@@ -235,7 +261,7 @@ def _row(plan: _Plan, algorithm: Algorithm, chosen: bool) -> dict[str, Any]:
         "betweenSeconds": exchange.between,
         "insideSeconds": exchange.inside,
         "exchangeSeconds": exchange.seconds,
-        "stateBytes": algorithm.state_bytes(situation.workload(plan.elements)),
+        "stateBytes": algorithm.state_bytes(situation.workload(algorithm, plan.elements)),
     }
     if plan.profile is not None:
         row |= _step(predict(plan.profile, situation, algorithm))
@@ -321,7 +347,7 @@ def _cluster(plan: _Plan, options: PlanOptions, with_nodes: bool = True) -> str:
     settings = f"density {situation.density:g}, {situation.wire}"
     if situation.dense_wire != DENSE_WIRE.default:
         settings += f", dense {situation.dense_wire}"
-    if situation.period != PERIOD.default:
+    if situation.period is not None:
         settings += f", period {situation.period}"
     return f"{ranks}, {plan.elements:,} parameters, {settings}; link {options.link}, memory {options.memory}"
 
@@ -330,7 +356,7 @@ def _print_table(plan: _Plan, rows: list[dict[str, Any]], options: PlanOptions) 
     head = ["", "all-reduce", "a node sends", "between nodes", "inside a node", "exchange"]
     lines = [head + (["step", "scaling"] if plan.profile else [])]
     for row in rows:
-        cells = ["->" if row["chosen"] else "", row["algorithm"], size(row["sentBytes"])]
+        cells = ["->" if row["chosen"] else "", row["algorithm"], format_bytes(row["sentBytes"])]
         cells += [_seconds(row[f"{part}Seconds"]) for part in ("between", "inside", "exchange")]
         if plan.profile:
             cells += [_seconds(row["stepSeconds"]), f"{row['efficiency']:.0%}"]
@@ -392,4 +418,4 @@ def _rate(bits: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    return f"{value * 1e3:.3g} ms" if value < 1 else duration(value)
+    return f"{value * 1e3:.3g} ms" if value < 1 else format_duration(value)

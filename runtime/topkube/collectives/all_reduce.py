@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from topkube.algorithms import Algorithm, Route, find, package_of
+from topkube.algorithms import Algorithm, Route, find_algorithm, package_of
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array
 from topkube.collectives.call import Call, own_shard, workspace
@@ -140,7 +140,7 @@ def load(algorithm: Algorithm) -> AllReduce:
 
 def load_by_name(name: str) -> AllReduce:
     """Return the implementation of the algorithm called `name`. Raises ArgumentError or AlgorithmError."""
-    return load(find(name))
+    return load(find_algorithm(name))
 
 
 def _unusable(algorithm: Algorithm, reason: str) -> AlgorithmError:

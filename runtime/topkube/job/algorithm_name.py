@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, WithJsonSchema
 
-from topkube.algorithms import CHOICES, OWN, find, known, names
+from topkube.algorithms import CHOICES, OWN, find_algorithm, is_known, names
 from topkube.algorithms.declaration import NAME
 from topkube.errors import AlgorithmError
 from topkube.job.base.part import Allowed
@@ -32,7 +32,7 @@ EXPLAINED = "the all-reduce. " + "; ".join(
 
 def is_foreign(name: str) -> bool:
     """Return True if `name` is of the form PACKAGE.NAME and no such algorithm is installed here."""
-    return "." in name and not known(name)
+    return "." in name and not is_known(name)
 
 
 def _check(name: str) -> str:
@@ -40,9 +40,9 @@ def _check(name: str) -> str:
         return name
     package, dot, _ = name.partition(".")
     of_package = [other for other in names() if dot and other.startswith(f"{package}.")]
-    if known(name):
+    if is_known(name):
         try:
-            find(name)
+            find_algorithm(name)
         except AlgorithmError as error:
             raise ValueError(str(error)) from None
         return name

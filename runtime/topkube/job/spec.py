@@ -37,7 +37,7 @@ from topkube.algorithms import (
     Stage,
     check_schedule,
     explain_dense_wire,
-    find,
+    find_algorithm,
     reads_dense_wire,
 )
 from topkube.errors import ArgumentError
@@ -203,7 +203,7 @@ class Aggregation(Part):
     def _has_an_allowed_period(self) -> Aggregation:
         if self.algorithm not in CHOICES and not is_foreign(self.algorithm):
             try:
-                find(self.algorithm).check_period(self.period)
+                find_algorithm(self.algorithm).check_period(self.period)
             except ArgumentError as error:
                 raise ValueError(f"{error.what}; {error.next_step}") from None
         return self

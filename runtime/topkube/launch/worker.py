@@ -407,7 +407,7 @@ class Worker:
 
 def _find_mpi() -> tuple[mpi_library.Mpi | None, LaunchError | None]:
     try:
-        mpi = mpi_library.find()
+        mpi = mpi_library.find_mpi()
         mpi_library.check_match(mpi, mpi_library.library())
         return mpi, None
     except LaunchError as error:

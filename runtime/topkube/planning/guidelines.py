@@ -85,7 +85,7 @@ def batch_factor(profile: StepProfile, situation: Situation, algorithm: Algorith
 def most_samples(memory: float, parameters: int, activations: float, algorithm: Algorithm, situation: Situation) -> int:
     """Return the largest batch of a rank with `memory` bytes. Weights, gradients and Adam's moments need 16 bytes per
     parameter, the algorithm its state and a copy of it, and each sample `activations` bytes."""
-    load = situation.workload(parameters)
+    load = situation.workload(algorithm, parameters)
     left = memory - _OPTIMIZER_BYTES * parameters - 2 * algorithm.state_bytes(load)
     return max(0, math.floor(left / activations))
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from topkube import algorithms
-from topkube.algorithms import DENSE, Algorithm, Cost, Machines, Workload, cost, reduce_scatter_memory
+from topkube.algorithms import DENSE, Algorithm, Cost, Machines, Workload, estimate_cost, reduce_scatter_memory
 from topkube.errors import ArgumentError
 from topkube.installation import install_command
 from topkube.planning.profile import Gradient, HostCost, StepProfile
@@ -32,10 +32,11 @@ _MANY_BUCKETS = 32
 class Situation:
     """What a step is predicted for: the cluster, the settings of the aggregation, and what overlaps.
 
-    `dense_wire` is the format of dense values between nodes, `period` the steps from one exchange of weights to the
-    next (the prediction is the mean step). `cores` are the processor cores of a node that its ranks share, infinite if
-    a thread never waits for a core. `overlap` is False if exchanges begin after backward and follow one another.
-    `is_input_pipelined` is False if the step waits until its batch is prepared.
+    `dense_wire` is the format of dense values between nodes. `period` is the number of steps from one exchange of
+    weights to the next (the prediction is the mean step); None stands for the smallest period of each algorithm.
+    `cores` are the processor cores of a node that its ranks share, infinite if a thread never waits for a core.
+    `overlap` is False if exchanges begin after backward and follow one another. `is_input_pipelined` is False if the
+    step waits until its batch is prepared.
     """
 
     machines: Machines
@@ -45,21 +46,22 @@ class Situation:
     overlap: bool = True
     is_input_pipelined: bool = True
     dense_wire: str = "fp32"
-    period: int = 1
+    period: int | None = None
 
     @property
     def ranks(self) -> int:
         return self.machines.nodes * self.machines.slots
 
-    def workload(self, elements: int, small: bool = False) -> Workload:
-        """Return the exchange of `elements` values; values of a `small` bucket are never rounded."""
+    def workload(self, algorithm: Algorithm, elements: int, small: bool = False) -> Workload:
+        """Return the exchange of `elements` values with `algorithm`; values of a `small` bucket are never rounded."""
+        period = algorithm.least_period if self.period is None else self.period
         machines, dense_wire = self.machines, "fp32" if small else self.dense_wire
-        return Workload(machines.nodes, machines.slots, elements, self.density, self.wire, dense_wire, self.period)
+        return Workload(machines.nodes, machines.slots, elements, self.density, self.wire, dense_wire, period)
 
-    def cost(self, algorithm: Algorithm, elements: int, small: bool = False) -> Cost:
+    def estimate_cost(self, algorithm: Algorithm, elements: int, small: bool = False) -> Cost:
         """Return the cost of this exchange with `algorithm`."""
-        load = self.workload(elements, small)
-        return cost(algorithm, self.machines, elements, load.density, load.wire, load.dense_wire, load.period)
+        load = self.workload(algorithm, elements, small)
+        return estimate_cost(algorithm, self.machines, elements, load.density, load.wire, load.dense_wire, load.period)
 
 
 @dataclass(frozen=True)
@@ -208,9 +210,9 @@ def _exchange(bucket: BucketLength, profile: StepProfile, situation: Situation, 
     machines = situation.machines
     own = _algorithm_of(bucket, algorithm, machines.nodes, situation.density)
     is_exact = bucket.small or bucket.itemsize != 4
-    exchange = situation.cost(own, bucket.elements, is_exact)
+    exchange = situation.estimate_cost(own, bucket.elements, is_exact)
     scale = bucket.itemsize / 4  # the catalogue counts float32
-    traffic = own.traffic(situation.workload(bucket.elements, is_exact))
+    traffic = own.traffic(situation.workload(own, bucket.elements, is_exact))
     messages = traffic.messages if machines.nodes > 1 else 0
     latency = messages * machines.latency
     link = (exchange.between - latency) * (1.0 if own.compresses else scale)
@@ -231,7 +233,7 @@ def _algorithm_of(bucket: BucketLength, algorithm: Algorithm, nodes: int, densit
 def _share_before(algorithm: Algorithm, situation: Situation, elements: int) -> float:
     """Return the share of the work in memory that comes before the messages: the reduction inside the node, and half of
     the rest if the algorithm selects."""
-    load = situation.workload(elements)
+    load = situation.workload(algorithm, elements)
     whole = algorithm.traffic(load).memory
     if not whole:
         return 0.5
@@ -242,7 +244,7 @@ def _share_before(algorithm: Algorithm, situation: Situation, elements: int) -> 
 def _measured(host: HostCost, algorithm: Algorithm, situation: Situation, elements: int, inside: float) -> float:
     """Return the measured seconds of the communication thread, corrected by what the catalogue declares to differ
     between the traced cluster and this cluster."""
-    load = dataclasses.replace(situation.workload(elements), nodes=host.nodes, slots=host.slots)
+    load = dataclasses.replace(situation.workload(algorithm, elements), nodes=host.nodes, slots=host.slots)
     there = algorithm.traffic(load).memory / situation.machines.memory
     measured = host.fixed + host.per_element * elements
     if not host.per_element:

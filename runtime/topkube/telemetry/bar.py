@@ -20,7 +20,7 @@ PLAIN_SECONDS = 5.0
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 
 
-def size(number: float) -> str:
+def format_bytes(number: float) -> str:
     """Return a number of bytes as text: 12 MB, 1.3 GB (powers of 1000)."""
     units = iter(("B", "kB", "MB", "GB", "TB"))
     unit = next(units)
@@ -29,7 +29,7 @@ def size(number: float) -> str:
     return f"{number:.0f} {unit}" if number >= 9.95 or unit == "B" else f"{number:.1f} {unit}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return seconds as text: 41 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"
@@ -37,13 +37,13 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {round(seconds) % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def rate(per_second: float) -> str:
+def format_rate(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
 
 
-def reduction(history: History, nodes: int, ranks: int) -> str:
+def describe_sent_bytes(history: History, nodes: int, ranks: int) -> str:
     """Return the bytes sent between nodes (inside the node if there is one node), compared with dense, as text."""
-    sent, dense = bytes_sent(history, nodes, ranks)
+    sent, dense = count_sent_bytes(history, nodes, ranks)
     if not dense:
         return ""
     if not sent:
@@ -54,10 +54,10 @@ def reduction(history: History, nodes: int, ranks: int) -> str:
         comparison = f"{factor:.0f}x less than dense" if factor >= 9.95 else f"{factor:.1f}x less than dense"
     else:
         comparison = "as dense" if factor > 0.95 else f"{1 / factor:.1f}x more than dense"
-    return f"{size(sent)}, {comparison}"
+    return f"{format_bytes(sent)}, {comparison}"
 
 
-def bytes_sent(history: History, nodes: int, ranks: int) -> tuple[int, int]:
+def count_sent_bytes(history: History, nodes: int, ranks: int) -> tuple[int, int]:
     """Return the bytes that were sent between nodes, and the bytes that a dense ring over all ranks would have sent
     between nodes. A ring has `ranks` links, and `nodes` of them connect two nodes. With one node: the bytes sent inside
     the node, and the bytes of the whole ring."""
@@ -92,7 +92,7 @@ class ProgressDisplay:
     ) -> None:
         self._bar.stop()
         if not self._live:
-            self._plain()
+            self._print_plain_line()
 
     def update(self) -> None:
         """Show the current state of the history."""
@@ -101,7 +101,7 @@ class ProgressDisplay:
             if last is not None:
                 self._bar.update(self._task, completed=last.step, total=last.total_steps)
         elif time.monotonic() - self._shown_at >= PLAIN_SECONDS:
-            self._plain()
+            self._print_plain_line()
 
     def line(self, worker: int, rank: int, text: str) -> None:
         """Show a line that a rank printed."""
@@ -116,15 +116,15 @@ class ProgressDisplay:
         """Show a line without wrapping it."""
         self.console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
-    def _plain(self) -> None:
+    def _print_plain_line(self) -> None:
         self._shown_at = time.monotonic()
         last = self.history.last
         if last is not None and last.step != self._shown_step:
             self._shown_step = last.step
-            self.note(facts(self.history, self._nodes, self._ranks))
+            self.note(describe_progress(self.history, self._nodes, self._ranks))
 
 
-def facts(history: History, nodes: int, ranks: int, width: int | None = None) -> str:
+def describe_progress(history: History, nodes: int, ranks: int, width: int | None = None) -> str:
     """Return the state of a run in one line: "step 120/200  loss 1.83  5,120 samples/s  12 MB, 43x less than dense
     41 s left". If `width` is set, the least important parts are left out until the line fits: first the bytes, then
     skipped steps, the rate and the loss."""
@@ -133,11 +133,11 @@ def facts(history: History, nodes: int, ranks: int, width: int | None = None) ->
         return "starting"
     step = f"step {last.step}" + (f"/{last.total_steps}" if last.total_steps else "")
     loss = f"loss {last.loss:.4g}" if last.loss is not None and math.isfinite(last.loss) else ""
-    speed = f"{rate(last.samples_per_second)} samples/s" if last.samples_per_second else ""
+    speed = f"{format_rate(last.samples_per_second)} samples/s" if last.samples_per_second else ""
     skipped = f"{last.skipped_steps} skipped" if last.skipped_steps else ""
     eta = history.eta_seconds()
-    left = f"{duration(eta)} left" if eta and last.total_steps and last.step < last.total_steps else ""
-    parts = [step, loss, speed, reduction(history, nodes, ranks), skipped, left]
+    left = f"{format_duration(eta)} left" if eta and last.total_steps and last.step < last.total_steps else ""
+    parts = [step, loss, speed, describe_sent_bytes(history, nodes, ranks), skipped, left]
     for least_important in (None, 3, 4, 2, 1):
         if least_important is not None:
             parts[least_important] = ""
@@ -160,7 +160,7 @@ class _Line(ProgressColumn):
         name = Text(task.description, style="bold", no_wrap=True, overflow="ellipsis")
         name.truncate(min(self._NAME_MOST, self._console.width // 4), overflow="ellipsis")
         room = self._console.width - name.cell_len - self._BAR_LEAST - 4
-        known = Text(facts(*self._arguments, width=room), no_wrap=True)
+        known = Text(describe_progress(*self._arguments, width=room), no_wrap=True)
         bar = ProgressBar(
             total=task.total,
             completed=task.completed,

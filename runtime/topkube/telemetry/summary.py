@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from topkube.telemetry.bar import bytes_sent, duration, rate, reduction, size
+from topkube.telemetry.bar import count_sent_bytes, describe_sent_bytes, format_bytes, format_duration, format_rate
 from topkube.telemetry.history import DATA, PARTS, History
 
 EDGE = 10
@@ -51,8 +51,8 @@ def summarize(history: History, nodes: int, ranks: int) -> Summary:
         samples_per_second=history.samples_per_second,
         seconds_per_step={part: sum(history.seconds[part]) / steps for part in PARTS} if steps else {},
         bytes_between_nodes=sum(history.between),
-        bytes_sent=sum(history.sent),
-        bytes_dense=bytes_sent(history, nodes, ranks)[1],
+        count_sent_bytes=sum(history.sent),
+        bytes_dense=count_sent_bytes(history, nodes, ranks)[1],
         skipped_steps=history.last.skipped_steps if history.last else 0,
         choice=history.last.choice if history.last else None,
     )
@@ -76,13 +76,13 @@ def over_steps(count: int) -> str:
 def rows(summary: Summary, history: History, nodes: int, ranks: int, wall_seconds: float) -> list[tuple[str, str]]:
     """Return the summary as (name, value) pairs for a table."""
     table = [("steps", f"{summary.steps}" + (f" of {summary.total_steps}" if summary.total_steps else ""))]
-    table.append(("time", duration(wall_seconds)))
+    table.append(("time", format_duration(wall_seconds)))
     if summary.first_loss is not None and summary.final_loss is not None:
         count = summary.loss_steps
         means = f"means of the first and the last {count} steps" if count > 1 else "the first and the last step"
         table.append(("loss", f"{summary.first_loss:.4g} → {summary.final_loss:.4g} ({means})"))
     if summary.samples_per_second:
-        table.append(("samples per second", rate(summary.samples_per_second)))
+        table.append(("samples per second", format_rate(summary.samples_per_second)))
     step = sum(summary.seconds_per_step.values())
     if step > 0:
         parts = summary.seconds_per_step.items()
@@ -90,7 +90,7 @@ def rows(summary: Summary, history: History, nodes: int, ranks: int, wall_second
         table.append(("time per step", f"{1000 * step:.1f} ms: " + ", ".join(shares)))
     level = "sent between nodes" if nodes > 1 else "sent inside the node"
     if summary.bytes_dense:
-        table.append((level, f"{reduction(history, nodes, ranks)} ({size(summary.bytes_dense)})"))
+        table.append((level, f"{describe_sent_bytes(history, nodes, ranks)} ({format_bytes(summary.bytes_dense)})"))
     table.append(("skipped steps", str(summary.skipped_steps)))
     if summary.choice is not None:
         table.append(("algorithm", summary.choice))

@@ -299,7 +299,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._backward.takes_step():
             self._backward.check_exchanged()
             if self._node_weights is not None:
-                self._node_weights.guard.want(self.aggregation.at(self.steps).period)
+                self._node_weights.guard.set_period(self.aggregation.at(self.steps).period)
                 self._node_weights.begin_step(self.steps)
             self._backward.compare_first_weights()
             with self._step_guard.allowed(), phases.current.timed("update"):

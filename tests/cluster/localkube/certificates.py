@@ -44,7 +44,7 @@ class Authority:
     folder: Path
 
     @classmethod
-    def new(cls, folder: Path) -> Authority:
+    def create(cls, folder: Path) -> Authority:
         """Make an authority, and the key pair that signs service accounts' tokens (sa.key, sa.pub)."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         key, name = _new_key(folder / "ca.key"), _name("topkube-local-ca")
@@ -67,7 +67,7 @@ class Authority:
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         if names:
             builder = builder.add_extension(
-                x509.SubjectAlternativeName([_general(name) for name in names]), critical=False
+                x509.SubjectAlternativeName([_as_general_name(name) for name in names]), critical=False
             )
         certificate = builder.sign(signer, hashes.SHA256())
         (self.folder / f"{file}.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -92,7 +92,7 @@ current-context: topkube
 """)
 
 
-def _general(name: str) -> x509.GeneralName:
+def _as_general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

@@ -18,7 +18,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 @cache
-def hierarchies() -> tuple[Path, ...]:
+def list_hierarchies() -> tuple[Path, ...]:
     """The mounted cgroup hierarchies, that of the freezer first (v1), or the one unified hierarchy (v2)."""
     if (ROOT / "cgroup.controllers").exists():
         return (ROOT,)
@@ -43,11 +43,11 @@ class Group:
     @property
     def directory(self) -> Path:
         """The folder that lists the members; under v1, in the freezer's hierarchy."""
-        return hierarchies()[0] / self.path
+        return list_hierarchies()[0] / self.path
 
     def make(self) -> None:
         """Make the group and those above it. Under v2 all but the group itself pass every controller on."""
-        for hierarchy in hierarchies():
+        for hierarchy in list_hierarchies():
             parent = hierarchy
             for part in Path(self.path).parts:
                 control = parent / "cgroup.subtree_control"
@@ -65,7 +65,7 @@ class Group:
     def subgroups(self) -> Iterator[Group]:
         """This group and all below it, deepest first."""
         for where, _, _ in os.walk(self.directory, topdown=False):
-            yield Group(str(Path(where).relative_to(hierarchies()[0])))
+            yield Group(str(Path(where).relative_to(list_hierarchies()[0])))
 
     def processes(self) -> set[int]:
         """Process ids of the group and of all groups below."""
@@ -78,12 +78,12 @@ class Group:
         return numbers
 
     def freeze(self) -> None:
-        self._freezer("FROZEN", "1")
+        self._set_frozen("FROZEN", "1")
 
     def thaw(self) -> None:
-        self._freezer("THAWED", "0")
+        self._set_frozen("THAWED", "0")
 
-    def _freezer(self, v1: str, v2: str) -> None:
+    def _set_frozen(self, v1: str, v2: str) -> None:
         for file, word in (("freezer.state", v1), ("cgroup.freeze", v2)):
             if (self.directory / file).exists():
                 (self.directory / file).write_text(word)
@@ -111,7 +111,7 @@ class Group:
         """Kill the processes of the group, and remove the group and its subgroups from every hierarchy."""
         self.kill(seconds)
         deadline = time.monotonic() + seconds
-        for hierarchy in hierarchies():
+        for hierarchy in list_hierarchies():
             for where, _, _ in os.walk(hierarchy / self.path, topdown=False):
                 while True:
                     try:

@@ -77,7 +77,7 @@ class Cluster:
             return None
         known = json.loads(record.read_text())
         cluster = cls(layout, Path(known["programs"]), known["nodes"])
-        return cluster if cluster.control_plane.api_server.alive() and cluster.control_plane.ready() else None
+        return cluster if cluster.control_plane.api_server.is_alive() and cluster.control_plane.is_ready() else None
 
     def down(self) -> None:
         down(self.layout)
@@ -86,7 +86,7 @@ class Cluster:
         """Build what changed, and send it to every running node. Return what was built."""
         store = store or self.store
         built = store.build(images)
-        up = [node for node in self.nodes.values() if node.containerd.alive()]
+        up = [node for node in self.nodes.values() if node.containerd.is_alive()]
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda node: store.load(node.socket, images), up))
         return built
@@ -119,14 +119,14 @@ class Cluster:
         # kubectl 1.20 patches no subresource; a whole status is replaced, again when kubelet was quicker
         path = f"/api/v1/nodes/{name}"
 
-        def given() -> bool:
+        def has_gpus() -> bool:
             node = json.loads(self.kubectl("get", "--raw", path))
             for part in ("capacity", "allocatable"):
                 node["status"][part]["nvidia.com/gpu"] = str(GPUS_PER_NODE)
             answer = self.kubectl("replace", "--raw", f"{path}/status", "-f", "-", stdin=json.dumps(node), check=False)
             return "nvidia.com/gpu" in answer
 
-        wait_until(given, f"{name} to take its GPUs", 20)
+        wait_until(has_gpus, f"{name} to take its GPUs", 20)
 
     def offer_volumes(self) -> None:
         """Volumes for claims, ReadWriteMany: folders of the machine, whose disk all nodes share."""

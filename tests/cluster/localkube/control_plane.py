@@ -63,7 +63,7 @@ class ControlPlane:
     def start(self) -> Authority:
         """Make keys, start all and return when the API server is ready."""
         layout = self.layout
-        authority = Authority.new(layout.state / "pki")
+        authority = Authority.create(layout.state / "pki")
         service = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local")
         names = ("localhost", *service, "127.0.0.1", layout.kubernetes_service, layout.gateway)
         authority.issue("apiserver", "kube-apiserver", names=names)
@@ -77,15 +77,15 @@ class ControlPlane:
         self.scheduler.start()
         return authority
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         command = [self.programs / "kubectl", f"--kubeconfig={self.layout.kubeconfig}", "get", "--raw", "/readyz"]
         return run(*command, check=False) == "ok"
 
     def wait_ready(self, seconds: float = 60.0) -> None:
         try:
-            wait_until(self.ready, "the API server to be ready", seconds, interval=0.2)
+            wait_until(self.is_ready, "the API server to be ready", seconds, interval=0.2)
         except TimeoutError as error:
-            daemon = self.api_server if self.etcd.alive() else self.etcd
+            daemon = self.api_server if self.etcd.is_alive() else self.etcd
             raise TimeoutError(f"{error}. The last words of {daemon.name}:\n{daemon.last_words()}") from None
 
     def restart_api_server(self) -> None:

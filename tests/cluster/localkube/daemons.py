@@ -62,7 +62,7 @@ class Daemon:
                 )
             )
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return bool(self.group.processes())
 
     def kill(self) -> None:
@@ -80,7 +80,7 @@ class Daemon:
             except ProcessLookupError:
                 continue
         try:
-            wait_until(lambda: not self.alive(), f"{self.name} to end", seconds)
+            wait_until(lambda: not self.is_alive(), f"{self.name} to end", seconds)
         except TimeoutError:
             self.kill()
 

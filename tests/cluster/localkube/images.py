@@ -54,7 +54,7 @@ class Image:
     dockerfile: str
     arguments: tuple[str, ...] = ()
 
-    def tagged(self, tag: str) -> Image:
+    def with_tag(self, tag: str) -> Image:
         """Return the same image with another tag."""
         return replace(self, name=f"{self.name.rpartition(':')[0]}:{tag}")
 
@@ -239,7 +239,7 @@ class Store:
         present = set(_ctr(containerd, "content", "ls", "-q").split())
         for layout in self._layouts(images):
             manifest = (layout / "manifest.json").read_bytes()
-            if not _named(containerd, layout, manifest):
+            if not _has_image(containerd, layout, manifest):
                 _import(containerd, layout, manifest, present)
 
     def _layouts(self, images: Iterable[Image]) -> list[Path]:
@@ -290,7 +290,7 @@ def _ctr(socket: Path, *arguments: str | Path, stdin: bytes | None = None) -> st
     return run("ctr", "-a", socket, "-n", "k8s.io", *arguments, stdin=stdin)
 
 
-def _named(socket: Path, layout: Path, manifest: bytes) -> bool:
+def _has_image(socket: Path, layout: Path, manifest: bytes) -> bool:
     """Return True if the containerd has exactly this image under its name."""
     line = _ctr(socket, "images", "ls", f"name=={(layout / 'name').read_text()}")
     return f"sha256:{hashlib.sha256(manifest).hexdigest()}" in line

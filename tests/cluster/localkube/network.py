@@ -32,24 +32,24 @@ def remove_bridge(layout: Layout) -> None:
 def shape(node: Node, rate: str) -> None:
     """Limit the node's link to `rate` in both directions (tc's notation: 200mbit, 1gbit); 'off' lifts the limit."""
     run("tc", "qdisc", "del", "dev", node.link, "root", check=False)
-    node.inside("tc", "qdisc", "del", "dev", "eth0", "root", check=False)
+    node.run_inside("tc", "qdisc", "del", "dev", "eth0", "root", check=False)
     if rate != "off":
         # 50 ms of queue: what a switch port holds. The burst is one kernel tick's worth at 1 Gbit/s and more than
         # enough below
         bucket = ("root", "tbf", "rate", rate, "burst", "128k", "latency", "50ms")
         run("tc", "qdisc", "add", "dev", node.link, *bucket)
-        node.inside("tc", "qdisc", "add", "dev", "eth0", *bucket)
+        node.run_inside("tc", "qdisc", "add", "dev", "eth0", *bucket)
 
 
 def cut(first: Node, second: Node) -> None:
     """Drop all packets between the pods of two nodes, in both directions and without any notice."""
     for here, there in ((first, second), (second, first)):
-        here.inside("ip", "route", "replace", "blackhole", there.layout.pod_range(there.index))
+        here.run_inside("ip", "route", "replace", "blackhole", there.layout.pod_range(there.index))
 
 
 def mend(first: Node, second: Node) -> None:
     """Undo `cut`."""
     for here, there in ((first, second), (second, first)):
         pods = there.layout.pod_range(there.index)
-        here.inside("ip", "route", "del", "blackhole", pods, check=False)
-        here.inside("ip", "route", "replace", pods, "via", there.address)
+        here.run_inside("ip", "route", "del", "blackhole", pods, check=False)
+        here.run_inside("ip", "route", "replace", pods, "via", there.address)

@@ -81,7 +81,7 @@ class Node:
         where = f"/proc/{min(processes)}/ns"
         return ["nsenter", f"--net={where}/net", f"--mount={where}/mnt", "--"]
 
-    def inside(self, *command: str | Path, check: bool = True) -> str:
+    def run_inside(self, *command: str | Path, check: bool = True) -> str:
         """Run a command in the node's namespaces."""
         return run(*self.enter(), *command, check=check)
 
@@ -109,13 +109,13 @@ class Node:
     def _boot(self, nodes: int) -> None:
         self.group.make()
         self.holder.start()
-        wait_until(self._unshared, f"{self.name}'s namespaces", 10, interval=0.01)
+        wait_until(self._has_own_namespaces, f"{self.name}'s namespaces", 10, interval=0.01)
         self._plug_in(nodes)
         self.containerd.start()
         ready = ("ctr", "-a", str(self.socket), "version")
         wait_until(lambda: "Server" in run(*ready, check=False), f"{self.name}'s containerd", 30)
 
-    def _unshared(self) -> bool:
+    def _has_own_namespaces(self) -> bool:
         """Return True if the holder is in its own namespaces and waits there."""
         processes = self.holder.group.processes()
         return bool(processes) and Path(f"/proc/{min(processes)}/comm").read_text().strip() == "sleep"
@@ -130,14 +130,14 @@ class Node:
         run("ip", "link", "del", self.link, check=False)
         run("ip", "link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", process)
         run("ip", "link", "set", self.link, "master", layout.name, "up")
-        self.inside("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
-        self.inside("ip", "link", "set", "eth0", "up")
-        self.inside("ip", "link", "set", "lo", "up")
-        self.inside("ip", "route", "add", "default", "via", layout.gateway)
+        self.run_inside("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
+        self.run_inside("ip", "link", "set", "eth0", "up")
+        self.run_inside("ip", "link", "set", "lo", "up")
+        self.run_inside("ip", "route", "add", "default", "via", layout.gateway)
         for other in range(1, nodes + 1):
             if other != self.index:
-                self.inside("ip", "route", "add", layout.pod_range(other), "via", layout.node_address(other))
-        self.inside("sysctl", "-qw", "net.ipv4.ip_forward=1")
+                self.run_inside("ip", "route", "add", layout.pod_range(other), "via", layout.node_address(other))
+        self.run_inside("sysctl", "-qw", "net.ipv4.ip_forward=1")
         run("ip", "route", "replace", layout.pod_range(self.index), "via", self.address)
 
     def _mounts(self) -> str:

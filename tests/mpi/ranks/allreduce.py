@@ -14,7 +14,7 @@ import pytest
 
 import topkube
 from topkube import collectives
-from topkube.algorithms import OWN, Family, find
+from topkube.algorithms import OWN, Family, find_algorithm
 from topkube.collectives import Request, load, residual_length
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.overlapped import MOST_PIECE_BYTES, OverlappedAllReduce
@@ -81,7 +81,7 @@ def case_arrays_overlap_and_arrive_in_order(world: World) -> None:
     """Arrays of several types and lengths, begun one after another, have the bits that they have one by one."""
     if world.nodes == 1:
         return
-    hierarchical = load(find("hierarchical"))
+    hierarchical = load(find_algorithm("hierarchical"))
     lengths = [1, 700_001, 3, 0, 1_200_000, 64, 300_000]
     together = [
         inputs(world, length, TYPES[i % len(TYPES)], seed=i)[world.rank].copy() for i, length in enumerate(lengths)
@@ -105,7 +105,7 @@ def case_an_array_that_overlaps_is_checked(world: World) -> None:
     """NaN in one array shows once; the next is clean."""
     if world.nodes == 1:
         return
-    hierarchical, pieces = load(find("hierarchical")), OverlappedAllReduce(world)
+    hierarchical, pieces = load(find_algorithm("hierarchical")), OverlappedAllReduce(world)
     for value in (np.nan, 1.0):
         x = np.ones(1000, np.float32)
         x[::7] = value if world.rank == world.size - 1 else 1.0
@@ -151,7 +151,7 @@ def case_dense_values_of_16_bits_are_sums_in_float32(world: World) -> None:
 def case_a_dense_value_beyond_16_bits_shows_as_not_finite(world: World) -> None:
     """fp16 ends at 65504: the caller must learn that the result is wrong."""
     x = np.full(5000, 1e6 if world.rank == 0 else 0.0, np.float32)
-    finite = load(find("hierarchical")).run(world, Request(x, "sum", dense_wire="fp16"))
+    finite = load(find_algorithm("hierarchical")).run(world, Request(x, "sum", dense_wire="fp16"))
     assert world.agree(finite) == (world.nodes == 1)
 
 
@@ -234,7 +234,7 @@ def follow_definition(world: World, name: str, approximate: Callable[[Array, lis
     the number of the matrix and that of the step."""
     matrices = (Matrix(0, 40 * 31, 31), Matrix(40 * 31, 9 * 200, 200), Matrix(3040, 157, 10), Matrix(3197, 3, 1))
     length, rank = 3200, 3
-    residual = Residual(residual_length(find(name), world, length))
+    residual = Residual(residual_length(find_algorithm(name), world, length))
     errors = [np.zeros(length) for _ in world.node_ranks]
     shapes = [(m.columns, min(rank, m.columns, m.rows)) for m in matrices]
     rights = [np.random.default_rng(shape).random(shape) - 0.5 for shape in shapes]
@@ -243,7 +243,7 @@ def follow_definition(world: World, name: str, approximate: Callable[[Array, lis
         x = arrays[world.rank].copy()
         x[3197:] = 0  # a matrix without a gradient
         request = Request(x, "mean", residual=residual, matrix_rank=rank, matrices=matrices)
-        assert world.agree(load(find(name)).run(world, request))
+        assert world.agree(load(find_algorithm(name)).run(world, request))
         residual.accept()
         residual.commit()
         wanted = np.zeros(length)
@@ -274,8 +274,8 @@ def case_powersgd_is_exact_for_low_ranks(world: World) -> None:
     matrix = (np.random.default_rng([6, world.rank]).standard_normal((60, 2)) @ common).astype(np.float32)
     total = np.sum(world.comm.allgather(matrix), axis=0, dtype=np.float64)
     x = matrix.reshape(-1).copy()
-    residual = Residual(residual_length(find("powersgd"), world, x.size))
-    load(find("powersgd")).run(
+    residual = Residual(residual_length(find_algorithm("powersgd"), world, x.size))
+    load(find_algorithm("powersgd")).run(
         world, Request(x, "sum", residual=residual, matrix_rank=2, matrices=(Matrix(0, 3000, 50),))
     )
     np.testing.assert_allclose(x.reshape(60, 50), total, rtol=0, atol=1e-4 * np.abs(total).max())
@@ -290,7 +290,7 @@ def case_powersgd_sends_two_factors_and_acpsgd_one(world: World) -> None:
     for name, factors in (("powersgd", 2), ("acpsgd", 1)):
         x = inputs(world, 512 * 512, seed=90)[world.rank]
         phases.current.take()
-        load(find(name)).run(world, Request(x, "mean", matrix_rank=4, matrices=(Matrix(0, 512 * 512, 512),)))
+        load(find_algorithm(name)).run(world, Request(x, "mean", matrix_rank=4, matrices=(Matrix(0, 512 * 512, 512),)))
         sent = float(world.sum_small(np.array([phases.current.take().inter_bytes], np.float64))[0]) / world.nodes
         bound = 2 * (world.nodes - 1) / world.nodes * 4 * factors * 512 * 4
         assert abs(sent - bound) <= 64 * world.size, name
@@ -353,7 +353,7 @@ def case_nothing_is_lost(world: World) -> None:
 
 def case_a_plain_array_is_a_residual(world: World) -> None:
     length = 5_000
-    plain = np.zeros(residual_length(find("hitopk"), world, length), np.float32)
+    plain = np.zeros(residual_length(find_algorithm("hitopk"), world, length), np.float32)
     proper = collectives.new_residual("hitopk", length)
     for step in range(3):
         x = inputs(world, length, seed=30 + step)[world.rank]
@@ -386,7 +386,7 @@ def case_somebody_sees_what_is_not_finite(world: World) -> None:
             x = inputs(world, 3_000, seed=50)[world.rank]
             if world.rank == world.size - 1:
                 x[position] = np.nan
-            algorithm = find(name)
+            algorithm = find_algorithm(name)
             residual = Residual(residual_length(algorithm, world, x.size)) if algorithm.compresses else None
             assert not world.agree(load(algorithm).run(world, Request(x, density=0.1, residual=residual))), name
 

@@ -70,7 +70,7 @@ def opened(world: World, folder: Path, **more: Any) -> CachedDataset:
     return CachedDataset(folder / "source", **given)
 
 
-def totals(world: World, dataset: CachedDataset, name: str) -> float:
+def sum_over_ranks(world: World, dataset: CachedDataset, name: str) -> float:
     return float(world.comm.allreduce(dataset.statistics()[name]))
 
 
@@ -82,8 +82,8 @@ def case_every_remote_byte_crosses_once_per_job(world: World) -> None:
         size = sum(path.stat().st_size for path in (folder / "source").iterdir())
         assert all(dataset.cache.has(number) for number in range(6))
         np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(90)))), data)
-        assert totals(world, dataset, "remote_bytes") == size
-        assert totals(world, dataset, "peer_bytes") == size * (world.nodes - 1)
+        assert sum_over_ranks(world, dataset, "remote_bytes") == size
+        assert sum_over_ranks(world, dataset, "peer_bytes") == size * (world.nodes - 1)
         world.comm.Barrier()
         dataset.close()
 
@@ -93,15 +93,15 @@ def case_nobody_fetches_what_a_late_rank_will_bring(world: World) -> None:
     with scene(world) as (folder, data):
         start = DiskFiller.start
 
-        def late(self: DiskFiller) -> None:
+        def start_late(self: DiskFiller) -> None:
             if self.share:
                 time.sleep(0.5)
             start(self)
 
-        with mock.patch.object(DiskFiller, "start", late):
+        with mock.patch.object(DiskFiller, "start", start_late):
             dataset = opened(world, folder, decode=ArrayOf("uint8", (SIZE,)))
         np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(120)))), data)
-        assert totals(world, dataset, "remote_bytes") == data.nbytes
+        assert sum_over_ranks(world, dataset, "remote_bytes") == data.nbytes
         world.comm.Barrier()
         dataset.close()
 
@@ -121,7 +121,7 @@ def case_the_first_epoch_overlaps_with_filling_and_ranks_share_every_sample(worl
             dealt = np.concatenate(world.comm.allgather(wanted))
             assert sorted(dealt.tolist()) == list(range(120))
         loader = None
-        assert totals(world, dataset, "remote_bytes") == data.nbytes
+        assert sum_over_ranks(world, dataset, "remote_bytes") == data.nbytes
         world.comm.Barrier()
         dataset.close()
 
@@ -149,7 +149,7 @@ def case_a_warm_node_gives_to_a_cold_one(world: World) -> None:
         dataset = opened(world, folder)
         np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(30)))), data)
         size = sum(path.stat().st_size for path in (folder / "source").iterdir())
-        assert totals(world, dataset, "remote_bytes") < size
+        assert sum_over_ranks(world, dataset, "remote_bytes") < size
         world.comm.Barrier()
         dataset.close()
 

@@ -14,7 +14,7 @@ import torch
 import topkube
 from ranks.training import gradients
 from ranks.training.scene import distributed, loss_of, network, own_part, same_on_all_ranks, samples, sgd, weights
-from topkube.algorithms import find
+from topkube.algorithms import find_algorithm
 from topkube.collectives import Request, load
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.collectives.error_feedback import Residual
@@ -100,7 +100,7 @@ def case_tensors_under_way_keep_apart(world: World) -> None:
         sparse = number % 3 == 0
         whole.append(sparse)
         engine.begin(
-            load(find("hitopk" if sparse else "hierarchical")),
+            load(find_algorithm("hitopk" if sparse else "hierarchical")),
             Request(tensors[-1], "sum", density=1.0),
             finished=lambda number=number: done.append(number),
         )
@@ -122,7 +122,7 @@ def case_a_sparse_sum_is_that_of_the_cpus_path(world: World) -> None:
         engine = DeviceAllReduce(world, CPU)
         for _ in range(3):
             topkube.allreduce_(here, "mean", "hitopk", 0.02, wire, residual=first)
-            engine.begin(load(find("hitopk")), Request(there, "mean", 0.02, wire, residual=second))
+            engine.begin(load(find_algorithm("hitopk")), Request(there, "mean", 0.02, wire, residual=second))
             assert engine.flush()
             if second is not None:
                 second.accept()
@@ -139,7 +139,7 @@ def case_dense_values_of_16_bits_are_those_of_the_cpus_path(world: World) -> Non
         there = torch.from_numpy(here.copy())
         topkube.allreduce_(here, algorithm="hierarchical", dense_wire=dense_wire)
         engine = DeviceAllReduce(world, CPU)
-        engine.begin(load(find("hierarchical")), Request(there, "mean", dense_wire=dense_wire))
+        engine.begin(load(find_algorithm("hierarchical")), Request(there, "mean", dense_wire=dense_wire))
         assert engine.flush()
         if max(len(ranks) for ranks in world.node_ranks) <= 2:
             assert torch.equal(torch.from_numpy(here), there)
@@ -154,17 +154,17 @@ def case_what_is_not_finite_is_told(world: World) -> None:
             x = torch.ones(3000)
             if world.rank == 0:
                 x[::7] = poison
-            engine.begin(load(find("hierarchical")), Request(torch.ones(50)))
-            engine.begin(load(find(name)), Request(x, density=0.5))
+            engine.begin(load(find_algorithm("hierarchical")), Request(torch.ones(50)))
+            engine.begin(load(find_algorithm(name)), Request(x, density=0.5))
             finite = engine.flush()
             assert not topkube.world.current().agree(finite)
-            engine.begin(load(find(name)), Request(torch.ones(50)))
+            engine.begin(load(find_algorithm(name)), Request(torch.ones(50)))
             assert engine.flush()
 
 
 def case_algorithms_of_host_memory_are_refused(world: World) -> None:
     with pytest.raises(ArgumentError, match=r"naive works on CPU tensors.*hitopk on a GPU"):
-        DeviceAllReduce(world, CPU).begin(load(find("naive")), Request(torch.ones(3)))
+        DeviceAllReduce(world, CPU).begin(load(find_algorithm("naive")), Request(torch.ones(3)))
 
 
 def case_norms_computed_in_shares_are_those_computed_alone(world: World) -> None:

@@ -18,14 +18,14 @@ from topkube.world import World
 NAME = "acme.stride-k"
 
 
-def gently(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def slow_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Entries wait for ten steps: a rate that suits dense training would overshoot."""
     return torch.optim.SGD(parameters, lr=0.02)
 
 
-def trained(steps: int) -> tuple[list[float], list[torch.Tensor]]:
+def train(steps: int) -> tuple[list[float], list[torch.Tensor]]:
     model = network()
-    optimizer = distributed(model, gently, aggregation=NAME, density=0.1)
+    optimizer = distributed(model, slow_sgd, aggregation=NAME, density=0.1)
     losses = []
     for step in range(steps):
         x, y = samples(8 * topkube.size(), step)
@@ -39,14 +39,14 @@ def trained(steps: int) -> tuple[list[float], list[torch.Tensor]]:
 
 
 def case_training_with_it_learns_and_keeps_the_weights_of_all_ranks_equal(world: World) -> None:
-    losses, final = trained(40)
+    losses, final = train(40)
     assert same_on_all_ranks(final)
     assert losses[-1] < 0.5 * losses[0], losses
 
 
 def case_training_with_it_on_a_device_learns_and_keeps_the_weights_of_all_ranks_equal(world: World) -> None:
     with through_torch():
-        losses, final = trained(40)
+        losses, final = train(40)
     assert same_on_all_ranks(final)
     assert losses[-1] < 0.5 * losses[0], losses
 
@@ -60,7 +60,7 @@ def case_nothing_is_lost_and_a_nan_changes_no_residual(world: World) -> None:
         given += topkube.reduce(x.astype(np.float64))
         received += topkube.allreduce_(x, "sum", NAME, 0.05, residual=residual)
     kept = np.zeros(length)
-    start, stop = collectives.residual_range(algorithms.find(NAME), world, length)
+    start, stop = collectives.residual_range(algorithms.find_algorithm(NAME), world, length)
     kept[start:stop] = residual.current
     np.testing.assert_allclose(received + topkube.reduce(kept), given, atol=1e-3)
     before = residual.current.tobytes()

@@ -60,7 +60,7 @@ def layouts(ranks: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def joined(nodes: tuple[int, ...], deadline_seconds: float = DEADLINE_SECONDS) -> World:
+def rejoin_as(nodes: tuple[int, ...], deadline_seconds: float = DEADLINE_SECONDS) -> World:
     """The world of the same ranks as other nodes."""
     topkube.shutdown()
     settings = Settings(ranks_per_node=",".join(map(str, nodes)), deadline_seconds=deadline_seconds)
@@ -137,7 +137,7 @@ def run_to(times: Times, directory: str, step: int, phase: str) -> None:
 
 def miss(times: Times, nodes: tuple[int, ...], least_seconds: float = 2.0) -> None:
     """One rank skips a collective: all others name it. The last thing that a world does."""
-    world = joined(nodes, deadline_seconds=max(least_seconds, sum(nodes) / 8))
+    world = rejoin_as(nodes, deadline_seconds=max(least_seconds, sum(nodes) / 8))
     absent = world.size // 2 + 1
     topkube.barrier()
     with times.of("until a missing rank is named"):
@@ -147,11 +147,11 @@ def miss(times: Times, nodes: tuple[int, ...], least_seconds: float = 2.0) -> No
             assert caught.value.missing == (absent,), caught.value
 
 
-def whole_path(nodes: tuple[int, ...], directory: str, step: int = 1) -> dict[str, float]:
+def run_path(nodes: tuple[int, ...], directory: str, step: int = 1) -> dict[str, float]:
     """Everything but the missing rank, as these nodes; checkpoints go on from `step` - 1. Seconds by phase."""
     times = Times()
     with times.of("init"):
-        joined(nodes)
+        rejoin_as(nodes)
     broadcast(times)
     for aggregation in ("dense", "hitopk", "naive"):
         train(times, aggregation)
@@ -162,14 +162,14 @@ def whole_path(nodes: tuple[int, ...], directory: str, step: int = 1) -> dict[st
 
 def leave(world: World, directory: str) -> None:
     """Write a checkpoint of one step to `directory`, from which other numbers of ranks continue."""
-    joined((1,) * world.size)
+    rejoin_as((1,) * world.size)
     run_to(Times(), directory, 1, "checkpoint")
 
 
-def all_layouts(world: World, directory: str, resumed: str) -> None:
+def run_all_layouts(world: World, directory: str, resumed: str) -> None:
     """The path as all layouts, then a run that goes on from the checkpoint in `resumed`, of another number of ranks."""
     for name, nodes in layouts(world.size).items():
-        whole_path(nodes, f"{directory}/{name}")
+        run_path(nodes, f"{directory}/{name}")
     run_to(Times(), resumed, 2, "resume")
     miss(Times(), layouts(world.size)["8 uneven nodes"], least_seconds=8.0)
 
@@ -178,9 +178,9 @@ def measure(world: World, results: str, name: str, directory: str) -> None:
     """The path as one layout, measured: rank 0 writes seconds by phase (of the slowest rank), and what a rank uses
     beyond what it had when it started."""
     nodes = layouts(world.size)[name]
-    seconds = whole_path(nodes, directory, step=2)
+    seconds = run_path(nodes, directory, step=2)
     used, windows = (
-        topkube.gather_object(memory.own() - memory.at_start),
+        topkube.gather_object(memory.measure_own_memory() - memory.at_start),
         topkube.reduce(topkube.world.current().window.nbytes, "max"),
     )
     slowest = {phase: topkube.reduce(value, "max") for phase, value in seconds.items()}

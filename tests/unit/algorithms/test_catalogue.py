@@ -15,7 +15,7 @@ import pytest
 from algorithms.packages import install, install_page
 
 from topkube import algorithms
-from topkube.algorithms import OWN, PARAMETERS, Workload, catalogue, find
+from topkube.algorithms import OWN, PARAMETERS, Workload, catalogue, find_algorithm
 from topkube.cli.doctor.software import check_algorithms
 from topkube.collectives import all_reduce
 from topkube.errors import AlgorithmError, ArgumentError, JobError
@@ -23,7 +23,7 @@ from topkube.job import TrainingJob
 from topkube.job.algorithm_name import is_foreign
 from topkube_operator.planning.admission import list_warnings
 
-HITOPK = find("hitopk")
+HITOPK = find_algorithm("hitopk")
 JOB = {
     "apiVersion": "topkube.dev/v1alpha1",
     "kind": "TrainingJob",
@@ -120,7 +120,7 @@ def test_mistakes_of_a_declaration(changes: dict[str, object], reason: str) -> N
 def test_a_script_registers_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "_of_script", {})
     own = algorithms.register(dataclasses.replace(HITOPK, name="mine.top"))
-    assert algorithms.register(own) is find("mine.top") is own
+    assert algorithms.register(own) is find_algorithm("mine.top") is own
     assert "mine.top" in algorithms.names()
     assert job("mine.top").spec.aggregation.algorithm == "mine.top"
     with pytest.raises(ArgumentError, match=r"already an algorithm called 'mine[.]top'"):
@@ -137,13 +137,13 @@ def test_an_installed_algorithm_is_in_the_catalogue_and_in_jobs(site: Path) -> N
     assert "acme_topkube" not in sys.modules
     assert algorithms.names()[-1] == "acme.stride-k"
     assert "acme_topkube" not in sys.modules, "listing names must not load packages"
-    assert find("acme.stride-k").on_device
+    assert find_algorithm("acme.stride-k").on_device
     assert str(algorithms.package_of("acme.stride-k")) == "acme-topkube 1.0"
     assert list_warnings(job("acme.stride-k")) == []
     with pytest.raises(JobError, match=r"'acme.stridek' is not one of auto, .*did you mean acme.stride-k\?"):
         job("acme.stridek")
     with pytest.raises(ArgumentError, match=r"did you mean 'acme.stride-k'\?"):
-        find("acme.stride")
+        find_algorithm("acme.stride")
 
 
 def test_names_of_packages_that_are_not_here_are_accepted_if_well_formed() -> None:
@@ -185,14 +185,18 @@ def test_doctor_lists_it_with_its_package_and_names_broken_packages(site: Path) 
         ("raise SystemError('no')", "broken_package:X", "SystemError: no"),
         ("", "broken_package:X", "AttributeError"),
         ("X = 3", "broken_package:X", "is not a topkube.algorithms.Algorithm"),
-        ("from topkube.algorithms import find; X = find('hitopk')", "broken_package:X", "calls itself 'hitopk'"),
+        (
+            "from topkube.algorithms import find_algorithm; X = find_algorithm('hitopk')",
+            "broken_package:X",
+            "calls itself 'hitopk'",
+        ),
     ],
 )
 def test_a_broken_package_is_named_and_spoils_nothing_else(site: Path, text: str, place: str, reason: str) -> None:
     (site / "broken_package.py").write_text(text)
     install(site, "broken-package", "0.3", {"broken.x": place})
     with pytest.raises(AlgorithmError, match=r"broken-package 0\.3") as raised:
-        find("broken.x")
+        find_algorithm("broken.x")
     assert reason in str(raised.value)
     assert raised.value.package == "broken-package"
     with pytest.raises(JobError, match=r"broken-package 0\.3"):
@@ -200,7 +204,7 @@ def test_a_broken_package_is_named_and_spoils_nothing_else(site: Path, text: str
     listed, errors = algorithms.load_all()
     assert tuple(listed) == OWN
     assert [error.package for error in errors] == ["broken-package"]
-    assert find("hitopk") is HITOPK
+    assert find_algorithm("hitopk") is HITOPK
     assert algorithms.describe("broken.x", 0.1) == "broken.x at density 0.1"
 
 
@@ -208,14 +212,14 @@ def test_two_packages_with_one_name_are_both_named(site: Path) -> None:
     install_page(site)
     install(site, "twin", "2", {"acme.stride-k": "acme_topkube:STRIDE_K"})
     with pytest.raises(AlgorithmError, match=r"acme-topkube 1\.0 and twin 2|twin 2 and acme-topkube 1\.0"):
-        find("acme.stride-k")
+        find_algorithm("acme.stride-k")
 
 
 @pytest.mark.parametrize("name", ["hitopk", "fast"])
 def test_a_package_cannot_take_a_name_of_topkube(site: Path, name: str) -> None:
     install_page(site)
     install(site, "greedy", "1", {name: "acme_topkube:STRIDE_K"})
-    assert find("hitopk") is HITOPK
+    assert find_algorithm("hitopk") is HITOPK
     [error] = algorithms.load_all()[1]
     assert error.package == "greedy"
 
@@ -226,4 +230,4 @@ def test_an_implementation_that_cannot_be_used_names_its_package(site: Path) -> 
     with pytest.raises(
         AlgorithmError, match=r"acme-topkube 1\.0.*not a subclass of topkube.collectives.ShardAllReduce"
     ):
-        all_reduce.load(find("acme.stride-k"))
+        all_reduce.load(find_algorithm("acme.stride-k"))

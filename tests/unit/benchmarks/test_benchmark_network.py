@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 as_root = pytest.mark.skipif(network.missing() is not None, reason=f"{network.missing()}")
 
 
-def inside(node: network.Node, command: str) -> str:
+def run_inside(node: network.Node, command: str) -> str:
     done = subprocess.run(node.enter(["sh", "-c", command]), capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
@@ -34,13 +34,13 @@ def test_links_have_the_stated_speed_and_count_what_crosses() -> None:
         for traffic in moved:  # five exchanges, both directions, headers on top
             assert 5 * size < traffic.sent < 5.5 * size
             assert 5 * size < traffic.received < 5.5 * size
-        seconds = fastest(pair, size)
+        seconds = measure_fastest(pair, size)
         assert 0.95 * size * 8 / 100e6 < seconds < 1.5 * size * 8 / 100e6
         pair.shape("1gbit")
-        assert fastest(pair, size) < seconds / 4
+        assert measure_fastest(pair, size) < seconds / 4
 
 
-def fastest(pair: Network, size: int) -> float:
+def measure_fastest(pair: Network, size: int) -> float:
     """Return the shortest time of a few exchanges: other programs may use the processor, and no exchange is faster than
     the link."""
     return min(probes.link(pair, [size])["seconds"][0] for _ in range(3))
@@ -50,12 +50,12 @@ def fastest(pair: Network, size: int) -> float:
 def test_nodes_share_nothing_but_the_link() -> None:
     with Network(2) as pair:
         first, second = pair.nodes
-        assert [inside(node, "hostname") for node in pair.nodes] == ["node0", "node1"]
-        inside(first, "touch /dev/shm/window")
-        assert inside(first, "ls /dev/shm") == "window"
-        assert inside(second, "ls /dev/shm") == ""
+        assert [run_inside(node, "hostname") for node in pair.nodes] == ["node0", "node1"]
+        run_inside(first, "touch /dev/shm/window")
+        assert run_inside(first, "ls /dev/shm") == "window"
+        assert run_inside(second, "ls /dev/shm") == ""
         assert not Path("/dev/shm/window").exists()
-        devices = inside(first, "cut -d: -f1 /proc/net/dev | tail -n +3").split()
+        devices = run_inside(first, "cut -d: -f1 /proc/net/dev | tail -n +3").split()
         assert sorted(devices) == ["eth0", "lo"]
 
 

@@ -19,7 +19,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def training(width: int = 64, make: Make = sgd) -> tuple[nn.Module, topkube.DistributedOptimizer]:
+def build_training(width: int = 64, make: Make = sgd) -> tuple[nn.Module, topkube.DistributedOptimizer]:
     topkube.init()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, width), nn.Tanh(), nn.Linear(width, 1))
@@ -37,7 +37,7 @@ def train(
     **settings: object,
 ) -> topkube.training.Run:
     """Run in `directory`. By default, save every 2 steps and keep 2 checkpoints."""
-    model, optimizer = pair or training(width, make)
+    model, optimizer = pair or build_training(width, make)
     data = list(torch.randn(6, 4, 20, generator=torch.Generator().manual_seed(0)))
     values = {"checkpoint_directory": str(directory), "checkpoint_every": 2, "checkpoint_keep": 2, **settings}
     settled = Settings(**values)  # type: ignore[arg-type]
@@ -49,17 +49,17 @@ def train(
     return run
 
 
-def names(directory: Path, pattern: str = "*step-*") -> list[str]:
+def list_names(directory: Path, pattern: str = "*step-*") -> list[str]:
     return sorted(path.name for path in directory.glob(pattern))
 
 
-def store(directory: Path, attempt: int = 1, job: str = "", keep: int = 2) -> CheckpointStore:
+def open_store(directory: Path, attempt: int = 1, job: str = "", keep: int = 2) -> CheckpointStore:
     return CheckpointStore(directory, keep, topkube.world.current(), job, attempt)
 
 
-def claimed(directory: Path, **options: int) -> CheckpointStore:
+def claim_store(directory: Path, **options: int) -> CheckpointStore:
     """A store that has claimed `directory`."""
-    store_of_run = store(directory, **options)  # type: ignore[arg-type]
+    store_of_run = open_store(directory, **options)  # type: ignore[arg-type]
     store_of_run.claim()
     return store_of_run
 
@@ -68,7 +68,7 @@ def save(to: CheckpointStore, step: int, value: float = 0.0) -> None:
     to.save(step, lambda: {"value": torch.tensor(value)}, {"residuals": {}})
 
 
-def value_of(directory: Path) -> float:
-    loaded = store(directory).load(0, 1)
+def load_value(directory: Path) -> float:
+    loaded = open_store(directory).load(0, 1)
     assert loaded is not None
     return float(loaded.shared["value"])

@@ -21,7 +21,7 @@ def main(path: Path) -> None:
     reached, forked = threading.Event(), threading.Event()
     write, count = _Checked.write, 0
 
-    def gated(self: _Checked, data: Any) -> int:
+    def write_when_allowed(self: _Checked, data: Any) -> int:
         nonlocal count
         count += 1
         done = write(self, data)
@@ -30,7 +30,7 @@ def main(path: Path) -> None:
             forked.wait(200)
         return done
 
-    _Checked.write = gated  # type: ignore[method-assign]
+    _Checked.write = write_when_allowed  # type: ignore[method-assign]
     writing = run_in_thread(lambda: write_state(path, state))
     reached.wait(200)
     child = os.fork()

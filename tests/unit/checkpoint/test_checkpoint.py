@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_runs import names, save, store, train, value_of
+from checkpointed_runs import list_names, load_value, open_store, save, train
 from torch import nn
 
 import topkube
@@ -39,11 +39,11 @@ def world() -> None:
 
 def test_a_finished_run_does_nothing_again_and_old_checkpoints_go(tmp_path: Path) -> None:
     train(tmp_path, 7)
-    assert names(tmp_path) == ["step-00000006.run-00001", "step-00000007.run-00001"]
+    assert list_names(tmp_path) == ["step-00000006.run-00001", "step-00000007.run-00001"]
     assert train(tmp_path, 7).step == 7
-    assert names(tmp_path) == ["step-00000006.run-00001", "step-00000007.run-00001"]
+    assert list_names(tmp_path) == ["step-00000006.run-00001", "step-00000007.run-00001"]
     assert train(tmp_path, 9).step == 9
-    assert names(tmp_path) == ["step-00000008.run-00003", "step-00000009.run-00003"]
+    assert list_names(tmp_path) == ["step-00000008.run-00003", "step-00000009.run-00003"]
 
 
 def test_files_of_an_interrupted_save_are_ignored_and_removed(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_files_of_an_interrupted_save_are_ignored_and_removed(tmp_path: Path) ->
     (tmp_path / ".step-00000006.run-00001.tmp").mkdir()
     (tmp_path / "step-notes").mkdir()
     assert train(tmp_path, 5).step == 5
-    assert names(tmp_path) == ["step-00000004.run-00001", "step-00000005.run-00002", "step-notes"]
+    assert list_names(tmp_path) == ["step-00000004.run-00001", "step-00000005.run-00002", "step-notes"]
 
 
 def flip_a_bit(path: Path) -> None:
@@ -83,12 +83,12 @@ def no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     damage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoints = store(tmp_path)
+    checkpoints = open_store(tmp_path)
     checkpoints.claim()
     for step in (10, 20, 30):
         save(checkpoints, step, step / 10)
     DAMAGES[damage](tmp_path / "step-00000030.run-00001")
-    second = store(tmp_path)
+    second = open_store(tmp_path)
     second.claim()
     loaded = second.load(0, 1)
     assert loaded is not None
@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert "step-00000030.run-00001" in warning
     assert "going back" in warning
     save(second, 25)  # the damaged checkpoint does not count, and stays for a person to examine
-    assert names(tmp_path) == [
+    assert list_names(tmp_path) == [
         "damaged-step-00000030.run-00001",
         "step-00000020.run-00001",
         "step-00000025.run-00002",
@@ -115,70 +115,70 @@ def test_a_run_with_damaged_checkpoints_only_does_not_start_from_the_beginning(t
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_same_step_can_be_saved_again(keep: int, tmp_path: Path) -> None:
-    checkpoints = store(tmp_path, keep=keep)
+    checkpoints = open_store(tmp_path, keep=keep)
     checkpoints.claim()
     for value in (1.0, 2.0, 3.0, 4.0):
         save(checkpoints, 5, value)
-        assert value_of(tmp_path) == value
-    assert len(names(tmp_path)) == keep
+        assert load_value(tmp_path) == value
+    assert len(list_names(tmp_path)) == keep
 
 
 # A run that continues after another attempt has begun
 
 
 def test_an_attempt_that_was_given_up_changes_nothing_any_more(tmp_path: Path) -> None:
-    lost = store(tmp_path, attempt=1)
+    lost = open_store(tmp_path, attempt=1)
     lost.claim()
     save(lost, 10, 1.0)
-    newer = store(tmp_path, attempt=2)
+    newer = open_store(tmp_path, attempt=2)
     newer.claim()
     with pytest.raises(CheckpointError, match=r"attempt 2 of a run has taken over"):
         save(lost, 20, 9.0)
     save(newer, 15, 2.0)
     save(newer, 16, 3.0)
-    before = names(tmp_path)
+    before = list_names(tmp_path)
     with pytest.raises(CheckpointError, match="has taken over"):
         save(lost, 30, 9.0)
-    assert names(tmp_path) == before == ["step-00000015.run-00002", "step-00000016.run-00002"]
-    assert value_of(tmp_path) == 3.0
+    assert list_names(tmp_path) == before == ["step-00000015.run-00002", "step-00000016.run-00002"]
+    assert load_value(tmp_path) == 3.0
 
 
 def test_what_a_lost_attempt_publishes_in_the_last_moment_does_not_count(tmp_path: Path) -> None:
     """The lost attempt checks its claim, is suspended, and publishes after the newer attempt has begun. Its checkpoint
     has the name of its own run."""
-    lost = store(tmp_path, attempt=1)
+    lost = open_store(tmp_path, attempt=1)
     lost.claim()
     save(lost, 10, 1.0)
-    newer = store(tmp_path, attempt=2)
+    newer = open_store(tmp_path, attempt=2)
     newer.claim()
     save(newer, 11, 2.0)
     (tmp_path / ".run-00002").rename(tmp_path / "hidden")
     save(lost, 40, 9.0)
     (tmp_path / "hidden").rename(tmp_path / ".run-00002")
-    assert value_of(tmp_path) == 2.0
+    assert load_value(tmp_path) == 2.0
 
 
 def test_an_attempt_that_comes_late_is_refused(tmp_path: Path) -> None:
-    store(tmp_path, attempt=3, job="a").claim()
+    open_store(tmp_path, attempt=3, job="a").claim()
     with pytest.raises(CheckpointError, match=r"attempt 3 of this job uses .* this is attempt 2"):
-        store(tmp_path, attempt=2, job="a").claim()
-    store(tmp_path, attempt=3, job="a").claim()  # the same attempt by hand again
-    store(tmp_path, attempt=1, job="another of the same name").claim()
+        open_store(tmp_path, attempt=2, job="a").claim()
+    open_store(tmp_path, attempt=3, job="a").claim()  # the same attempt by hand again
+    open_store(tmp_path, attempt=1, job="another of the same name").claim()
 
 
 def test_claims_do_not_pile_up(tmp_path: Path) -> None:
     for attempt in range(1, 41):
-        store(tmp_path, attempt=attempt).claim()
+        open_store(tmp_path, attempt=attempt).claim()
     assert len(list(tmp_path.glob(".run-*"))) <= 16
     with pytest.raises(CheckpointError, match="attempt 40"):
-        store(tmp_path, attempt=39).claim()
+        open_store(tmp_path, attempt=39).claim()
 
 
 # A disk that refuses
 
 
 @contextmanager
-def files_end_at(size: int) -> Iterator[None]:
+def limit_file_size(size: int) -> Iterator[None]:
     """The kernel refuses to let a file grow further, as a full disk would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -203,12 +203,12 @@ def test_training_continues_if_the_disk_refuses_a_checkpoint(
     monkeypatch.setattr(
         topkube.training.Run,
         "_end_step",
-        wraps(topkube.training.Run._end_step, lambda: kept.append(names(tmp_path, "step-*"))),
+        call_after(topkube.training.Run._end_step, lambda: kept.append(list_names(tmp_path, "step-*"))),
     )
     run = train(tmp_path, 11, run_directory=str(tmp_path / "run"))
     assert run.failed_checkpoints == 3
     assert kept[3] == kept[8] == ["step-00000002.run-00001"], "the older one stays, and no half one is published"
-    assert names(tmp_path) == ["step-00000010.run-00001", "step-00000011.run-00001"]
+    assert list_names(tmp_path) == ["step-00000010.run-00001", "step-00000011.run-00001"]
     output = capfd.readouterr().err
     assert (
         output.count("training continues without this checkpoint: the checkpoint of step 4 could not be written") == 1
@@ -222,7 +222,7 @@ def test_training_continues_if_the_disk_refuses_a_checkpoint(
     assert {record.checkpoint_step for record in records[3:9]} == {2}
 
 
-def wraps(function: Callable[..., object], after: Callable[[], object]) -> Callable[..., object]:
+def call_after(function: Callable[..., object], after: Callable[[], object]) -> Callable[..., object]:
     def wrapped(*arguments: object) -> object:
         result = function(*arguments)
         after()
@@ -231,17 +231,20 @@ def wraps(function: Callable[..., object], after: Callable[[], object]) -> Calla
     return wrapped
 
 
-def runs_alive() -> list[Run]:
+def find_living_runs() -> list[Run]:
     gc.collect()
     return [item for item in gc.get_objects() if type(item) is Run]
 
 
 def test_a_run_whose_last_checkpoint_is_refused_does_not_end_well(tmp_path: Path) -> None:
-    handler, before = signal.getsignal(signal.SIGTERM), runs_alive()
-    with files_end_at(3000), pytest.raises(StorageError, match=r"checkpoint of step 3 could not be written.*no space"):
+    handler, before = signal.getsignal(signal.SIGTERM), find_living_runs()
+    with (
+        limit_file_size(3000),
+        pytest.raises(StorageError, match=r"checkpoint of step 3 could not be written.*no space"),
+    ):
         train(tmp_path, 3, checkpoint_every=100)
     assert signal.getsignal(signal.SIGTERM) == handler
-    assert len(runs_alive()) == len(before), "the runs of earlier tests are held by `before`"
+    assert len(find_living_runs()) == len(before), "the runs of earlier tests are held by `before`"
 
 
 def test_a_directory_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -331,6 +334,6 @@ def test_sigterm_saves_and_ends_with_143(moment: str, tmp_path: Path, monkeypatc
         train_on()
     assert ended.value.code == 143
     first = {"before the first step": 1, "while data is loaded": 4, "while a checkpoint is written": 6}[moment]
-    [*_, newest] = names(tmp_path)
+    [*_, newest] = list_names(tmp_path)
     assert newest in (f"step-{first:08d}.run-00001", f"step-{first + 1:08d}.run-00001")
     assert run.step == int(newest[5:13])

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpointed_runs import claimed, names, save, store, training
+from checkpointed_runs import build_training, claim_store, list_names, open_store, save
 
 import topkube
 from topkube.errors import CheckpointError, StorageError
@@ -68,7 +68,7 @@ def batches(run: topkube.training.Run, model: torch.nn.Module, optimizer: Any, t
 def test_training_continues_while_a_checkpoint_is_written_and_the_checkpoint_is_that_of_its_step(
     tmp_path: Path, gate: Gate
 ) -> None:
-    model, optimizer = training()
+    model, optimizer = build_training()
     wanted: dict[str, torch.Tensor] = {}
     settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=5, checkpoint_keep=9)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
@@ -77,16 +77,16 @@ def test_training_continues_while_a_checkpoint_is_written_and_the_checkpoint_is_
                 wanted = {name: value.clone() for name, value in model.state_dict().items()}
             if step == 9:
                 assert gate.reached.wait(SECONDS)
-                assert names(tmp_path) == [".step-00000005.run-00001.tmp"]
+                assert list_names(tmp_path) == [".step-00000005.run-00001.tmp"]
                 gate.opened.set()
-    assert names(tmp_path) == ["step-00000005.run-00001", "step-00000009.run-00001"]
+    assert list_names(tmp_path) == ["step-00000005.run-00001", "step-00000009.run-00001"]
     saved = torch.load(tmp_path / "step-00000005.run-00001" / "shared.pt", weights_only=True)["model"]
     assert all(torch.equal(saved[name], value) for name, value in wanted.items())
     assert not torch.equal(saved["0.weight"], model.state_dict()["0.weight"])
 
 
 def test_a_checkpoint_is_published_while_training_continues(tmp_path: Path) -> None:
-    model, optimizer = training()
+    model, optimizer = build_training()
     settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=2)
     seen = 0
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
@@ -94,24 +94,24 @@ def test_a_checkpoint_is_published_while_training_continues(tmp_path: Path) -> N
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if names(tmp_path, "step-00000002*"):
+            if list_names(tmp_path, "step-00000002*"):
                 seen = run.step
                 break
     assert 2 <= seen < 99_999
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
-    checkpoints = claimed(tmp_path)
+    checkpoints = claim_store(tmp_path)
     begin(checkpoints, 1)
     threading.Timer(0.05, gate.opened.set).start()
     checkpoints.finish()
     begin(checkpoints, 2)
     checkpoints.finish()
-    assert names(tmp_path) == ["step-00000001.run-00001", "step-00000002.run-00001"]
+    assert list_names(tmp_path) == ["step-00000001.run-00001", "step-00000002.run-00001"]
 
 
 def test_a_removed_temporary_folder_is_not_reported_as_a_full_disk(tmp_path: Path, gate: Gate) -> None:
-    checkpoints = claimed(tmp_path)
+    checkpoints = claim_store(tmp_path)
     begin(checkpoints, 1)
     shutil.rmtree(tmp_path / ".step-00000001.run-00001.tmp")
     gate.opened.set()
@@ -119,17 +119,17 @@ def test_a_removed_temporary_folder_is_not_reported_as_a_full_disk(tmp_path: Pat
         checkpoints.finish()
     assert "no space" not in str(e.value)
     save(checkpoints, 2)
-    assert names(tmp_path) == ["step-00000002.run-00001"]
+    assert list_names(tmp_path) == ["step-00000002.run-00001"]
 
 
 def test_a_run_that_is_taken_over_while_it_writes_publishes_nothing(tmp_path: Path, gate: Gate) -> None:
-    lost = claimed(tmp_path)
+    lost = claim_store(tmp_path)
     begin(lost, 1)
-    claimed(tmp_path, attempt=2)
+    claim_store(tmp_path, attempt=2)
     gate.opened.set()
     with pytest.raises(CheckpointError, match="has taken over"):
         lost.finish()
-    assert names(tmp_path, "step-*") == []
+    assert list_names(tmp_path, "step-*") == []
 
 
 def test_storage_that_hangs_costs_a_deadline_once_and_is_used_again_when_it_answers(tmp_path: Path, gate: Gate) -> None:
@@ -147,11 +147,11 @@ def test_storage_that_hangs_costs_a_deadline_once_and_is_used_again_when_it_answ
     assert futures.wait([hanging.work], SECONDS).done
     checkpoints._world = dataclasses.replace(world, deadline_seconds=SECONDS)  # other disks may be slow too
     save(checkpoints, 3)
-    assert names(tmp_path) == ["step-00000003.run-00001"]
+    assert list_names(tmp_path) == ["step-00000003.run-00001"]
 
 
 def test_a_script_that_fails_leaves_no_thread_and_publishes_nothing(tmp_path: Path, gate: Gate) -> None:
-    model, optimizer = training()
+    model, optimizer = build_training()
     settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=1)
 
     def fail() -> None:
@@ -167,7 +167,7 @@ def test_a_script_that_fails_leaves_no_thread_and_publishes_nothing(tmp_path: Pa
     while "topkube-checkpoint" in [thread.name for thread in threading.enumerate()]:
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert names(tmp_path, "step-*") == []
+    assert list_names(tmp_path, "step-*") == []
 
 
 def test_a_process_that_is_forked_while_a_state_is_written_does_not_change_the_file(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_what_ranks_agree_on_does_not_grow_with_their_number(tmp_path: Path, mon
     assert max(gathered) <= 6
     manifest = (tmp_path / "step-00000001.run-00001" / "checkpoint.json").read_text()
     assert manifest.count("rank-") == size
-    assert store(tmp_path) is not None
+    assert open_store(tmp_path) is not None
 
 
 # Memory
@@ -237,10 +237,10 @@ def test_without_memory_for_a_copy_training_waits_for_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(host_copies, "available_bytes", lambda: 1000.0)
-    model, optimizer = training()
+    model, optimizer = build_training()
     settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=2, checkpoint_keep=9)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
-        seen = [(step, len(names(tmp_path, "step-*"))) for step in batches(run, model, optimizer, 5)]
+        seen = [(step, len(list_names(tmp_path, "step-*"))) for step in batches(run, model, optimizer, 5)]
     assert seen == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2)]
     assert capfd.readouterr().err.count("host memory has no room for a copy") == 1
 
@@ -276,11 +276,11 @@ def test_training_that_waits_for_slow_storage_prints_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("topkube.training.run_checkpoints._LONG_WAIT_SECONDS", 0.0)
-    model, optimizer = training()
+    model, optimizer = build_training()
     settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=1, checkpoint_keep=9)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
         assert list(batches(run, model, optimizer, 4)) == [1, 2, 3, 4]
     output = capfd.readouterr().err
     assert output.count("training waited") == 1
     assert "Next: raise spec.checkpoint.everySteps" in output
-    assert len({name[:13] for name in names(tmp_path, "step-*")}) == 4
+    assert len({name[:13] for name in list_names(tmp_path, "step-*")}) == 4

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpointed_runs import names, train, training
+from checkpointed_runs import build_training, list_names, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -178,7 +178,7 @@ def test_nothing_is_written_where_a_state_cannot_be_saved(tmp_path: Path) -> Non
 
     with pytest.raises(CheckpointError, match=r"^more\['tracker'\]\['started'\] cannot be saved: it is a builtins\."):
         train(tmp_path, 3, more={"tracker": Tracker()})
-    assert names(tmp_path) == []
+    assert list_names(tmp_path) == []
 
 
 def test_a_scheduler_with_a_numpy_learning_rate_and_a_tracker_come_back(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_scheduler_with_a_numpy_learning_rate_and_a_tracker_come_back(tmp_path
     }
 
     def training_state() -> tuple[Any, Any, Tracker]:
-        pair = training()
+        pair = build_training()
         scheduler = torch.optim.lr_scheduler.LambdaLR(pair[1], lambda epoch: np.cos(epoch / 100))
         return pair, scheduler, Tracker({})
 
@@ -218,11 +218,11 @@ def test_a_scheduler_with_a_numpy_learning_rate_and_a_tracker_come_back(tmp_path
 
 
 def test_a_file_can_be_read_without_topkube(tmp_path: Path) -> None:
-    pair = training()
+    pair = build_training()
     train(tmp_path, 2, pair=pair)
     loaded = torch.load(tmp_path / "step-00000002.run-00001" / "shared.pt", weights_only=True)
     assert loaded["step"] == 2
-    model, _ = training()
+    model, _ = build_training()
     model.load_state_dict(loaded["model"])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), pair[0].parameters(), strict=True))
     assert loaded["model"]._metadata == pair[0].state_dict()._metadata  # type: ignore[attr-defined]

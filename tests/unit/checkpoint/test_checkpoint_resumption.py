@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpointed_runs import claimed, save, train, training
+from checkpointed_runs import build_training, claim_store, save, train
 from torch import nn
 
 import topkube
@@ -49,7 +49,7 @@ def test_the_state_of_another_optimizer_is_refused_by_name(
     first: Any, then: Any, was: str, now: str, tmp_path: Path
 ) -> None:
     train(tmp_path, 2, make=first)
-    pair = training(make=then)
+    pair = build_training(make=then)
     before = copy.deepcopy((pair[0].state_dict(), pair[1].inner.state_dict()))
     with pytest.raises(CheckpointError) as refused:
         train(tmp_path, 4, pair=pair)
@@ -81,7 +81,7 @@ class Fussy:
 @pytest.mark.parametrize("problem", ["another width", "an object that does not load"])
 def test_a_resume_that_fails_leaves_model_and_optimizer_as_they_were(problem: str, tmp_path: Path) -> None:
     train(tmp_path, 4, more={"fussy": Fussy()})
-    pair, fussy = training(width=32 if problem == "another width" else 64), Fussy()
+    pair, fussy = build_training(width=32 if problem == "another width" else 64), Fussy()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(pair[1], 0.5)
     pair[0](torch.ones(1, 20)).sum().backward()
     pair[1].step()
@@ -120,7 +120,7 @@ def test_a_foreign_file_with_a_valid_checksum_is_passed_over_for_the_one_before(
     own = {"residuals": {"copy": 0, "copies": 1, "pieces": {}}, "generators": generators(), **foreign.get("own", {})}
     foreign = {name: value for name, value in foreign.items() if name != "own"}
     shared = {**whole, **foreign} if foreign or "residuals" in reason or "generators" in reason else {}
-    claimed(tmp_path, keep=9).save(9, lambda: shared, own)
+    claim_store(tmp_path, keep=9).save(9, lambda: shared, own)
     assert train(tmp_path, 4).step == 4
     output = capfd.readouterr()
     assert "resumed at step 2" in output.out
@@ -209,7 +209,7 @@ def test_a_run_on_gpus_continues_with_the_same_random_numbers(tmp_path: Path, mo
                 yield x
 
     def run(steps: int) -> None:
-        model, optimizer = training()
+        model, optimizer = build_training()
         settings = topkube.settings.Settings(checkpoint_directory=str(tmp_path), checkpoint_every=100)
         with topkube.checkpointing(model, optimizer, settings=settings) as its_run:
             for x in its_run.progress(Drawing(), total=steps):
@@ -235,7 +235,7 @@ def test_checking_generators_changes_none() -> None:
 
 
 def test_a_later_checkpoint_of_another_script_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
-    claim = claimed(tmp_path)
+    claim = claim_store(tmp_path)
     save(claim, 3)
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* can be read"):
         train(tmp_path, 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpointed_runs import claimed, names, save, store, train, value_of
+from checkpointed_runs import claim_store, list_names, load_value, open_store, save, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -41,27 +41,27 @@ def test_a_run_in_a_copied_folder_continues_and_so_does_the_next_run(tmp_path: P
         train(tmp_path / "old", steps)
     copy_visible(tmp_path / "old", tmp_path / "new")
     assert train(tmp_path / "new", 14).step == 14
-    assert names(tmp_path / "new") == ["step-00000012.run-00004", "step-00000014.run-00004"]
-    resumed = store(tmp_path / "new").load(0, 1)
+    assert list_names(tmp_path / "new") == ["step-00000012.run-00004", "step-00000014.run-00004"]
+    resumed = open_store(tmp_path / "new").load(0, 1)
     assert resumed is not None
     assert resumed.place.step == 14
 
 
 def test_an_older_checkpoint_is_removed_only_if_enough_newer_checkpoints_are_known_to_be_whole(tmp_path: Path) -> None:
-    first = claimed(tmp_path, keep=3)
+    first = claim_store(tmp_path, keep=3)
     for step in (10, 20, 30):
         save(first, step)
-    second = claimed(tmp_path, keep=3)
+    second = claim_store(tmp_path, keep=3)
     assert second.load(0, 1) is not None
     save(second, 40)
-    assert names(tmp_path, "step-*") == [
+    assert list_names(tmp_path, "step-*") == [
         "step-00000010.run-00001",
         "step-00000020.run-00001",
         "step-00000030.run-00001",
         "step-00000040.run-00002",
     ], "20 was not read by this run: it may be damaged, and 10 the last resort"
     save(second, 50)
-    assert names(tmp_path, "step-*") == [
+    assert list_names(tmp_path, "step-*") == [
         "step-00000030.run-00001",
         "step-00000040.run-00002",
         "step-00000050.run-00002",
@@ -82,11 +82,11 @@ def test_the_newest_whole_checkpoint_is_found_and_none_that_was_found_damaged_is
     shutil.rmtree(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state_file, "SEEN_WITHIN_SECONDS", 0.0)
-        current, step = claimed(tmp_path, keep=keep), 0
+        current, step = claim_store(tmp_path, keep=keep), 0
         damaged: set[str] = set()
         damaged_folders: set[str] = set()
         for action in actions:
-            newest_first = sorted(names(tmp_path, "step-*"), key=lambda name: (name[18:], name), reverse=True)
+            newest_first = sorted(list_names(tmp_path, "step-*"), key=lambda name: (name[18:], name), reverse=True)
             if action == "save":
                 step += 1
                 save(current, step, step)
@@ -94,7 +94,7 @@ def test_the_newest_whole_checkpoint_is_found_and_none_that_was_found_damaged_is
                 (tmp_path / newest_first[0] / "shared.pt").write_bytes(b"")
                 damaged.add(newest_first[0])
             elif action == "restart":
-                current = claimed(tmp_path, keep=keep)
+                current = claim_store(tmp_path, keep=keep)
                 whole = next((name for name in newest_first if name not in damaged), None)
                 if newest_first and whole is None:
                     with pytest.raises(CheckpointError, match="can be read"):
@@ -104,7 +104,7 @@ def test_the_newest_whole_checkpoint_is_found_and_none_that_was_found_damaged_is
                 assert (loaded.place.name if loaded else None) == whole
                 passed = newest_first[: newest_first.index(whole)] if whole else []
                 damaged_folders.update(passed)
-            present = {name.removeprefix("damaged-") for name in names(tmp_path)}
+            present = {name.removeprefix("damaged-") for name in list_names(tmp_path)}
             assert damaged_folders <= present
 
 
@@ -112,8 +112,8 @@ def test_the_newest_whole_checkpoint_is_found_and_none_that_was_found_damaged_is
 def test_a_file_that_is_not_seen_for_a_moment_is_waited_for(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(claimed(tmp_path), 10, 1.0)
-    save(claimed(tmp_path), 20, 2.0)
+    save(claim_store(tmp_path), 10, 1.0)
+    save(claim_store(tmp_path), 20, 2.0)
     folder = tmp_path / "step-00000020.run-00002"
     (folder / name).rename(tmp_path / "unseen")
     listed, looks = os.listdir, 0
@@ -126,38 +126,38 @@ def test_a_file_that_is_not_seen_for_a_moment_is_waited_for(
         return listed(path)
 
     monkeypatch.setattr(state_file.os, "listdir", listdir)
-    assert value_of(tmp_path) == 2.0
+    assert load_value(tmp_path) == 2.0
     assert looks >= 3
 
 
 def test_a_newer_format_with_other_fields_is_refused_and_left_alone(tmp_path: Path) -> None:
-    save(claimed(tmp_path), 10)
-    save(claimed(tmp_path), 20)
+    save(claim_store(tmp_path), 10)
+    save(claim_store(tmp_path), 20)
     newer = tmp_path / "step-00000020.run-00002" / "checkpoint.json"
     newer.write_text(json.dumps({"format": 3, "contents": "elsewhere"}))
     with pytest.raises(CheckpointError, match=r"has format 3, this version reads up to 2.*a newer TopKube wrote it"):
-        store(tmp_path).load(0, 1)
-    assert names(tmp_path) == ["step-00000010.run-00001", "step-00000020.run-00002"]
+        open_store(tmp_path).load(0, 1)
+    assert list_names(tmp_path) == ["step-00000010.run-00001", "step-00000020.run-00002"]
 
 
 def test_retention_leaves_what_this_version_cannot_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    first = claimed(tmp_path, keep=1)
+    first = claim_store(tmp_path, keep=1)
     save(first, 10)
     (tmp_path / "step-00000010.run-00001" / "checkpoint.json").write_text(json.dumps({"format": 3}))
-    second = claimed(tmp_path, keep=1)
+    second = claim_store(tmp_path, keep=1)
     for step in (20, 30):
         save(second, step)
-    assert names(tmp_path) == ["step-00000010.run-00001", "step-00000030.run-00002"]
+    assert list_names(tmp_path) == ["step-00000010.run-00001", "step-00000030.run-00002"]
     assert capfd.readouterr().err.count("stays: this version cannot read its manifest") == 1
 
 
 def test_folders_that_are_not_ours_are_not_swept(tmp_path: Path) -> None:
     (tmp_path / ".step-notes.tmp").mkdir()
     (tmp_path / ".step-00000001.run-00099.tmp").mkdir()  # of a later run
-    checkpoints = claimed(tmp_path)
+    checkpoints = claim_store(tmp_path)
     (tmp_path / ".step-00000001.run-00001.tmp").mkdir()
     save(checkpoints, 2)
-    assert names(tmp_path, ".step-*") == [".step-00000001.run-00099.tmp", ".step-notes.tmp"]
+    assert list_names(tmp_path, ".step-*") == [".step-00000001.run-00099.tmp", ".step-notes.tmp"]
 
 
 # Thousands of ranks

@@ -148,12 +148,12 @@ def test_warnings_of_the_server_are_shown(server: Callable[[Answers], Path], tmp
     file = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
     stored = {"metadata": {"name": "char-gpt", "resourceVersion": "1"}, "spec": {}}
 
-    def answers(method: str, path: str) -> Answer:
+    def answer(method: str, path: str) -> Answer:
         if method == "GET":
             return status(404, "not found", name="char-gpt", kind="trainingjobs")
         return 201, json.dumps(stored).encode(), {"Warning": '299 - "a \\"tag\\" is missing"'}
 
-    assert run_app(["submit", str(file), "--kubeconfig", str(server(answers))]) == 0
+    assert run_app(["submit", str(file), "--kubeconfig", str(server(answer))]) == 0
     output = capsys.readouterr()
     assert output.out == "trainingjob.topkube.dev/char-gpt created\n"
     assert output.err == 'warning: a "tag" is missing\n'
@@ -173,7 +173,7 @@ def test_a_launcher_beside_worker_0_is_heard_under_its_own_name(
     owner = {"kind": "TrainingJob", "name": "j", "uid": "old"}  # a job of the same name, deleted before
     former = {**pod, "metadata": {"name": "q", "uid": "2", "labels": labels, "ownerReferences": [owner]}}
 
-    def answers(method: str, path: str) -> Answer:
+    def answer(method: str, path: str) -> Answer:
         if "/log?" in path:
             name = path.partition("container=")[2].partition("&")[0]
             return 200, f"2025-01-01T00:00:01Z by {name}\n".encode(), {}
@@ -181,7 +181,7 @@ def test_a_launcher_beside_worker_0_is_heard_under_its_own_name(
             return 200, json.dumps({"items": [former, pod]}).encode(), {}
         return 200, json.dumps({"metadata": {"name": "j", "uid": "new"}, "status": {"phase": "Succeeded"}}).encode(), {}
 
-    config = str(server(answers))
+    config = str(server(answer))
     assert run_app(["logs", "j", "--kubeconfig", config]) == 0
     assert capsys.readouterr().out == "[worker0] by main\n[launcher] by launcher\n"
     assert run_app(["logs", "j", "--worker", "0", "--kubeconfig", config]) == 0
@@ -201,7 +201,7 @@ def test_a_log_stream_that_breaks_continues_where_it_was(
         "spec": {"containers": [{"name": "main"}]},
     }
 
-    def answers(method: str, path: str) -> Answer:
+    def answer(method: str, path: str) -> Answer:
         is_last = len(requests) > 1
         state = {"terminated": {"exitCode": 0}} if is_last else {"running": {}}
         seen = {**pod, "status": {"containerStatuses": [{"name": "main", "state": state}]}}
@@ -217,7 +217,7 @@ def test_a_log_stream_that_breaks_continues_where_it_was(
             return 200, json.dumps({"type": "MODIFIED", "object": job}).encode() + b"\n", {}
         return 200, json.dumps(job).encode(), {}
 
-    assert run_app(["logs", "j", "--kubeconfig", str(server(answers))]) == 0
+    assert run_app(["logs", "j", "--kubeconfig", str(server(answer))]) == 0
     assert capsys.readouterr().out.split() == [word for letter in "abcde" for word in ("[worker0.rank0]", letter)]
     assert "sinceTime=2025-01-01T00%3A00%3A02.2Z" in requests[1]
 
@@ -241,7 +241,7 @@ def test_who_waits_for_a_job_outlives_a_restart_of_the_api_server(
     file = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
     requests = {"watch": 0, "bad": 0}
 
-    def answers(method: str, path: str) -> Answer:
+    def answer(method: str, path: str) -> Answer:
         is_last = requests["bad"] > 1
         job = {"metadata": {"name": "char-gpt", "uid": "u"}, "status": {"phase": "Succeeded" if is_last else "Running"}}
         if "watch=true" in path:
@@ -255,7 +255,7 @@ def test_who_waits_for_a_job_outlives_a_restart_of_the_api_server(
         return 200, json.dumps(job).encode(), {}
 
     words = [*command.split(), str(file) if command.startswith("submit") else "char-gpt"]
-    code = run_app([*words, "--kubeconfig", str(server(answers))])
+    code = run_app([*words, "--kubeconfig", str(server(answer))])
     output = capsys.readouterr()
     assert (code, requests["bad"]) == (0, 2), output.err
     assert "deleted" not in output.err
@@ -267,7 +267,7 @@ def test_a_job_that_is_deleted_meanwhile_is_reported_as_deleted(
 ) -> None:
     seen: list[str] = []
 
-    def answers(method: str, path: str) -> Answer:
+    def answer(method: str, path: str) -> Answer:
         if "watch=true" in path:
             return 200, b"", {}
         if "/pods" in path:
@@ -277,7 +277,7 @@ def test_a_job_that_is_deleted_meanwhile_is_reported_as_deleted(
             return status(404, 'trainingjobs.topkube.dev "j" not found', name="j", kind="trainingjobs")
         return 200, json.dumps({"metadata": {"name": "j", "uid": "u"}, "status": {"phase": "Running"}}).encode(), {}
 
-    assert run_app(["logs", "j", "--kubeconfig", str(server(answers))]) == 1
+    assert run_app(["logs", "j", "--kubeconfig", str(server(answer))]) == 1
     assert "the job j was deleted" in capsys.readouterr().err
 
 
@@ -286,7 +286,7 @@ def test_submit_follows_no_longer_than_the_timeout(
 ) -> None:
     file = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
 
-    def answers(method: str, path: str) -> Answer:
+    def answer(method: str, path: str) -> Answer:
         if "watch=true" in path:
             return 200, b"", {}
         if "/pods" in path:
@@ -294,7 +294,7 @@ def test_submit_follows_no_longer_than_the_timeout(
         job = {"metadata": {"name": "char-gpt", "uid": "u"}, "status": {"phase": "Running"}}
         return 200, json.dumps(job).encode(), {}
 
-    words = ["submit", "--follow", "--timeout", "1", str(file), "--kubeconfig", str(server(answers))]
+    words = ["submit", "--follow", "--timeout", "1", str(file), "--kubeconfig", str(server(answer))]
     assert run_app(words) == 124
     assert "char-gpt is still Running after 1 s and continues" in capsys.readouterr().err
 
@@ -306,11 +306,11 @@ def test_an_empty_name_is_refused(
     """A shell variable that is not set gives an empty name; the path would name all jobs."""
     requests: list[str] = []
 
-    def answers(method: str, path: str) -> Answer:
+    def answer(method: str, path: str) -> Answer:
         requests.append(method)
         return 200, json.dumps({"items": []}).encode(), {}
 
-    assert run_app([command, "", "--kubeconfig", str(server(answers))]) == 1
+    assert run_app([command, "", "--kubeconfig", str(server(answer))]) == 1
     assert "the job's name is empty" in capsys.readouterr().err
     assert requests == []
 
@@ -322,7 +322,7 @@ def test_a_job_of_more_workers_than_streams_is_followed_in_part(
     requests: set[str] = set()
     waiting = threading.Event()
 
-    def answers(method: str, path: str) -> Answer:
+    def answer(method: str, path: str) -> Answer:
         is_last = len(requests) >= 2
         pods = [
             {
@@ -349,7 +349,7 @@ def test_a_job_of_more_workers_than_streams_is_followed_in_part(
             return 200, json.dumps({"type": "MODIFIED", "object": job}).encode() + b"\n", {}
         return 200, json.dumps(job).encode(), {}
 
-    assert run_app(["logs", "j", "--kubeconfig", str(server(answers))]) == 0
+    assert run_app(["logs", "j", "--kubeconfig", str(server(answer))]) == 0
     output = capsys.readouterr()
     assert "the first 2 containers are followed; choose others: --worker INDEX" in output.err
     assert output.out.count("said") >= 2
@@ -366,14 +366,14 @@ def test_suspend_waits_for_the_pods_and_names_the_last_checkpoint(
 ) -> None:
     calls: list[str] = []
 
-    def answers(method: str, path: str) -> Answer:
+    def answer(method: str, path: str) -> Answer:
         calls.append(method)
         if "/pods" in path:
             left = [{"metadata": {"name": "p"}}] if calls.count("GET") < 6 else []
             return 200, json.dumps({"items": left}).encode(), {}
         return 200, json.dumps(a_job("Suspended" if "PATCH" in calls else "Running")).encode(), {}
 
-    config = server(answers)
+    config = server(answer)
     assert run_app(["suspend", "j", "--kubeconfig", str(config)]) == 0
     output = capsys.readouterr().out
     assert output.startswith("trainingjob.topkube.dev/j suspended; its newest checkpoint is of step 500, ")
@@ -386,11 +386,11 @@ def test_resume_names_the_step_and_changes_nothing_twice(
 ) -> None:
     job, calls = a_job("Suspended", runPolicy={"suspend": True}), list[str]()
 
-    def answers(method: str, path: str) -> Answer:
+    def answer(method: str, path: str) -> Answer:
         calls.append(method)
         return 200, json.dumps(job).encode(), {}
 
-    config = str(server(answers))
+    config = str(server(answer))
     assert run_app(["resume", "j", "--kubeconfig", config]) == 0
     assert "resumed; it continues from the checkpoint of step 500" in capsys.readouterr().out
     job["spec"] = {"workers": 2, "runPolicy": {"suspend": False}}

@@ -19,12 +19,12 @@ H100 = Gpu("NVIDIA H100 80GB HBM3", "9.0", 80 << 30, "")
 ANSWER = GpuAnswer("12.9", "575.57.08", "2.27.3", False, (H100,) * 2)
 
 
-def _states(answer: GpuAnswer) -> dict[str, tuple[str, str]]:
+def _describe_states(answer: GpuAnswer) -> dict[str, tuple[str, str]]:
     return {check.name: (check.state, check.message) for check in gpu_checks.describe(answer)}
 
 
 def test_a_working_node_shows_driver_capability_nccl_and_the_way_to_the_network() -> None:
-    states = _states(ANSWER)
+    states = _describe_states(ANSWER)
     assert {state for state, _ in states.values()} == {"ok"}
     assert list(states) == ["cuda", "gpu 0", "gpu 1", "nccl", "cuda to network"]
     assert "2 GPU(s), driver 575.57.08, torch for CUDA 12.9" in states["cuda"][1]
@@ -32,7 +32,7 @@ def test_a_working_node_shows_driver_capability_nccl_and_the_way_to_the_network(
     assert states["nccl"][1] == "2.27.3"
     assert states["cuda to network"][1].startswith("through pinned host memory")
     direct = dataclasses.replace(ANSWER, mpi_takes_device_pointers=True)
-    assert _states(direct)["cuda to network"][1].startswith("directly")
+    assert _describe_states(direct)["cuda to network"][1].startswith("directly")
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_the_probe_compares_every_bit_with_the_processor(monkeypatch: pytest.Mon
     assert gpu_probe.run_kernels(device) == ""
     right, calls = kernels.topk, []
 
-    def wrong_on_the_device(x: Any, k: int) -> Any:
+    def select_wrongly_on_the_device(x: Any, k: int) -> Any:
         indices, values = right(x, k)
         calls.append(k)
         return (indices, -values) if len(calls) > 1 else (indices, values)
 
-    monkeypatch.setattr(kernels, "topk", wrong_on_the_device)
+    monkeypatch.setattr(kernels, "topk", select_wrongly_on_the_device)
     assert gpu_probe.run_kernels(device) == "wrong results of topk on cpu: values, encoded bytes"
 
 

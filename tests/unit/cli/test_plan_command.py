@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allreduce import bounds
-from topkube.algorithms import OWN, Machines, cost, find, resolve
+from topkube.algorithms import OWN, Machines, estimate_cost, find_algorithm, resolve
 from topkube.cli.app import run_app
 
 SAMPLE = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
@@ -21,7 +21,7 @@ nodes, slots, lengths = st.integers(2, 200), st.integers(1, 8), st.integers(100_
 @given(nodes, slots, lengths, st.floats(0.0001, 1))
 def test_bytes_are_those_of_the_benchmarks_bounds(m: int, n: int, d: int, density: float) -> None:
     machines = Machines(m, n, link=1e9, memory=1e10)
-    sent = {algorithm.name: cost(algorithm, machines, d, density, "bf16").sent for algorithm in OWN}
+    sent = {algorithm.name: estimate_cost(algorithm, machines, d, density, "bf16").sent for algorithm in OWN}
     assert sent["flat"] == pytest.approx(bounds.ring(d, m, n))
     assert sent["hierarchical"] == sent["torus2d"] == pytest.approx(bounds.between_nodes(d, m))
     assert sent["hitopk"] == pytest.approx(bounds.hitopk_sent(d, m, n, density, 4))
@@ -31,7 +31,7 @@ def test_bytes_are_those_of_the_benchmarks_bounds(m: int, n: int, d: int, densit
 @given(slots, lengths)
 def test_one_node_sends_nothing(n: int, d: int) -> None:
     for algorithm in OWN:
-        assert cost(algorithm, Machines(1, n, link=1e9, memory=1e10), d).sent == 0
+        assert estimate_cost(algorithm, Machines(1, n, link=1e9, memory=1e10), d).sent == 0
 
 
 @given(st.integers(1, 200), lengths, st.floats(0.0001, 1))
@@ -41,21 +41,23 @@ def test_auto_and_dense_are_dense_on_every_cluster(m: int, d: int, density: floa
 
 
 def test_16_bits_between_nodes_halve_the_bytes_and_add_work_in_memory() -> None:
-    machines, dense = Machines(4, 2, link=1e9, memory=1e10), find("hierarchical")
-    exact, narrow = (cost(dense, machines, 10**7, dense_wire=wire) for wire in ("fp32", "bf16"))
+    machines, dense = Machines(4, 2, link=1e9, memory=1e10), find_algorithm("hierarchical")
+    exact, narrow = (estimate_cost(dense, machines, 10**7, dense_wire=wire) for wire in ("fp32", "bf16"))
     assert narrow.sent == exact.sent / 2
     assert narrow.inside > exact.inside
     rings = Machines(17, 2, link=1e9, memory=1e10)  # which always send float32
-    assert cost(dense, rings, 10**7, dense_wire="bf16") == cost(dense, rings, 10**7)
+    assert estimate_cost(dense, rings, 10**7, dense_wire="bf16") == estimate_cost(dense, rings, 10**7)
 
 
 def test_a_period_divides_what_nodes_send_but_not_the_gradients_within_a_node() -> None:
-    machines, onebit = Machines(4, 2, link=1e9, memory=1e10), find("onebit")
-    every, fourth = (cost(onebit, machines, 10**7, period=period) for period in (1, 4))
+    machines, onebit = Machines(4, 2, link=1e9, memory=1e10), find_algorithm("onebit")
+    every, fourth = (estimate_cost(onebit, machines, 10**7, period=period) for period in (1, 4))
     assert fourth.sent == every.sent / 4
     assert fourth.between == pytest.approx(every.between / 4)
     assert every.inside / 4 < fourth.inside < every.inside
-    assert cost(find("hitopk"), machines, 10**7, period=4) == cost(find("hitopk"), machines, 10**7)
+    assert estimate_cost(find_algorithm("hitopk"), machines, 10**7, period=4) == estimate_cost(
+        find_algorithm("hitopk"), machines, 10**7
+    )
 
 
 def test_the_plan_of_a_job_with_16_bits_and_a_period(tmp_path: Path, capsys: Any) -> None:
@@ -73,6 +75,29 @@ def test_the_plan_of_a_job_with_16_bits_and_a_period(tmp_path: Path, capsys: Any
     job.write_text(SAMPLE.read_text().replace("    algorithm: hitopk", aggregation))
     plan = planned(str(job), capsys=capsys)
     assert (plan["denseWire"], plan["period"], plan["chosen"]) == ("fp16", 3, "hierarchical")
+
+
+def test_the_plan_uses_only_periods_that_training_allows(tmp_path: Path, capsys: Any) -> None:
+    """Training refuses diloco with a period of 1."""
+    options = ["--workers", "4", "--parameters", "10M"]
+    sent = {
+        arguments: {
+            row["algorithm"]: row["sentBytes"] for row in planned(*options, *arguments, capsys=capsys)["algorithms"]
+        }
+        for arguments in [(), ("--period", "2")]
+    }
+    assert sent[()]["diloco"] == sent["--period", "2"]["diloco"]
+    assert sent[()]["localsgd"] == 2 * sent["--period", "2"]["localsgd"]
+    assert run_app(["plan", *options, "--period", "1"]) == 0
+    shown = capsys.readouterr()
+    assert "diloco" not in shown.out
+    assert "diloco is left out: the period of diloco is 1, but it must be at least 2" in shown.err
+    job = tmp_path / "job.yaml"
+    job.write_text(SAMPLE.read_text().replace("    algorithm: hitopk", "    algorithm: diloco\n    period: 32"))
+    plan = planned(str(job), capsys=capsys)
+    assert (plan["period"], plan["chosen"]) == (32, "diloco")
+    assert run_app(["plan", str(job), "--period", "1"]) == 2
+    assert "the period of diloco is 1" in capsys.readouterr().err
 
 
 def test_auto_uses_16_bits_only_if_the_job_allows_them_and_the_link_is_slow(capsys: Any) -> None:
@@ -160,16 +185,16 @@ def test_a_built_in_model_from_2_to_4096_nodes(capsys: Any) -> None:
 
 
 def test_a_faster_link_and_a_larger_batch_scale_better(capsys: Any) -> None:
-    def dense(*options: str) -> float:
+    def predict_dense_efficiency(*options: str) -> float:
         plan = planned(*RESNET, *options, capsys=capsys)
         return float(next(row["efficiency"] for row in plan["algorithms"] if row["algorithm"] == "hierarchical"))
 
-    usual = dense()
-    assert dense("--link", "100Gbit/s") > usual
-    assert dense("--batch", "256") > usual
-    assert dense("--no-overlap") < usual
-    assert dense("--spread", "0.1") < usual
-    assert dense("--data", "1") >= 0.999  # every number of ranks waits for its input
+    usual = predict_dense_efficiency()
+    assert predict_dense_efficiency("--link", "100Gbit/s") > usual
+    assert predict_dense_efficiency("--batch", "256") > usual
+    assert predict_dense_efficiency("--no-overlap") < usual
+    assert predict_dense_efficiency("--spread", "0.1") < usual
+    assert predict_dense_efficiency("--data", "1") >= 0.999  # every number of ranks waits for its input
 
 
 def test_a_trace_describes_the_step(tmp_path: Path, capsys: Any) -> None:

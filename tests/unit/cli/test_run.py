@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from local_runs import SCRIPT, command_line, processes_of, run, write_job
+from local_runs import SCRIPT, command_line, list_commands, run, write_job
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_person_sees_a_table_and_overrides_hold(tmp_path: Path) -> None:
     assert "tiny succeeded" in ended.stdout
     assert ended.stderr == ""
     assert not (tmp_path / "run" / "plot.png").exists()
-    assert processes_of(tmp_path) == []
+    assert list_commands(tmp_path) == []
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from local_runs import SCRIPT, finish, processes_of, run, start, write_job
+from local_runs import SCRIPT, finish, list_commands, run, start, write_job
 
 
-def output_of(directory: Path) -> str:
+def read_output(directory: Path) -> str:
     return "".join(path.read_text() for path in sorted(directory.glob("rank-*.log")))
 
 
@@ -35,7 +35,7 @@ def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> N
     assert "next: read rank-3.log in " in ended.stderr
     assert "failed" in ended.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["firstFailure"]["rank"] == 3
-    assert processes_of(tmp_path) == []
+    assert list_commands(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_ways_to_end_are_distinguished(tmp_path: Path, mode: str, code: int, exp
     assert ended.stderr.startswith("error: rank 1 (node 0) failed first")
     for text in expected:
         assert text in ended.stderr
-    assert processes_of(tmp_path) == []
+    assert list_commands(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -83,59 +83,59 @@ def test_a_rank_that_hangs_is_named_by_the_others(tmp_path: Path) -> None:
     assert (failure["rank"], failure["missing"]) == (0, [1])
     assert not [key for key in failure if "_" in key], "one case style, in every part of the summary"
     assert "next: read that rank's output" in ended.stderr
-    assert processes_of(tmp_path) == []
+    assert list_commands(tmp_path) == []
 
 
 def test_the_runs_deadline(tmp_path: Path) -> None:
     ended = run(write_job(tmp_path, ["sleep", "1000"]), tmp_path, "--deadline", "0.5")
     assert ended.returncode == 124
     assert "did not finish within its deadline of 0.5 s" in ended.stderr
-    assert processes_of(tmp_path) == []
+    assert list_commands(tmp_path) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals, code: int) -> None:
     running = start(write_job(tmp_path, ["python", str(SCRIPT), "100000", "none", "0"]), tmp_path)
-    wait_for(lambda: output_of(tmp_path / "run").count("up") == 4)
-    assert len(processes_of(tmp_path)) >= 9  # topkube run, and a front and a script per rank
+    wait_for(lambda: read_output(tmp_path / "run").count("up") == 4)
+    assert len(list_commands(tmp_path)) >= 9  # topkube run, and a front and a script per rank
     running.send_signal(number)
     ended = finish(running)
     assert ended.returncode == code
     assert "interrupted" in ended.stdout
     assert "steps" in ended.stdout  # the summary of what was done so far
     assert "error" not in ended.stderr
-    assert processes_of(tmp_path) == []
+    assert list_commands(tmp_path) == []
 
 
 def test_ranks_can_save_their_state_on_a_signal(tmp_path: Path) -> None:
     handler = "signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0)))"
     script = f"import signal, sys, time; {handler}; print('up'); time.sleep(999)"
     running = start(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
-    wait_for(lambda: output_of(tmp_path / "run").count("up") == 2)
+    wait_for(lambda: read_output(tmp_path / "run").count("up") == 2)
     running.send_signal(signal.SIGTERM)
     assert finish(running).returncode == 143
-    assert output_of(tmp_path / "run").count("saved") == 2
+    assert read_output(tmp_path / "run").count("saved") == 2
 
 
 def test_a_deaf_rank_is_killed_by_the_second_signal(tmp_path: Path) -> None:
     script = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print('up'); time.sleep(999)"
     running = start(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
-    wait_for(lambda: output_of(tmp_path / "run").count("up") == 2)
+    wait_for(lambda: read_output(tmp_path / "run").count("up") == 2)
     running.send_signal(signal.SIGINT)
     assert running.stdout is not None
     assert any("press Ctrl-C again to kill them" in line for line in running.stdout)
-    assert len(processes_of(tmp_path)) >= 3  # topkube run and two deaf ranks
+    assert len(list_commands(tmp_path)) >= 3  # topkube run and two deaf ranks
     running.send_signal(signal.SIGINT)
     assert finish(running, 8).returncode == 130  # well before the grace of 10 s is over
-    assert processes_of(tmp_path) == []
+    assert list_commands(tmp_path) == []
 
 
 def test_nothing_is_left_when_topkube_run_itself_is_killed(tmp_path: Path) -> None:
     running = start(write_job(tmp_path, ["python", str(SCRIPT), "100000", "none", "0"]), tmp_path)
-    wait_for(lambda: output_of(tmp_path / "run").count("up") == 4)
+    wait_for(lambda: read_output(tmp_path / "run").count("up") == 4)
     running.kill()
     running.communicate()
-    wait_for(lambda: processes_of(tmp_path) == [])
+    wait_for(lambda: list_commands(tmp_path) == [])
 
 
 def test_children_of_ranks_end_too(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_children_of_ranks_end_too(tmp_path: Path) -> None:
     script = f"import subprocess, os; {children}; os._exit(9)"
     ended = run(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
     assert ended.returncode == 9
-    assert processes_of(tmp_path) == []
+    assert list_commands(tmp_path) == []
 
 
 def test_no_plot_without_matplotlib(tmp_path: Path) -> None:

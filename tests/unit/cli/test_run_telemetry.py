@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from topkube.telemetry.bar import ProgressDisplay, duration, facts, rate, reduction, size
+from topkube.telemetry.bar import (
+    ProgressDisplay,
+    describe_progress,
+    describe_sent_bytes,
+    format_bytes,
+    format_duration,
+    format_rate,
+)
 from topkube.telemetry.history import History, LogFollower, ProgressReader, split
 from topkube.telemetry.plot import PlotError, average_groups, draw, smooth_values
 from topkube.telemetry.progress import ProgressWriter, StepRecord
@@ -62,19 +69,22 @@ def test_pace_and_rest() -> None:
 
 def test_bytes_are_compared_where_they_cross_between_nodes() -> None:
     steps = history(record(1, intra_bytes=900, inter_bytes=100, dense_bytes=10_000))
-    assert reduction(steps, nodes=2, ranks=4) == "100 B, 50x less than dense"
-    assert reduction(steps, nodes=4, ranks=4) == "100 B, 100x less than dense"
-    assert reduction(steps, nodes=1, ranks=2) == "1.0 kB, 10x less than dense"
-    assert reduction(history(record(1, inter_bytes=5_000, dense_bytes=10_000)), 2, 4) == "5.0 kB, as dense"
-    assert reduction(history(record(1, inter_bytes=10_000, dense_bytes=10_000)), 2, 4) == "10 kB, 2.0x more than dense"
-    assert reduction(history(record(1)), 1, 1) == ""
+    assert describe_sent_bytes(steps, nodes=2, ranks=4) == "100 B, 50x less than dense"
+    assert describe_sent_bytes(steps, nodes=4, ranks=4) == "100 B, 100x less than dense"
+    assert describe_sent_bytes(steps, nodes=1, ranks=2) == "1.0 kB, 10x less than dense"
+    assert describe_sent_bytes(history(record(1, inter_bytes=5_000, dense_bytes=10_000)), 2, 4) == "5.0 kB, as dense"
+    assert (
+        describe_sent_bytes(history(record(1, inter_bytes=10_000, dense_bytes=10_000)), 2, 4)
+        == "10 kB, 2.0x more than dense"
+    )
+    assert describe_sent_bytes(history(record(1)), 1, 1) == ""
 
 
 def test_a_line_of_facts() -> None:
     steps = history(*(record(n, samples_per_second=5120.4, skipped_steps=2) for n in (1, 2)))
-    assert facts(steps, 1, 1) == "step 2/100  loss 5  5,120 samples/s  2 skipped  49 s left"
-    assert facts(History(), 1, 1) == "starting"
-    assert facts(history(record(3, total_steps=None, loss=None)), 1, 1) == "step 3"
+    assert describe_progress(steps, 1, 1) == "step 2/100  loss 5  5,120 samples/s  2 skipped  49 s left"
+    assert describe_progress(History(), 1, 1) == "starting"
+    assert describe_progress(history(record(3, total_steps=None, loss=None)), 1, 1) == "step 3"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
@@ -96,9 +106,18 @@ def test_the_bar_fits_the_terminal_and_always_shows_the_time_left(width: int) ->
 
 def test_numbers_for_people() -> None:
     sizes = [0, 999, 1000, 12_345_678, 999_999, 1.5e9, 2e12, 5e15]
-    assert [size(n) for n in sizes] == ["0 B", "999 B", "1.0 kB", "12 MB", "1.0 MB", "1.5 GB", "2.0 TB", "5000 TB"]
-    assert [duration(s) for s in (0.31, 41, 200, 7500)] == ["0.3 s", "41 s", "3 min 20 s", "2 h 5 min"]
-    assert [rate(r) for r in (5120.2, 3.14)] == ["5,120", "3.1"]
+    assert [format_bytes(n) for n in sizes] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "12 MB",
+        "1.0 MB",
+        "1.5 GB",
+        "2.0 TB",
+        "5000 TB",
+    ]
+    assert [format_duration(s) for s in (0.31, 41, 200, 7500)] == ["0.3 s", "41 s", "3 min 20 s", "2 h 5 min"]
+    assert [format_rate(r) for r in (5120.2, 3.14)] == ["5,120", "3.1"]
 
 
 def test_the_summary_of_no_steps_and_of_some() -> None:

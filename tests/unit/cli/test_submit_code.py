@@ -28,7 +28,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def _documents(capsys: pytest.CaptureFixture[str], *words: str) -> list[Any]:
+def _read_documents(capsys: pytest.CaptureFixture[str], *words: str) -> list[Any]:
     assert run_app(["submit", "--dry-run", "-o", "yaml", *words]) == 0
     return list(yaml.safe_load_all(capsys.readouterr().out))
 
@@ -36,7 +36,7 @@ def _documents(capsys: pytest.CaptureFixture[str], *words: str) -> list[Any]:
 def test_a_dry_run_prints_everything_without_a_cluster(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (code / "requirements.txt").write_text("# ours\neinops==0.8.0\n\nnumpy  # any\n")
     words = "train.py --workers 2 --slots 3 --sync . -r requirements.txt --algorithm dense -n team -- --epochs 3"
-    config_map, job = _documents(capsys, *words.split())
+    config_map, job = _read_documents(capsys, *words.split())
     TrainingJob.parse(job)
     spec = job["spec"]
     assert (spec["workers"], spec["slotsPerWorker"], spec["aggregation"]) == (2, 3, {"algorithm": "dense"})
@@ -57,13 +57,13 @@ def test_the_script_is_found_in_the_folder_that_is_sent(
     code: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(code.parent)
-    job = _documents(capsys, "my_code/train.py", "--sync", "my_code")[1]
+    job = _read_documents(capsys, "my_code/train.py", "--sync", "my_code")[1]
     assert job["spec"]["template"]["spec"]["containers"][0]["command"] == ["python", "train.py"]
-    job = _documents(capsys, "my_code/train.py", "--sync", ".")[1]
+    job = _read_documents(capsys, "my_code/train.py", "--sync", ".")[1]
     assert job["spec"]["template"]["spec"]["containers"][0]["command"] == ["python", "my_code/train.py"]
-    [job] = _documents(capsys, "-m", "topkube.examples.char_gpt")
+    [job] = _read_documents(capsys, "-m", "topkube.examples.char_gpt")
     assert "source" not in job["spec"]
-    [job] = _documents(capsys, "my_code/train.py", "--image", "mine:1")
+    [job] = _read_documents(capsys, "my_code/train.py", "--image", "mine:1")
     assert job["spec"]["template"]["spec"]["containers"][0]["image"] == "mine:1"
 
 

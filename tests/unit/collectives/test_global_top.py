@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from message_network import PlayedNetwork
-from topkube.algorithms import Workload, find
+from topkube.algorithms import Workload, find_algorithm
 from topkube.collectives.global_top import TopTree
 
 Array = Any
@@ -147,12 +147,12 @@ def test_no_node_sends_more_than_is_declared(nodes: int) -> None:
     totals = [np.random.default_rng(node).standard_normal(60_000).astype(np.float32) for node in range(nodes)]
     trees, _, network = exchange(totals, 600, "bf16")
     assert network.sent_bytes == [tree.sent_bytes for tree in trees]
-    declared = find("gtopk").traffic(Workload(nodes, 1, 60_000)).sent
+    declared = find_algorithm("gtopk").traffic(Workload(nodes, 1, 60_000)).sent
     assert max(network.sent_bytes) <= declared * 1.02
 
 
 def test_the_declared_cost_grows_with_the_logarithm_of_the_nodes() -> None:
-    costs = [find("gtopk").traffic(Workload(nodes, 8, 25_600_000)) for nodes in (2, 4096, 4097)]
+    costs = [find_algorithm("gtopk").traffic(Workload(nodes, 8, 25_600_000)) for nodes in (2, 4096, 4097)]
     assert [cost.sent / costs[0].sent for cost in costs] == [1, 12, 13]
     assert [cost.messages for cost in costs] == [1, 12, 14]
-    assert find("gtopk").traffic(Workload(1, 8, 25_600_000)).sent == 0
+    assert find_algorithm("gtopk").traffic(Workload(1, 8, 25_600_000)).sent == 0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from message_network import PlayedNetwork
-from topkube.algorithms import Workload, find
+from topkube.algorithms import Workload, find_algorithm
 from topkube.collectives.split_top import SplitTop
 
 Array = Any
@@ -127,7 +127,7 @@ def test_no_node_sends_more_than_the_bound_of_the_paper(nodes: int) -> None:
     totals = [(common + rng.standard_normal(40_000)).astype(np.float32) for _ in range(nodes)]
     _, _, network = exchange(totals, 4_000, "bf16")
     assert max(network.sent_bytes) <= most_sent(4_000, nodes)
-    declared = find("oktopk").traffic(Workload(nodes, 1, 40_000, 0.1)).sent
+    declared = find_algorithm("oktopk").traffic(Workload(nodes, 1, 40_000, 0.1)).sent
     assert np.mean(network.sent_bytes) <= 1.1 * declared
     assert np.mean(network.sent_bytes) >= 0.5 * declared
 
@@ -145,7 +145,7 @@ def test_uneven_regions_cannot_break_the_bound(nodes: int) -> None:
 
 
 def test_the_bytes_do_not_grow_with_the_nodes() -> None:
-    sent = [find("oktopk").traffic(Workload(nodes, 8, 25_600_000)).sent for nodes in (16, 64, 4096)]
+    sent = [find_algorithm("oktopk").traffic(Workload(nodes, 8, 25_600_000)).sent for nodes in (16, 64, 4096)]
     assert sent[1] < 1.15 * sent[0]
     assert sent[2] < sent[0] + 4096 * 8 * 100  # headers
-    assert find("oktopk").traffic(Workload(1, 8, 25_600_000)).sent == 0
+    assert find_algorithm("oktopk").traffic(Workload(1, 8, 25_600_000)).sent == 0

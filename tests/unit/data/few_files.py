@@ -17,7 +17,7 @@ from topkube.data.dataset import CachedDataset
 from topkube.errors import StoreError
 
 
-def opened(source: Path, cache: Path, **more: Any) -> CachedDataset:
+def open_small_dataset(source: Path, cache: Path, **more: Any) -> CachedDataset:
     given: dict[str, Any] = {"memory_directory": cache.parent / "memory", "free_bytes": 0, "group_bytes": 1, **more}
     return CachedDataset(source, cache_directory=cache, decode=ArrayOf("uint8", (3072,)), **given)
 
@@ -32,7 +32,7 @@ def check_samples(dataset: CachedDataset, source: Path, at_once: int) -> None:
 
 def many_shards(source: Path, cache: Path, memory_limit: int) -> None:
     """Read 400 shards in one batch."""
-    dataset = opened(source, cache, memory_limit=memory_limit)
+    dataset = open_small_dataset(source, cache, memory_limit=memory_limit)
     assert len(dataset.cache.shards) == 400
     for _ in range(2):
         check_samples(dataset, source, 400)
@@ -41,7 +41,7 @@ def many_shards(source: Path, cache: Path, memory_limit: int) -> None:
     assert all(dataset.cache.has(number) for number in range(400))
 
 
-def taken(dataset: CachedDataset) -> list[int]:
+def take_all_files(dataset: CachedDataset) -> list[int]:
     """Open files until no other file can be opened."""
     files = []
     with contextlib.suppress(OSError):
@@ -52,13 +52,13 @@ def taken(dataset: CachedDataset) -> list[int]:
 
 def others(source: Path, cache: Path, memory_limit: int) -> None:
     """Read samples after other code has opened as many files as possible."""
-    dataset = opened(source, cache, memory_limit=memory_limit, prefetch=False)
+    dataset = open_small_dataset(source, cache, memory_limit=memory_limit, prefetch=False)
     check_samples(dataset, source, 400)
-    others = taken(dataset)
+    others = take_all_files(dataset)
     for at in range(400):  # open shards are closed to make room for others
         assert dataset[at].shape == (3072,)
     dataset.cache.open_shards.close_idle()
-    others += taken(dataset)
+    others += take_all_files(dataset)
     try:
         dataset[5]
     except StoreError as error:

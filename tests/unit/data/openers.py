@@ -51,7 +51,7 @@ def shard_files(cache: Path) -> list[Path]:
     return [path for path in cache.glob("datasets/*/shards/*/*") if path.suffix != ".index"]
 
 
-def until(met: Callable[[], object]) -> None:
+def wait_until(met: Callable[[], object]) -> None:
     """Wait until `met()` is true; fail after a minute."""
     deadline = time.monotonic() + 60
     while not met():

@@ -28,12 +28,12 @@ def fork(run: Callable[[], object]) -> int:
         os._exit(1)
 
 
-def ending(process: int) -> int:
+def wait_for_end(process: int) -> int:
     """Wait for the fork. Return its exit code, or minus its signal."""
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def on_volume(script: str, *arguments: object) -> str:
+def run_on_volume(script: str, *arguments: object) -> str:
     """Run a function of volumes.py in its own mount namespace; return its output. Skip the test if the kernel does not
     allow that."""
     if shutil.which("unshare") is None:

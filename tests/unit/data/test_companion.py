@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from openers import until
+from openers import wait_until
 from remotes import Remote, write_files, write_tars
 
 from topkube.data.base.rank_place import RankPlace
@@ -75,15 +75,15 @@ def source(remote: Remote) -> dict[str, bytes]:
 def test_plain_files_appear_under_their_own_names(pod: Pod, remote: Remote, write: Callable[[Path], object]) -> None:
     write(remote.folder)
     with pod.companion():
-        until((pod.view / COMPLETE).exists)
+        wait_until((pod.view / COMPLETE).exists)
         assert pod.files() == source(remote)
         size = sum(map(len, pod.files().values()))
-        until(lambda: json.loads(pod.report.read_text())["cachedBytes"] == size)
+        wait_until(lambda: json.loads(pod.report.read_text())["cachedBytes"] == size)
         assert not any(path.stat().st_mode & 0o222 for path in pod.view.rglob("*.???") if path.is_file())
     sent, before = remote.sent_bytes, {path: path.stat().st_ino for path in pod.view.rglob("*")}
     pod.report.unlink()
     with pod.companion():  # the next job on this node
-        until(pod.report.exists)
+        wait_until(pod.report.exists)
     assert remote.sent_bytes - sent < 4096, "only index pages"
     assert {path: path.stat().st_ino for path in pod.view.rglob("*")} == before, "nothing is copied again"
 
@@ -91,17 +91,17 @@ def test_plain_files_appear_under_their_own_names(pod: Pod, remote: Remote, writ
 def test_an_object_that_is_a_shard_is_shown_as_a_link(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [3])
     with pod.companion():
-        until((pod.view / COMPLETE).exists)
+        wait_until((pod.view / COMPLETE).exists)
         assert (pod.view / "000.tar").stat().st_nlink == 2
 
 
 def test_a_worker_fetches_its_share_and_the_rest_only_for_plain_scripts(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [2] * 6)
     with pod.companion((1, 3), plain_seconds=0.5):
-        until(lambda: len(pod.files()) == 2)
+        wait_until(lambda: len(pod.files()) == 2)
         assert sorted(pod.files()) == ["001.tar", "004.tar"]
         (pod.runs / "attempt-1").mkdir()  # ranks run, but do not open the dataset
-        until((pod.view / COMPLETE).exists)
+        wait_until((pod.view / COMPLETE).exists)
         assert pod.files() == source(remote)
 
 
@@ -112,7 +112,7 @@ def test_the_companion_stops_fetching_for_ranks_that_read_samples(pod: Pod, remo
     (pod.runs / "attempt-1").mkdir()
     with pod.companion((0, 2), plain_seconds=0.0):
         ranks.open(3, ranks.from_store)
-        until(lambda: pod.files())
+        wait_until(lambda: pod.files())
         assert list(pod.files()) == ["003.tar"], "a shard that arrives is shown, and no other shard is fetched"
     ranks.close()
 
@@ -139,24 +139,24 @@ def test_a_report_is_newer_than_the_request_for_it(pod: Pod, remote: Remote) -> 
     write_tars(remote.folder, [4, 5, 3], 500)
     request_file = pod.folder / "asked"
     with pod.companion(asked=request_file, prefetch=False) as cache:
-        until(lambda: pod.report.exists())
+        wait_until(lambda: pod.report.exists())
         cache.open(0)
         request_file.write_text("first")
-        until(lambda: json.loads(pod.report.read_text())["asked"] == "first")
+        wait_until(lambda: json.loads(pod.report.read_text())["asked"] == "first")
         assert json.loads(pod.report.read_text())["cachedBytes"] == cache.shards.sizes[0]
 
 
 def test_a_changed_dataset_replaces_the_old_files(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [3, 3])
     with pod.companion():
-        until((pod.view / COMPLETE).exists)
+        wait_until((pod.view / COMPLETE).exists)
     (remote.folder / "000.tar").unlink()
     write_tars(remote.folder / "new", [4])
     os.replace(remote.folder / "new/000.tar", remote.folder / "002.tar")
     (remote.folder / "new").rmdir()
     with pod.companion() as cache:
         assert not (pod.view / "000.tar").exists()
-        until((pod.view / COMPLETE).exists)
+        wait_until((pod.view / COMPLETE).exists)
         assert pod.files() == source(remote)
         assert cache.folder is not None
         held = cache.folder.log.total()
@@ -168,4 +168,4 @@ def test_a_remote_that_fails_is_retried(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [3])
     remote.faults["000.tar"] = ["503", "503"]
     with pod.companion():
-        until((pod.view / COMPLETE).exists)
+        wait_until((pod.view / COMPLETE).exists)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from openers import Opener, until
+from openers import Opener, wait_until
 from remotes import Remote, write_files, write_tars
 from torch.utils.data import DataLoader
 
@@ -23,7 +23,7 @@ from topkube.errors import DatasetError
 RECORD = ArrayOf("uint8", (3072,))
 
 
-def decoded(sample: dict[str, bytes]) -> tuple[torch.Tensor, int]:
+def decode_tensors(sample: dict[str, bytes]) -> tuple[torch.Tensor, int]:
     return torch.frombuffer(bytearray(sample["bin"]), dtype=torch.uint8), int(sample["cls"])
 
 
@@ -53,7 +53,7 @@ def test_every_epoch_has_every_sample_of_a_tar_dataset_once(
     remote: Remote, open_dataset: Opener, workers: int, memory_limit: int
 ) -> None:
     data = write_tars(remote.folder, [30, 1, 17, 40])  # uneven shards
-    dataset = open_dataset(remote.uri, decode=decoded, memory_limit=memory_limit)
+    dataset = open_dataset(remote.uri, decode=decode_tensors, memory_limit=memory_limit)
     sampler = DistributedSampler(dataset, window=2)
     loader: Any = DataLoader(
         dataset, 16, sampler=sampler, num_workers=workers, persistent_workers=workers > 0, collate_fn=collate
@@ -130,7 +130,7 @@ def test_another_decode_never_gets_samples_of_the_first(remote: Remote, open_dat
 def test_samples_of_different_shapes_and_kinds_come_back_as_they_were(remote: Remote, open_dataset: Opener) -> None:
     write_tars(remote.folder, [12])
 
-    def ragged(sample: dict[str, bytes]) -> dict[str, Any]:
+    def decode_ragged(sample: dict[str, bytes]) -> dict[str, Any]:
         number = int(sample["cls"])
         return {
             "image": np.frombuffer(sample["bin"][: 6 * (number + 1)], np.int16).reshape(3, number + 1),
@@ -140,7 +140,7 @@ def test_samples_of_different_shapes_and_kinds_come_back_as_they_were(remote: Re
             "even": number % 2 == 0,
         }
 
-    dataset = open_dataset(remote.uri, decode=ragged, memory_limit=1 << 20)
+    dataset = open_dataset(remote.uri, decode=decode_ragged, memory_limit=1 << 20)
     fresh = list(dataset.__getitems__(range(12)))
     kept = list(dataset.__getitems__(range(12)))
     assert dataset.statistics()["memory_misses"] == 12
@@ -195,11 +195,11 @@ def test_a_damaged_table_is_named(remote: Remote, open_dataset: Opener, kind: st
 
 def test_a_second_job_reads_nothing_from_the_remote(remote: Remote, open_dataset: Opener) -> None:
     data = write_tars(remote.folder, [20, 20])
-    first = open_dataset(remote.uri, decode=decoded)
+    first = open_dataset(remote.uri, decode=decode_tensors)
     assert len(list(first)) == 40
     open_dataset.close()
     before = remote.sent_bytes
-    second = open_dataset(remote.uri, decode=decoded)
+    second = open_dataset(remote.uri, decode=decode_tensors)
     np.testing.assert_array_equal(second[33][0].numpy(), data[33])
     assert second.statistics()["remote_bytes"] == 0
     assert remote.sent_bytes - before < 1000  # the listing
@@ -213,7 +213,7 @@ def test_a_manifest_has_counts_before_any_shard_is_fetched(remote: Remote, open_
         for number, samples in enumerate([20, 25])
     ]
     (remote.folder / "data" / "manifest.jsonl").write_text("\n".join(lines))
-    dataset = open_dataset(f"{remote.uri}/data", decode=decoded, prefetch=False)
+    dataset = open_dataset(f"{remote.uri}/data", decode=decode_tensors, prefetch=False)
     assert len(dataset) == 45
     assert dataset.statistics()["remote_bytes"] == 0
     np.testing.assert_array_equal(dataset[44][0].numpy(), data[44])
@@ -243,7 +243,7 @@ def test_a_batch_that_is_referenced_is_never_overwritten(remote: Remote, open_da
                 np.testing.assert_array_equal(view.numpy(), data[wanted[3]])
 
 
-def kinds(raw: bytes) -> dict[str, Any]:
+def decode_kinds(raw: bytes) -> dict[str, Any]:
     number = raw[0]
     return {
         "tensor": torch.frombuffer(bytearray(raw[:6]), dtype=torch.int16),
@@ -262,8 +262,8 @@ def kinds(raw: bytes) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # torch's own collate says so
 def test_a_batch_that_is_partly_in_memory_is_collated_like_any_other(tmp_path: Path, open_dataset: Opener) -> None:
     write_files(tmp_path / "source", 24)
-    plain = open_dataset(tmp_path / "source", decode=kinds)
-    dataset = open_dataset(tmp_path / "source", decode=kinds, memory_limit=1 << 20)
+    plain = open_dataset(tmp_path / "source", decode=decode_kinds)
+    dataset = open_dataset(tmp_path / "source", decode=decode_kinds, memory_limit=1 << 20)
     for _ in dataset.__getitems__(range(0, 24, 2)):
         pass
     for turn in range(2):  # first half of the samples are in memory, then all
@@ -341,7 +341,7 @@ def test_memory_is_filled_in_the_background_with_samples_that_were_not_read(
         tmp_path / "source", decode=RECORD, memory_limit=room * record, group_bytes=9000, prefetch=True
     )
     memory: Any = dataset._memory
-    until(lambda: np.count_nonzero(memory.has(np.arange(24))) == room)
+    wait_until(lambda: np.count_nonzero(memory.has(np.arange(24))) == room)
     np.testing.assert_array_equal(collate(dataset.batch(np.arange(24))).numpy(), data)
     assert dataset.statistics()["memory_misses"] == 24 - room
 
@@ -352,7 +352,7 @@ def test_a_memory_filler_does_not_keep_its_dataset_alive(tmp_path: Path, open_da
     open_dataset.opened.clear()
     held = weakref.ref(dataset)
     del dataset
-    until(lambda: gc.collect() >= 0 and held() is None)
+    wait_until(lambda: gc.collect() >= 0 and held() is None)
 
 
 def test_samples_that_two_processes_store_take_space_once(tmp_path: Path) -> None:
@@ -369,10 +369,10 @@ def test_samples_that_two_processes_store_take_space_once(tmp_path: Path) -> Non
 def test_arrays_of_too_many_dimensions_are_refused_and_take_no_space(tmp_path: Path, open_dataset: Opener) -> None:
     write_files(tmp_path / "source", 4)
 
-    def deep(raw: bytes) -> Any:
+    def decode_six_dimensions(raw: bytes) -> Any:
         return np.zeros((1, 1, 1, 1, 1, 1 + raw[0] % 5 + raw[1] % 3))
 
-    dataset = open_dataset(tmp_path / "source", decode=deep, memory_limit=1 << 20, prefetch=False)
+    dataset = open_dataset(tmp_path / "source", decode=decode_six_dimensions, memory_limit=1 << 20, prefetch=False)
     with pytest.raises(DatasetError, match="6 dimensions"):
         dataset.__getitems__(range(4))
     assert dataset.statistics()["memory_used_bytes"] == 0

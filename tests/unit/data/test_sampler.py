@@ -21,13 +21,13 @@ SIZES = st.integers(1, 7)
 
 @pytest.fixture
 def at_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def go(rank: int, size: int) -> None:
+    def set_place(rank: int, size: int) -> None:
         monkeypatch.setattr(sampler_module, "find_place", lambda: RankPlace(rank, size))
 
-    return go
+    return set_place
 
 
-def dealt(sampler: DistributedSampler, size: int) -> list[list[int]]:
+def deal_out(sampler: DistributedSampler, size: int) -> list[list[int]]:
     """Return the samples of each of `size` ranks."""
     shares = []
     with pytest.MonkeyPatch.context() as patch:
@@ -44,10 +44,10 @@ def test_all_ranks_get_equal_numbers_after_a_change_of_their_number(
     count: int, before: int, after: int, batch: int, steps: int
 ) -> None:
     sampler = DistributedSampler(range(count), drop_last=True)
-    whole = dealt(DistributedSampler(range(count)), 1)[0]
+    whole = deal_out(DistributedSampler(range(count)), 1)[0]
     position = min(steps * batch * before, count - count % before)
     sampler.advance(position)
-    shares = dealt(sampler, after)
+    shares = deal_out(sampler, after)
     assert len({len(share) for share in shares}) == 1
     assert [at for step in zip(*shares, strict=True) for at in step] == whole[position:][: len(shares[0]) * after]
     assert (count - position) - len(shares[0]) * after < after
@@ -143,9 +143,9 @@ def test_a_mix_gives_each_dataset_its_share_and_each_sample_in_turn(
     seen: list[list[int]] = [[] for _ in parts]
     for epoch in range(3):
         sampler.set_epoch(epoch)
-        ranks = dealt(sampler, size)
-        assert sorted(at for rank in ranks for at in rank) == sorted(dealt(sampler, 1)[0])
-        values = mixed.__getitems__(dealt(sampler, 1)[0])
+        ranks = deal_out(sampler, size)
+        assert sorted(at for rank in ranks for at in rank) == sorted(deal_out(sampler, 1)[0])
+        values = mixed.__getitems__(deal_out(sampler, 1)[0])
         for number in range(len(parts)):
             own = [value - 1000 * number for value in values if value // 1000 == number]
             assert len(own) == sampler.shares[number]
@@ -161,11 +161,11 @@ def test_a_mix_is_resumed_by_any_number_of_ranks_and_checks_its_state() -> None:
     mixed = MixedDataset([Numbers(0, 30), Numbers(1000, 7)])
     sampler = MixedSampler(mixed, [1, 2], 40, seed=3)
     sampler.set_epoch(4)
-    whole = dealt(sampler, 1)[0]
+    whole = deal_out(sampler, 1)[0]
     sampler.advance(15)
     resumed = MixedSampler(mixed, [1, 2], 40)
     resumed.load_state_dict(sampler.state_dict())
-    ranks = dealt(resumed, 3)
+    ranks = deal_out(resumed, 3)
     assert [ranks[at % 3][at // 3] for at in range(25)] == whole[15:]
     with pytest.raises(ArgumentError, match="weights is"):
         MixedSampler(mixed, [1, 3], 40).load_state_dict(sampler.state_dict())

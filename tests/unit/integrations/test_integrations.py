@@ -25,7 +25,7 @@ def run_script(name: str, folder: Path) -> Ranks:
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(4)]
 
 
-def records_of(folder: Path) -> list[dict[str, Any]]:
+def read_step_records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / "progress.jsonl").read_text().splitlines()]
 
 
@@ -86,7 +86,7 @@ def test_lightning_resumes_and_has_other_precisions(lightning_run: tuple[Ranks, 
 def test_the_steps_of_lightning_are_reported(lightning_run: tuple[Ranks, Path]) -> None:
     """With the mean loss of all ranks, and the bytes that TopKube's exchange sent."""
     ranks, folder = lightning_run
-    records = records_of(folder)[-12:]
+    records = read_step_records(folder)[-12:]
     assert [record["step"] for record in records] == [*range(1, 9), *range(9, 13)]
     assert {record["samples"] for record in records} == {8}
     assert records[-1]["total_steps"] == 12
@@ -108,7 +108,7 @@ def test_the_trainer_trains_as_it_does_alone(trainer_run: tuple[Ranks, Path]) ->
 
 def test_the_steps_of_the_trainer_are_reported(trainer_run: tuple[Ranks, Path]) -> None:
     ranks, folder = trainer_run
-    records = records_of(folder)[-8:]
+    records = read_step_records(folder)[-8:]
     assert [(record["step"], record["total_steps"], record["samples"]) for record in records] == [
         (step, 8, 8) for step in range(1, 9)
     ]

@@ -59,7 +59,7 @@ def train(aggregation: str | None, **more: Any) -> dict[str, Any]:
     return {"weights": weights, "losses": recorder.losses, "samples": trainer.samples, "ranks": arguments.world_size}
 
 
-def accelerated(aggregation: str | None) -> torch.Tensor:
+def train_with_accelerate(aggregation: str | None) -> torch.Tensor:
     """Train a layer with accelerate; return its weights."""
     accelerator = Accelerator()
     if aggregation is not None:
@@ -79,7 +79,7 @@ results = {
     "library": train(None),
     "dense": train("dense"),
     "hitopk": train("hitopk", gradient_accumulation_steps=1),
-    "accelerate alone": accelerated(None),
-    "accelerate dense": accelerated("dense"),
+    "accelerate alone": train_with_accelerate(None),
+    "accelerate dense": train_with_accelerate("dense"),
 }
 torch.save(results, folder / f"rank-{torch.distributed.get_rank()}.pt")

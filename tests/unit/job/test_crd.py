@@ -87,18 +87,18 @@ def test_cached_datasets_show_where_and_how_much() -> None:
 # What Kubernetes demands of a schema. The real API servers of the cluster tests demand it again.
 
 
-def every(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def walk_schema(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     yield path, schema
     for name, below in schema.get("properties", {}).items():
-        yield from every(below, f"{path}.{name}")
+        yield from walk_schema(below, f"{path}.{name}")
     for key, mark in (("items", "[]"), ("additionalProperties", ".*")):
         if key in schema:
-            yield from every(schema[key], f"{path}{mark}")
+            yield from walk_schema(schema[key], f"{path}{mark}")
 
 
 @pytest.mark.parametrize("root", [SCHEMA, CACHED_SCHEMA])
 def test_it_is_structural(root: dict[str, Any]) -> None:
-    for path, schema in every(root):
+    for path, schema in walk_schema(root):
         assert "type" in schema or schema.get("x-kubernetes-int-or-string"), path
         assert not {"$ref", "$defs", "title", "const", "allOf", "oneOf", "not"} & set(schema), path
         assert isinstance(schema.get("exclusiveMinimum", True), bool), path
@@ -108,7 +108,7 @@ def test_it_is_structural(root: dict[str, Any]) -> None:
 
 def test_statuses_have_no_defaults_and_lists_have_keys() -> None:
     status = SCHEMA["properties"]["status"]
-    assert all("default" not in schema for _, schema in every(status))
+    assert all("default" not in schema for _, schema in walk_schema(status))
     for name, key in (("conditions", "type"), ("cache.nodes", "name")):
         field = status
         for step in name.split("."):
@@ -120,7 +120,7 @@ def test_statuses_have_no_defaults_and_lists_have_keys() -> None:
 
 def test_what_rules_look_at_is_bounded() -> None:
     """A rule's cost is estimated from bounds; without them a CRD is refused."""
-    for path, schema in every(SCHEMA):
+    for path, schema in walk_schema(SCHEMA):
         if schema.get(RULES) and schema.get("type") == "string":
             assert "maxLength" in schema or "enum" in schema, path
         if schema.get(RULES) and schema.get("type") == "array":
@@ -132,7 +132,7 @@ def test_what_rules_look_at_is_bounded() -> None:
 # The API server's part, in a few lines: null is absent, defaults are filled in, the schema and the rules are checked.
 
 
-def defaulted(data: Any, schema: dict[str, Any]) -> Any:
+def fill_defaults(data: Any, schema: dict[str, Any]) -> Any:
     if isinstance(data, dict):
         data = {
             key: value for key, value in data.items() if value is not None or key not in schema.get("properties", {})
@@ -141,30 +141,30 @@ def defaulted(data: Any, schema: dict[str, Any]) -> Any:
             if name not in data and "default" in below:
                 data[name] = copy.deepcopy(below["default"])
             if name in data:
-                data[name] = defaulted(data[name], below)
+                data[name] = fill_defaults(data[name], below)
         return data
     if isinstance(data, list) and "items" in schema:
-        return [defaulted(item, schema["items"]) for item in data]
+        return [fill_defaults(item, schema["items"]) for item in data]
     return data
 
 
-def integer(_: Any, value: Any) -> bool:
+def is_integer(_: Any, value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
 
 
 Checker = jsonschema.validators.extend(
-    jsonschema.Draft4Validator, type_checker=jsonschema.Draft4Validator.TYPE_CHECKER.redefine("integer", integer)
+    jsonschema.Draft4Validator, type_checker=jsonschema.Draft4Validator.TYPE_CHECKER.redefine("integer", is_integer)
 )
 
 
-def refusals(data: Any, old: Any = None) -> list[str]:
+def find_refusals(data: Any, old: Any = None) -> list[str]:
     """Return the answer of an API server of 1.25 or newer about a job, as `path: message`."""
     checker = Checker(SCHEMA)
     errors = [f"{error.json_path}: {error.message}" for error in checker.iter_errors(data)]
-    return errors or [*broken_rules(data, old, SCHEMA, "")]
+    return errors or [*find_broken_rules(data, old, SCHEMA, "")]
 
 
-def broken_rules(data: Any, old: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
+def find_broken_rules(data: Any, old: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
     for entry in schema.get(RULES, ()):
         if "oldSelf" in entry["rule"] and old is None:
             continue
@@ -173,18 +173,18 @@ def broken_rules(data: Any, old: Any, schema: dict[str, Any], path: str) -> Iter
     if isinstance(data, dict):
         for name, below in schema.get("properties", {}).items():
             if name in data:
-                yield from broken_rules(data[name], (old or {}).get(name), below, f"{path}.{name}")
+                yield from find_broken_rules(data[name], (old or {}).get(name), below, f"{path}.{name}")
     if isinstance(data, list) and "items" in schema:
         for index, item in enumerate(data):
-            yield from broken_rules(item, None, schema["items"], f"{path}[{index}]")
+            yield from find_broken_rules(item, None, schema["items"], f"{path}[{index}]")
 
 
 @given(jobs)
 @settings(max_examples=150)
 def test_what_runs_on_a_laptop_can_be_applied_and_means_the_same(data: dict[str, Any]) -> None:
     job = TrainingJob.parse(data)
-    stored = defaulted(data, SCHEMA)
-    assert refusals(stored) == []
+    stored = fill_defaults(data, SCHEMA)
+    assert find_refusals(stored) == []
     again = TrainingJob.from_cluster(stored)
     assert again.spec.model_dump() == job.spec.model_dump()
     assert stored["spec"] == job.spec.model_dump(by_alias=True, exclude_none=True)
@@ -198,7 +198,7 @@ def test_an_arbitrary_spec_that_is_refused_by_kubernetes_is_refused_here(spec: A
         TrainingJob.parse(data)
     except JobError:
         return
-    assert refusals(defaulted(data, SCHEMA)) == []
+    assert find_refusals(fill_defaults(data, SCHEMA)) == []
 
 
 @given(jobs, jobs, st.booleans())
@@ -209,12 +209,12 @@ def test_rules_and_the_webhook_agree_on_what_may_change(
     if same_template:
         after = {**after, "spec": {**after["spec"], "template": before["spec"]["template"]}}
     after = {**after, "metadata": before["metadata"]}
-    old, new = defaulted(before, SCHEMA), defaulted(after, SCHEMA)
+    old, new = fill_defaults(before, SCHEMA), fill_defaults(after, SCHEMA)
     problems = change_problems(TrainingJob.parse(before).spec, TrainingJob.parse(after).spec)
     in_rules = [
         problem for problem in problems if "spec.template" not in problem and "spec.launcher.template" not in problem
     ]
-    assert bool(refusals(new, old)) == bool(in_rules), "rules see all but what is inside templates"
+    assert bool(find_refusals(new, old)) == bool(in_rules), "rules see all but what is inside templates"
 
 
 @pytest.mark.parametrize(
@@ -227,12 +227,12 @@ def test_a_rule_guards_each_field_that_may_not_change(path: str, value: Any) -> 
     after: dict[str, Any] = copy.deepcopy(spec)
     *above, last = path.split(".")
     (after[above[0]] if above else after)[last] = value
-    old, new = (defaulted({**data, "spec": changed_spec}, SCHEMA) for changed_spec in (spec, after))
-    [refused] = refusals(new, old)
+    old, new = (fill_defaults({**data, "spec": changed_spec}, SCHEMA) for changed_spec in (spec, after))
+    [refused] = find_refusals(new, old)
     assert last in refused
     suspended = copy.deepcopy(old)
     suspended["spec"]["runPolicy"]["suspend"] = True
-    assert bool(refusals(new, suspended)) == (path == "workers")
+    assert bool(find_refusals(new, suspended)) == (path == "workers")
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -263,14 +263,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_rules_refuse_what_the_types_refuse(change: dict[str, Any], words: str) -> None:
     spec = {"template": {"spec": {"containers": [{"name": "worker", "image": "i", "command": ["a"]}]}}, **change}
     data = {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
-    assert [words in refusal for refusal in refusals(defaulted(data, SCHEMA))] == [True]
+    assert [words in refusal for refusal in find_refusals(fill_defaults(data, SCHEMA))] == [True]
     with pytest.raises(JobError):
         TrainingJob.parse(data)
 
 
 def test_rules_hold_for_the_defaults_themselves() -> None:
     """Kubernetes refuses a CRD whose default breaks a rule, and looks before the defaults inside are filled in."""
-    for path, schema in every(SCHEMA):
+    for path, schema in walk_schema(SCHEMA):
         for entry in schema.get(RULES, ()):
             if "default" in schema:
                 default = schema["default"]

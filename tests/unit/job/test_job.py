@@ -83,7 +83,7 @@ def container(**changes: Any) -> dict[str, Any]:
     return data
 
 
-def problems(data: Any) -> tuple[str, ...]:
+def find_problems(data: Any) -> tuple[str, ...]:
     with pytest.raises(JobError) as caught:
         TrainingJob.parse(data)
     assert all(problem in str(caught.value) for problem in caught.value.problems)
@@ -306,7 +306,7 @@ def test_what_is_cached_in_memory_counts_against_the_workers_limit() -> None:
     ],
 )
 def test_a_mistake_names_path_value_and_what_is_allowed(data: Any, expected: list[str]) -> None:
-    messages = problems(data)
+    messages = find_problems(data)
     assert len(messages) == len(expected), messages
     for text, problem in zip(expected, messages, strict=True):
         assert text in problem
@@ -387,7 +387,7 @@ def test_unknown_fields_of_a_stored_job_are_kept() -> None:
     read = TrainingJob.from_cluster(stored)
     assert read.spec.aggregation.density == 0.5
     assert read.to_dict() == stored
-    assert len(problems(stored)) == 3
+    assert len(find_problems(stored)) == 3
     with pytest.raises(JobError, match=r"spec\.workers: 'x'"):
         TrainingJob.from_cluster(job(workers="x"))
 

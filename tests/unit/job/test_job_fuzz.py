@@ -47,7 +47,7 @@ values = st.recursive(
 )
 
 
-def accepted(source: Any) -> TrainingJob | None:
+def parse_or_refuse(source: Any) -> TrainingJob | None:
     """Return the job, or None if it was refused with a JobError. Any other error fails the test."""
     try:
         return TrainingJob.from_yaml(source) if isinstance(source, str | bytes) else TrainingJob.parse(source)
@@ -58,20 +58,20 @@ def accepted(source: Any) -> TrainingJob | None:
 @given(st.text() | st.binary())
 @settings(max_examples=400)
 def test_arbitrary_text(text: str | bytes) -> None:
-    accepted(text)
+    parse_or_refuse(text)
 
 
 @given(st.lists(st.sampled_from(YAML_TOKENS), max_size=40))
 @settings(max_examples=400)
 def test_arbitrary_yaml_tokens(tokens: list[str]) -> None:
-    accepted("".join(tokens))
+    parse_or_refuse("".join(tokens))
 
 
 @given(values)
 @settings(max_examples=300)
 def test_arbitrary_data(data: Any) -> None:
-    accepted(data)
-    accepted(yaml.safe_dump(data))
+    parse_or_refuse(data)
+    parse_or_refuse(yaml.safe_dump(data))
 
 
 quantities = st.builds(
@@ -83,13 +83,13 @@ texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_
 variables = st.from_regex(r"[A-Z_]{1,8}", fullmatch=True)
 
 
-def optional(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional=fields)
+def optional_fields(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional_fields=fields)
 
 
 containers = st.fixed_dictionaries(
     {"image": texts, "command": st.lists(texts, min_size=1, max_size=3)},
-    optional={
+    optional_fields={
         "args": st.lists(texts, max_size=3),
         "env": st.lists(st.fixed_dictionaries({"name": variables, "value": texts}), max_size=2),
         "anything": st.dictionaries(texts, st.integers(-100, 100) | texts | st.booleans(), max_size=3),
@@ -98,21 +98,21 @@ containers = st.fixed_dictionaries(
 reasons = st.lists(st.sampled_from(["OOMKilled", "NodeLost", "OutOfnvidia.com/gpu"]), min_size=1, max_size=3)
 failure_rules = st.fixed_dictionaries(
     {"action": st.sampled_from(["Fail", "Restart", "Ignore"]), "onReasons": reasons},
-    optional={
+    optional_fields={
         "onExitCodes": st.fixed_dictionaries(
             {"values": st.lists(st.integers(0, 255), min_size=1, max_size=5)},
-            optional={"operator": st.sampled_from(["In", "NotIn"]), "containerName": st.just("worker")},
+            optional_fields={"operator": st.sampled_from(["In", "NotIn"]), "containerName": st.just("worker")},
         )
     },
 )
 specs = st.fixed_dictionaries(
     {"template": containers.map(lambda container: {"spec": {"containers": [container]}})},
-    optional={
+    optional_fields={
         "workers": st.integers(1, 10_000),
         "slotsPerWorker": st.integers(1, 256),
         "spread": st.sampled_from(["Node", "None"]),
         "mpiImplementation": st.sampled_from(["MPICH", "OpenMPI"]),
-        "aggregation": optional(
+        "aggregation": optional_fields(
             algorithm=st.sampled_from(["auto", "dense", "hitopk", "naive"]),
             density=st.floats(0, 1, exclude_min=True),
             warmupSteps=st.integers(0, 10**6),
@@ -125,7 +125,7 @@ specs = st.fixed_dictionaries(
                 {
                     "configMap": st.fixed_dictionaries(
                         {"name": st.just("code")},
-                        optional={"items": st.just([{"key": "train.py", "path": "pkg/train.py"}])},
+                        optional_fields={"items": st.just([{"key": "train.py", "path": "pkg/train.py"}])},
                     )
                 }
             ),
@@ -136,19 +136,19 @@ specs = st.fixed_dictionaries(
         ),
         "setup": st.fixed_dictionaries(
             {"requirements": st.lists(st.sampled_from(["einops", "x[y]==1.0; python_version < '4'"]), min_size=1)},
-            optional={"wheels": paths},
+            optional_fields={"wheels": paths},
         ),
         "dataset": st.fixed_dictionaries(
             {"uri": paths.map("s3://{}".format)},
-            optional={"mountPath": paths.map("/{}".format), "cache": optional(sizeLimit=quantities)},
+            optional_fields={"mountPath": paths.map("/{}".format), "cache": optional_fields(sizeLimit=quantities)},
         ),
         "checkpoint": st.fixed_dictionaries(
-            {"claimName": st.just("c")}, optional={"path": paths, "everySteps": st.integers(1, 10**6)}
+            {"claimName": st.just("c")}, optional_fields={"path": paths, "everySteps": st.integers(1, 10**6)}
         ),
-        "runPolicy": optional(
+        "runPolicy": optional_fields(
             backoffLimit=st.integers(0, 1000),
             suspend=st.booleans(),
-            failurePolicy=optional(
+            failurePolicy=optional_fields(
                 rules=st.lists(failure_rules, max_size=3),
                 maxDisruptions=st.integers(0, 100),
                 disruptionWindowSeconds=st.integers(1, 10**6),

@@ -26,15 +26,15 @@ class Device:
         return x.clone() if self.name == "emulated" else x.cuda()
 
 
-def bits(x: torch.Tensor) -> Any:
+def read_bits(x: torch.Tensor) -> Any:
     return x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    return actual.dtype == expected.dtype and bits(actual) == bits(expected)
+def have_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return actual.dtype == expected.dtype and read_bits(actual) == read_bits(expected)
 
 
-def adversarial(d: int) -> dict[str, torch.Tensor]:
+def adversarial_inputs(d: int) -> dict[str, torch.Tensor]:
     rng = np.random.default_rng(d)
     normal = rng.standard_normal(d).astype(np.float32)
     spike = np.zeros(d, np.float32)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_device import same
+from cuda_device import have_same_bits
 
 from topkube import kernels
 from topkube.errors import ArgumentError, WireError
@@ -21,7 +21,7 @@ def test_the_public_functions_take_cuda_tensors() -> None:
     x = torch.randn(100_000)
     indices, values = kernels.topk(x.cuda(), 1000)
     assert indices.is_cuda
-    assert same(values, kernels.topk(x, 1000)[1])
+    assert have_same_bits(values, kernels.topk(x, 1000)[1])
     with pytest.raises(ArgumentError, match=r"indices\[1\]"):
         kernels.scatter_add_(x.cuda(), torch.tensor([0, 10**6]).cuda(), torch.ones(2).cuda())
     with pytest.raises(WireError, match="does not begin"):
@@ -43,9 +43,9 @@ def test_a_graph_captures_a_selection_and_replays_it_on_new_data() -> None:
         graph.replay()
         expected = torch.empty(1 << 20)
         expected_indices, expected_values = kernels.compress_(new, torch.zeros(1 << 20), 1000, out=expected)
-        assert same(indices, expected_indices)
-        assert same(values, expected_values)
-        assert same(left, expected)
+        assert have_same_bits(indices, expected_indices)
+        assert have_same_bits(values, expected_values)
+        assert have_same_bits(left, expected)
 
 
 @gpu
@@ -59,7 +59,7 @@ def test_a_selection_waits_for_its_own_stream_only() -> None:
         indices, _ = kernels.topk(doubled, 100)
     assert not side.query()  # the call came back before the work was done
     side.synchronize()
-    assert same(indices, kernels.topk(doubled.cpu(), 100)[0])
+    assert have_same_bits(indices, kernels.topk(doubled.cpu(), 100)[0])
 
 
 @gpu
@@ -72,21 +72,21 @@ def test_what_another_stream_writes_is_ordered_as_torch_orders_it() -> None:
         torch.cuda._sleep(50_000_000)
         x.copy_(there)
     torch.cuda.current_stream().wait_stream(other)
-    assert same(kernels.topk(x, 100)[0], kernels.topk(fresh, 100)[0])
+    assert have_same_bits(kernels.topk(x, 100)[0], kernels.topk(fresh, 100)[0])
 
 
 @gpu
 def test_a_graph_captures_the_codec() -> None:
     gradient, dense = torch.randn(1 << 18).cuda(), torch.zeros(1 << 18).cuda()
 
-    def there_and_back() -> None:
+    def encode_and_decode() -> None:
         buffer = kernels.encode(*kernels.topk(gradient, 500), gradient.numel(), wire="bf16", wait=False)
         kernels.decode_add_(dense, buffer, wait=False)
 
-    there_and_back()
+    encode_and_decode()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        there_and_back()
+        encode_and_decode()
         with pytest.raises(ArgumentError, match="wait=False while capturing"):
             kernels.encode(*kernels.topk(gradient, 500), gradient.numel())
     new = torch.randn(1 << 18)
@@ -95,4 +95,4 @@ def test_a_graph_captures_the_codec() -> None:
     graph.replay()
     expected = torch.zeros(1 << 18)
     kernels.decode_add_(expected, kernels.encode(*kernels.topk(new, 500), new.numel(), wire="bf16"))
-    assert same(dense, expected)
+    assert have_same_bits(dense, expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cuda_device import DTYPES, NAMES, Device, adversarial, bits, same
+from cuda_device import DTYPES, NAMES, Device, adversarial_inputs, have_same_bits, read_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +19,8 @@ def counts(d: int) -> list[int]:
 def check_topk(device: Device, x: torch.Tensor, k: int) -> None:
     indices, values = device.kernels.topk(device.put(x), k)
     expected_indices, expected_values = kernels.topk(x, k)
-    assert same(indices, expected_indices)
-    assert same(values, expected_values)
+    assert have_same_bits(indices, expected_indices)
+    assert have_same_bits(values, expected_values)
 
 
 def check_compress(device: Device, gradient: torch.Tensor, residual: torch.Tensor, k: int) -> None:
@@ -28,21 +28,21 @@ def check_compress(device: Device, gradient: torch.Tensor, residual: torch.Tenso
     on_device, old = device.put(left), device.put(residual)
     indices, values = device.kernels.compress_(device.put(gradient), old, k, on_device)
     expected_indices, expected_values = kernels.compress_(gradient, residual, k, out=expected_left)
-    assert same(indices, expected_indices)
-    assert same(values, expected_values)
-    assert same(on_device, expected_left)
-    assert same(old, residual)
+    assert have_same_bits(indices, expected_indices)
+    assert have_same_bits(values, expected_values)
+    assert have_same_bits(on_device, expected_left)
+    assert have_same_bits(old, residual)
     if gradient.dtype == torch.float32:
         in_place = device.put(gradient)
         device.kernels.compress_(in_place, old, k, None)
-        assert same(in_place, expected_left)
+        assert have_same_bits(in_place, expected_left)
 
 
 def check_mstopk(device: Device, x: torch.Tensor, k: int, iterations: int, seed: int) -> None:
     indices, values = device.kernels.mstopk(device.put(x), k, iterations, seed)
     expected_indices, expected_values = kernels.mstopk(x, k, iterations, seed)
-    assert same(indices, expected_indices)
-    assert same(values, expected_values)
+    assert have_same_bits(indices, expected_indices)
+    assert have_same_bits(values, expected_values)
     read, thresholds = device.kernels.last()[1], kernels.last_thresholds()
     assert (*read.thresholds, *read.above) == (
         thresholds.upper, thresholds.lower, thresholds.above_upper, thresholds.above_lower,
@@ -53,7 +53,7 @@ def check_mstopk(device: Device, x: torch.Tensor, k: int, iterations: int, seed:
 @pytest.mark.parametrize("d", [1, 31, 33, 4097, 16_385, 40_003])
 def test_selection_equals_that_of_the_cpu(device: Device, d: int) -> None:
     rng = np.random.default_rng(0)
-    for number, (name, x32) in enumerate(adversarial(d).items()):
+    for number, (name, x32) in enumerate(adversarial_inputs(d).items()):
         dtype = DTYPES[(number + d) % 3]
         for k in (int(rng.choice(counts(d))), max(1, d // 100)):
             try:
@@ -67,7 +67,7 @@ def test_selection_equals_that_of_the_cpu(device: Device, d: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 @pytest.mark.parametrize("k", [1, 37, 400, 15_000, 40_003])
 def test_every_dtype_and_density(device: Device, dtype: torch.dtype, k: int) -> None:
-    x = adversarial(40_003)["heavy tails" if k < 100 else "normal"]
+    x = adversarial_inputs(40_003)["heavy tails" if k < 100 else "normal"]
     check_topk(device, x.to(dtype), k)
     check_compress(device, x.to(dtype), torch.flip(x, (0,)).contiguous(), k)
     check_mstopk(device, x.to(dtype), k, 30, 3)
@@ -102,24 +102,24 @@ def test_any_bits(
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 def test_a_part_of_an_array_that_begins_anywhere(device: Device, dtype: torch.dtype) -> None:
     """No load is wider than an element, so no offset is misaligned. The emulation stops at a misaligned load."""
-    whole = adversarial(20_011)["heavy tails"].to(dtype)
+    whole = adversarial_inputs(20_011)["heavy tails"].to(dtype)
     for start in (1, 3):
         part, there = whole[start:], device.put(whole)[start:]
         indices, values = device.kernels.topk(there, 150)
         expected_indices, expected_values = kernels.topk(part, 150)
-        assert same(indices, expected_indices)
-        assert same(values, expected_values)
+        assert have_same_bits(indices, expected_indices)
+        assert have_same_bits(values, expected_values)
         encoded, _, _ = device.kernels.encode(indices, values, len(part), "bf16", None)
-        assert bits(encoded) == kernels.encode(expected_indices, expected_values, len(part), wire="bf16").tobytes()
+        assert read_bits(encoded) == kernels.encode(expected_indices, expected_values, len(part), wire="bf16").tobytes()
         halved = torch.empty_like(part)
         kernels.sum_(halved, [part], 0.5)
         device.kernels.sum_(there, [there], 0.5)
-        assert same(there, halved)
+        assert have_same_bits(there, halved)
 
 
 def test_a_selection_that_cannot_use_its_candidates_takes_at_most_four_passes(device: Device) -> None:
     ways = set()
-    for x in adversarial(40_003).values():
+    for x in adversarial_inputs(40_003).values():
         check_topk(device, x, 400)
         passes, read = device.kernels.last()
         ways.add((passes, read.from_the_data))
@@ -129,6 +129,6 @@ def test_a_selection_that_cannot_use_its_candidates_takes_at_most_four_passes(de
 def test_orders_of_blocks_do_not_matter(device: Device) -> None:
     if device.name != "emulated":
         pytest.skip("a GPU draws its own order")
-    x = adversarial(40_003)["few values"]
+    x = adversarial_inputs(40_003)["few values"]
     for _ in range(6):  # each run draws another order of blocks
         check_topk(device, x, 4000)

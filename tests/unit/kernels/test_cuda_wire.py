@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cuda_device import DTYPES, NAMES, Device, adversarial, bits, same
+from cuda_device import DTYPES, NAMES, Device, adversarial_inputs, have_same_bits, read_bits
 from emulation import launches
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,13 +18,13 @@ from topkube.kernels.device import NO_FAULT
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 @pytest.mark.parametrize("d", [1, 255, 30_011])
 def test_sums_casts_and_finiteness(device: Device, dtype: torch.dtype, d: int) -> None:
-    inputs = [adversarial(d)[name].to(dtype) for name in ("normal", "heavy tails", "denormals")]
+    inputs = [adversarial_inputs(d)[name].to(dtype) for name in ("normal", "heavy tails", "denormals")]
     for out_dtype in DTYPES:
         expected, out = torch.empty(d, dtype=out_dtype), device.put(torch.empty(d, dtype=out_dtype))
         kernels.sum_(expected, inputs, 0.37)
         device.kernels.sum_(out, [device.put(x) for x in inputs], 0.37)
-        assert same(out, expected)
-    for x in (torch.randn(d).to(dtype), inputs[0].clone().fill_(torch.inf), adversarial(d)["nan"].to(dtype)):
+        assert have_same_bits(out, expected)
+    for x in (torch.randn(d).to(dtype), inputs[0].clone().fill_(torch.inf), adversarial_inputs(d)["nan"].to(dtype)):
         flag = device.kernels.words(device.kernels.finite_flag(device.put(x)))[0]
         assert bool(flag) == kernels.is_finite(x)
 
@@ -44,7 +44,7 @@ def test_scatter_add_keeps_the_order(device: Device, dtype: torch.dtype, value_d
             kernels.scatter_add_(expected, at, values)
             verdict, _ = device.kernels.scatter_add_(out, device.put(at), device.put(values))
             assert device.kernels.words(verdict)[0] == NO_FAULT
-            assert same(out, expected)
+            assert have_same_bits(out, expected)
 
 
 @pytest.mark.parametrize("index", [-1, 1000, 2**32 - 1, 2**32, 2**40])
@@ -72,19 +72,19 @@ def test_encoded_bytes_equal_those_of_the_cpu(device: Device, wire: str, length:
         encoded, verdict, _ = device.kernels.encode(device.put(indices), device.put(values), length, wire, left)
         expected = kernels.encode(indices, values, length, wire=wire, residual=residual)
         assert device.kernels.words(verdict)[0] == NO_FAULT
-        assert bits(encoded) == expected.tobytes()
-        assert same(left, residual)
+        assert read_bits(encoded) == expected.tobytes()
+        assert have_same_bits(left, residual)
         got_indices, got_values, verdict = device.kernels.decode(encoded, length, k)
         assert device.kernels.words(verdict) == [NO_FAULT, NO_FAULT, k, length]
         expected_indices, expected_values = kernels.decode(expected)
-        assert bits(got_indices) == expected_indices.tobytes()
-        assert bits(got_values) == expected_values.tobytes()
+        assert read_bits(got_indices) == expected_indices.tobytes()
+        assert read_bits(got_values) == expected_values.tobytes()
         dense = torch.randn(length).to(dtype)
         out = device.put(dense)
         finite = kernels.decode_add_(dense, expected, 0.3)
         verdict = device.kernels.decode_add_(out, encoded, 0.3)
         assert device.kernels.words(verdict)[:2] == [NO_FAULT, NO_FAULT if finite else 0]
-        assert same(out, dense)
+        assert have_same_bits(out, dense)
 
 
 def test_indices_out_of_order_are_not_encoded(device: Device) -> None:
@@ -93,7 +93,7 @@ def test_indices_out_of_order_are_not_encoded(device: Device) -> None:
         left = device.put(residual)
         _, verdict, _ = device.kernels.encode(device.put(at), device.put(torch.full((3,), 0.1)), 100, "bf16", left)
         assert device.kernels.words(verdict)[0] == position
-        assert same(left, residual)
+        assert have_same_bits(left, residual)
 
 
 def test_a_buffer_whose_encoding_failed_is_refused_even_if_it_held_a_valid_shard(device: Device) -> None:
@@ -138,7 +138,7 @@ def test_a_damaged_buffer_is_refused_as_the_cpu_refuses_it(device: Device, data:
     except WireError as error:
         message = str(error)
     assert message == refused
-    assert same(out, dense)
+    assert have_same_bits(out, dense)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
@@ -158,10 +158,10 @@ def test_rows_are_summed_in_order_and_rounded_once(device: Device, dtype: torch.
             device.put(torch.ones(length).to(dtype)),
         )
         assert kernels.sum_rows_(on_cpu, rows, size)
-        assert same(on_cpu, expected)
+        assert have_same_bits(on_cpu, expected)
         verdicts = device.kernels.sum_rows_(out, device.put(rows), size)
         assert bool((verdicts[:, :2] == -1).all())
-        assert same(out, expected)
+        assert have_same_bits(out, expected)
 
 
 def test_a_row_that_is_damaged_or_not_finite_is_reported(device: Device) -> None:

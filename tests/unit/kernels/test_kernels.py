@@ -19,20 +19,20 @@ DTYPES = (np.float32, BF16, np.float16)
 SIZES = (1, 2, 63, 64, 65, 1000, 16_384, 16_385, 100_003)
 
 
-def bits(x: Any) -> Any:
+def view_bits(x: Any) -> Any:
     return x.view(np.uint32 if x.dtype.itemsize == 4 else np.uint16)
 
 
-def magnitudes(x: Any) -> Any:
-    return bits(x) & (0x7FFFFFFF if x.dtype.itemsize == 4 else 0x7FFF)
+def magnitude_bits(x: Any) -> Any:
+    return view_bits(x) & (0x7FFFFFFF if x.dtype.itemsize == 4 else 0x7FFF)
 
 
-def largest(x: Any, k: int) -> Any:
+def find_largest(x: Any, k: int) -> Any:
     """Indices of the k largest magnitudes, ascending; the lowest index wins ties."""
-    return np.sort(np.argsort(~magnitudes(x), kind="stable")[:k])
+    return np.sort(np.argsort(~magnitude_bits(x), kind="stable")[:k])
 
 
-def adversarial(d: int) -> Iterator[tuple[str, Any]]:
+def adversarial_inputs(d: int) -> Iterator[tuple[str, Any]]:
     rng = np.random.default_rng(d)
     normal = rng.standard_normal(d).astype(np.float32)
     yield "normal", normal
@@ -55,7 +55,7 @@ def adversarial(d: int) -> Iterator[tuple[str, Any]]:
     yield "any bits", rng.integers(0, 2**32, d, dtype=np.uint32).view(np.float32)
 
 
-CASES = [pytest.param(x, id=f"{name}-{d}") for d in SIZES for name, x in adversarial(d)]
+CASES = [pytest.param(x, id=f"{name}-{d}") for d in SIZES for name, x in adversarial_inputs(d)]
 
 
 @pytest.fixture(params=kernels.simd_paths())
@@ -75,13 +75,13 @@ def test_topk_is_exact_with_the_lowest_index_first(path: str, x32: Any) -> None:
         with np.errstate(all="ignore"):
             x = x32.astype(dtype)
         for k in densities(x.size):
-            expected = largest(x, k)
+            expected = find_largest(x, k)
             for threads in (1, 3):
                 indices, values = kernels.topk(x, k, threads=threads)
                 assert indices.dtype == np.uint32
                 assert values.dtype == x.dtype
                 np.testing.assert_array_equal(indices, expected)
-                np.testing.assert_array_equal(bits(values), bits(x[expected]))
+                np.testing.assert_array_equal(view_bits(values), view_bits(x[expected]))
                 assert kernels.last_effort().passes <= 4
 
 
@@ -97,19 +97,19 @@ def test_compress_keeps_what_it_does_not_send(path: str, x32: Any) -> None:
         for k in densities(d):
             residual, left = x32.copy(), np.full(d, 7, np.float32)
             indices, values = kernels.compress_(gradient, residual, k, out=left)
-            chosen = largest(expected, k)
+            chosen = find_largest(expected, k)
             np.testing.assert_array_equal(indices, chosen)
-            np.testing.assert_array_equal(bits(values), bits(expected[chosen]))
-            np.testing.assert_array_equal(bits(residual), bits(x32))
+            np.testing.assert_array_equal(view_bits(values), view_bits(expected[chosen]))
+            np.testing.assert_array_equal(view_bits(residual), view_bits(x32))
             kept = expected.copy()
             kept[chosen] = 0
-            np.testing.assert_array_equal(bits(left), bits(kept))
+            np.testing.assert_array_equal(view_bits(left), view_bits(kept))
             assert kernels.last_effort().passes <= 4
             if dtype is np.float32:
                 in_place = gradient32.copy()
                 again, _ = kernels.compress_(in_place, residual, k, threads=2)
                 np.testing.assert_array_equal(again, chosen)
-                np.testing.assert_array_equal(bits(in_place), bits(kept))
+                np.testing.assert_array_equal(view_bits(in_place), view_bits(kept))
 
 
 def naive_mstopk(x: Any, k: int, iterations: int = 30) -> tuple[float, int, float, int]:
@@ -147,7 +147,7 @@ def test_mstopk_follows_the_paper(path: str, x32: Any) -> None:
             assert (thresholds.above_upper, thresholds.above_lower) == (k1, k2)
             assert indices.size == k
             assert (np.diff(indices.astype(np.int64)) > 0).all()
-            np.testing.assert_array_equal(bits(values), bits(x[indices]))
+            np.testing.assert_array_equal(view_bits(values), view_bits(x[indices]))
             chosen = np.zeros(x.size, bool)
             chosen[indices] = True
             assert chosen[a >= upper].all()
@@ -183,7 +183,7 @@ def test_any_bits_any_size_any_offset(d: int, seed: int, density: float, offset:
     whole = rng.integers(0, 2**32, d + offset, dtype=np.uint32).view(np.float32)
     x = whole[offset:]  # not aligned to a vector
     k = kernels.entries_kept(d, density)
-    expected = largest(x, k)
+    expected = find_largest(x, k)
     for name in kernels.simd_paths():
         before = kernels.use_simd(name)
         try:
@@ -191,7 +191,7 @@ def test_any_bits_any_size_any_offset(d: int, seed: int, density: float, offset:
         finally:
             kernels.use_simd(before)
         np.testing.assert_array_equal(indices, expected)
-        np.testing.assert_array_equal(bits(values), bits(x[expected]))
+        np.testing.assert_array_equal(view_bits(values), view_bits(x[expected]))
 
 
 def test_one_pass_over_a_matrix_with_quiet_and_loud_columns() -> None:
@@ -203,7 +203,7 @@ def test_one_pass_over_a_matrix_with_quiet_and_loud_columns() -> None:
     indices, _ = kernels.topk(x, k)
     assert kernels.last_effort().passes == 1
     assert kernels.last_effort().candidates < 3 * k
-    np.testing.assert_array_equal(indices, largest(x.ravel(), k))
+    np.testing.assert_array_equal(indices, find_largest(x.ravel(), k))
 
 
 def test_the_flush_mode_of_the_caller_changes_nothing_and_is_kept() -> None:
@@ -218,7 +218,7 @@ def test_the_flush_mode_of_the_caller_changes_nothing_and_is_kept() -> None:
     finally:
         torch.set_flush_denormal(False)
     for a, b in zip(expected, flushed, strict=True):
-        np.testing.assert_array_equal(bits(a), bits(b))
+        np.testing.assert_array_equal(view_bits(a), view_bits(b))
 
 
 def test_torch_tensors_come_back_as_tensors() -> None:

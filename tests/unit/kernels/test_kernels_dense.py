@@ -23,7 +23,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use_simd(before)
 
 
-def same_bits(a: Any, b: Any) -> None:
+def assert_same_bits(a: Any, b: Any) -> None:
     np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
@@ -32,7 +32,7 @@ def test_every_16_bit_number_widens_and_rounds_as_in_ieee_754(dtype: Any) -> Non
     every = np.arange(2**16, dtype=np.uint16).view(dtype)
     wide = kernels.cast_(np.empty(2**16, np.float32), every)
     numbers = ~np.isnan(every.astype(np.float32))
-    same_bits(wide[numbers], every.astype(np.float32)[numbers])
+    assert_same_bits(wide[numbers], every.astype(np.float32)[numbers])
     assert np.isnan(wide[~numbers]).all()
     # Around every boundary between two of them, and anywhere.
     near = (wide[numbers].view(np.uint32)[:, None] + np.arange(-2, 3, dtype=np.int64) * 0x0FFF).astype(np.uint32)
@@ -43,7 +43,7 @@ def test_every_16_bit_number_widens_and_rounds_as_in_ieee_754(dtype: Any) -> Non
     rounded = kernels.cast_(np.empty(floats.size, dtype), floats)
     numbers = ~np.isnan(floats)
     with np.errstate(all="ignore"):
-        same_bits(rounded[numbers], floats.astype(dtype)[numbers])
+        assert_same_bits(rounded[numbers], floats.astype(dtype)[numbers])
     assert np.isnan(rounded[~numbers].astype(np.float32)).all()
 
 
@@ -59,10 +59,10 @@ def test_sums_keep_their_order_and_round_once(dtype: Any, length: int) -> None:
         expected = expected * np.float32(1 / 3)
         for out_dtype in DTYPES:
             out = kernels.sum_(np.empty(length, out_dtype), inputs[:count], 1 / 3)
-            same_bits(out, expected.astype(out_dtype))
+            assert_same_bits(out, expected.astype(out_dtype))
     into = inputs[1].copy()
     kernels.sum_(into, [inputs[0], into])
-    same_bits(into, (inputs[0].astype(np.float32) + inputs[1].astype(np.float32)).astype(dtype))
+    assert_same_bits(into, (inputs[0].astype(np.float32) + inputs[1].astype(np.float32)).astype(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,7 +87,7 @@ def test_scatter_add_rounds_each_sum_once(dtype: Any, value_dtype: Any) -> None:
     expected = dense.copy()
     expected[indices] = (dense[indices].astype(np.float32) + values.astype(np.float32)).astype(dtype)
     assert kernels.scatter_add_(dense, indices, values) is dense
-    same_bits(dense, expected)
+    assert_same_bits(dense, expected)
 
 
 def test_scatter_add_takes_torch_and_repeated_indices() -> None:

@@ -25,7 +25,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use_simd(before)
 
 
-def mean_magnitude(block: Any) -> Any:
+def compute_mean_magnitude(block: Any) -> Any:
     """The mean |x| of a block: element i goes into running sum i % 16, then halves are added to halves."""
     sums = np.zeros(16, np.float32)
     for start in range(0, len(block), 16):
@@ -36,15 +36,15 @@ def mean_magnitude(block: Any) -> Any:
     return sums[0] / np.float32(len(block))
 
 
-def packed(x: Any) -> tuple[Any, Any, Any]:
+def pack_by_definition(x: Any) -> tuple[Any, Any, Any]:
     """Return the reference: (scales, bits, remainder)."""
     blocks = [x[start : start + BLOCK] for start in range(0, len(x), BLOCK)]
-    scales = np.array([mean_magnitude(block) for block in blocks], np.float32).astype(ml_dtypes.bfloat16)
+    scales = np.array([compute_mean_magnitude(block) for block in blocks], np.float32).astype(ml_dtypes.bfloat16)
     bits = np.packbits(np.signbit(x), bitorder="little")
-    return scales.view(np.uint16), bits, x - sent(scales.view(np.uint16), bits, len(x))
+    return scales.view(np.uint16), bits, x - unpack_by_definition(scales.view(np.uint16), bits, len(x))
 
 
-def sent(scales: Any, bits: Any, length: int, weight: float = 1.0) -> Any:
+def unpack_by_definition(scales: Any, bits: Any, length: int, weight: float = 1.0) -> Any:
     weighted = scales.view(ml_dtypes.bfloat16).astype(np.float32) * np.float32(weight)
     negative = np.unpackbits(bits, bitorder="little")[:length].astype(bool)
     each = np.repeat(weighted, BLOCK)[:length]
@@ -65,7 +65,7 @@ def floats(draw: Any) -> Any:
 @EVERY_PATH
 @given(floats())
 def test_packing_equals_numpy_bit_for_bit(x: Any) -> None:
-    scales, bits, left = packed(x)
+    scales, bits, left = pack_by_definition(x)
     own = x.copy()
     got_scales, got_bits, finite = kernels.sign_pack_(own)
     assert finite
@@ -85,7 +85,7 @@ def test_unpacking_adds_all_nodes_in_their_order(length: int, nodes: int) -> Non
         scales, bits, finite = kernels.sign_pack_(rng.standard_normal(length, dtype=np.float32))
         assert finite
         parts.append((scales, bits))
-        total += sent(scales, bits, length, weight)
+        total += unpack_by_definition(scales, bits, length, weight)
     out = rng.standard_normal(length, dtype=np.float32)
     expected = out + total
     assert kernels.sign_unpack_add_(out, parts, weights) is out
@@ -117,7 +117,7 @@ def test_a_block_that_is_not_finite_shows_in_its_scale(bad: float, place: int) -
 def test_outputs_can_be_passed_and_tensors_too() -> None:
     torch = pytest.importorskip("torch")
     x = torch.randn(1000)
-    expected = packed(x.numpy().copy())
+    expected = pack_by_definition(x.numpy().copy())
     scales, bits = np.empty(4, np.uint16), np.empty(125, np.uint8)
     got = kernels.sign_pack_(x, scales, bits)
     assert got[0] is scales

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_device import DTYPES, NAMES, Device, same
+from cuda_device import DTYPES, NAMES, Device, have_same_bits
 
 from topkube import kernels
 from topkube.errors import SettingsError
@@ -26,7 +26,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use_simd(before)
 
 
-def words(x: torch.Tensor) -> torch.Tensor:
+def nan_words_of(x: torch.Tensor) -> torch.Tensor:
     size = x.element_size() * 8
     return x.detach().cpu().view({16: torch.int16, 32: torch.int32}[size]).to(torch.int64) & ((1 << size) - 1)
 
@@ -37,7 +37,7 @@ def with_nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
     x = torch.randn(LENGTH, generator=random).to(dtype)
     integer = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     low, high = {torch.float32: (1, 2**23), torch.bfloat16: (1, 2**7), torch.float16: (1, 2**10)}[dtype]
-    exponent = words(torch.tensor([torch.inf], dtype=dtype))
+    exponent = nan_words_of(torch.tensor([torch.inf], dtype=dtype))
     payload = torch.randint(low, high, (LENGTH,), generator=random)
     sign = torch.randint(0, 2, (LENGTH,), generator=random) << (dtype.itemsize * 8 - 1)
     nan = (exponent | payload | sign).to(integer).view(dtype)
@@ -47,8 +47,8 @@ def with_nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
     return x
 
 
-def only_canonical(x: torch.Tensor) -> bool:
-    nan_words = words(x)[torch.isnan(x.detach().cpu())]
+def has_only_canonical_nans(x: torch.Tensor) -> bool:
+    nan_words = nan_words_of(x)[torch.isnan(x.detach().cpu())]
     return len(nan_words) > 0 and bool((nan_words == CANONICAL[x.dtype]).all())
 
 
@@ -61,14 +61,14 @@ def test_a_computed_nan_is_canonical_on_every_path(path: str, dtype: torch.dtype
             if len(inputs) == 1 and dtype == out_dtype:
                 continue
             kernels.sum_(out, inputs, 0.5)
-            assert only_canonical(out)
+            assert has_only_canonical_nans(out)
     residual = with_nans(torch.float32, 2)
     left = torch.empty(LENGTH)
     _, values = kernels.compress_(a, residual, LENGTH // 2, out=left)
-    assert only_canonical(values)
+    assert has_only_canonical_nans(values)
     _, values = kernels.compress_(a, residual, 100, out=left)
-    assert only_canonical(values)
-    assert only_canonical(left)
+    assert has_only_canonical_nans(values)
+    assert has_only_canonical_nans(left)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
@@ -78,13 +78,13 @@ def test_cuda_kernels_compute_the_same_nans(device: Device, dtype: torch.dtype) 
         expected, out = torch.empty(LENGTH, dtype=out_dtype), device.put(torch.empty(LENGTH, dtype=out_dtype))
         kernels.sum_(expected, [a, b], 0.5)
         device.kernels.sum_(out, [device.put(a), device.put(b)], 0.5)
-        assert same(out, expected)
+        assert have_same_bits(out, expected)
     left, expected_left = device.put(torch.empty(LENGTH)), torch.empty(LENGTH)
     for k in (7, 200, LENGTH // 2):
         got = device.kernels.compress_(device.put(a), device.put(residual), k, left)
         expected_entries = kernels.compress_(a, residual, k, out=expected_left)
-        assert all(same(a, b) for a, b in zip(got, expected_entries, strict=True))
-        assert same(left, expected_left)
+        assert all(have_same_bits(a, b) for a, b in zip(got, expected_entries, strict=True))
+        assert have_same_bits(left, expected_left)
 
 
 @pytest.mark.parametrize("wire", NAMES.values())
@@ -97,14 +97,14 @@ def test_the_codec_computes_the_same_nans(device: Device, dtype: torch.dtype, wi
     got = device.kernels.encode(device.put(indices), device.put(values), 1500, wire, there)[0]
     expected: Any = kernels.encode(indices, values, 1500, wire=wire, residual=residual)
     assert got.cpu().numpy().tobytes() == expected.tobytes()
-    assert same(there, residual)
+    assert have_same_bits(there, residual)
     for out_dtype in DTYPES:
         dense = with_nans(out_dtype, 3)[:1500].clone()
         on_device = device.put(dense)
         kernels.decode_add_(dense, expected, 0.5)
         device.kernels.decode_add_(on_device, got, 0.5)
-        assert same(on_device, dense)
+        assert have_same_bits(on_device, dense)
         kernels.scatter_add_(dense, indices, values)
         device.kernels.scatter_add_(on_device, device.put(indices), device.put(values))
-        assert same(on_device, dense)
-        assert only_canonical(dense[::3])
+        assert have_same_bits(on_device, dense)
+        assert has_only_canonical_nans(dense[::3])

@@ -39,20 +39,20 @@ def test_the_mpi_beside_this_python_comes_first(tmp_path: Path) -> None:
     for directory in (beside, elsewhere):
         directory.mkdir()
     program(elsewhere, "mpiexec", "mpiexec (Open MPI) 5.0.11\n\nReport bugs to …")
-    library = mpi_library.find(beside, str(elsewhere))
+    library = mpi_library.find_mpi(beside, str(elsewhere))
     assert (library.implementation, library.version, library.mpiexec) == ("OpenMPI", "5.0.11", elsewhere / "mpiexec")
     program(beside, "mpiexec", "HYDRA build details:\n    Version:                                 5.0.2")
-    library = mpi_library.find(beside, str(elsewhere))
+    library = mpi_library.find_mpi(beside, str(elsewhere))
     assert str(library) == "MPICH 5.0.2"
     assert library.mpiexec == beside / "mpiexec"
 
 
 def test_no_mpi_and_an_unknown_mpi_are_distinguished(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"there is no mpiexec.* Next: .*pip install .*\[mpich\]'"):
-        mpi_library.find(tmp_path, str(tmp_path))
+        mpi_library.find_mpi(tmp_path, str(tmp_path))
     program(tmp_path, "mpiexec", "Another MPI 1.0")
     with pytest.raises(LaunchError, match=r"neither MPICH nor Open MPI: it prints 'Another MPI 1.0'"):
-        mpi_library.find(tmp_path, str(tmp_path))
+        mpi_library.find_mpi(tmp_path, str(tmp_path))
 
 
 def test_two_mpis_are_refused() -> None:
@@ -65,7 +65,7 @@ def test_two_mpis_are_refused() -> None:
 
 
 def test_the_library_is_the_one_that_mpiexec_belongs_to() -> None:
-    assert mpi_library.library().split()[0] == mpi_library.find().implementation
+    assert mpi_library.library().split()[0] == mpi_library.find_mpi().implementation
 
 
 def test_a_library_that_does_not_load_is_an_error(tmp_path: Path) -> None:
@@ -206,66 +206,68 @@ def test_no_command_is_a_mistake() -> None:
 # Reports
 
 
-def ended(rank: int, at: float, code: int = 1, **fields: Any) -> RankReport:
-    return RankReport(rank=rank, host="h", command=["python"], started=0.0, ended=at, exit_code=code, **fields)
+def ended_rank(rank: int, at: float, code: int = 1, **fields: Any) -> RankReport:
+    return RankReport(rank=rank, host="h", command=["python"], started=0.0, ended_rank=at, exit_code=code, **fields)
 
 
 def test_of_4096_ranks_that_fell_silently_the_one_that_aborted_is_first() -> None:
     """Each used to be held against all others: 16 million comparisons."""
-    fallen = [ended(rank, 100 + rank * 1e-4) for rank in range(4095)]
-    aborted = ended(4095, 100.45, aborted=True)
+    fallen = [ended_rank(rank, 100 + rank * 1e-4) for rank in range(4095)]
+    aborted = ended_rank(4095, 100.45, aborted=True)
     start = time.process_time()
     assert first_failure([*fallen, aborted]) is aborted
     assert time.process_time() - start < 1
 
 
 def test_the_first_failure_is_the_earliest_that_nobody_ordered() -> None:
-    finished, victim = ended(0, 1.0, code=0), ended(1, 2.0, code=143, signal="SIGTERM", told_to_end=True)
-    first, second = ended(2, 3.0, code=7), ended(3, 4.0)
+    finished, victim = ended_rank(0, 1.0, code=0), ended_rank(1, 2.0, code=143, signal="SIGTERM", told_to_end=True)
+    first, second = ended_rank(2, 3.0, code=7), ended_rank(3, 4.0)
     assert first_failure([second, victim, finished, first]) is first
     assert first_failure([finished, victim]) is None
 
 
 def test_ranks_that_fall_silently_with_an_abort_are_not_its_cause() -> None:
-    aborted = ended(3, 5.02, aborted=True, traceback="Traceback…\nValueError: boom")
-    fell, earlier = ended(1, 5.0), ended(2, 2.0, code=7)
+    aborted = ended_rank(3, 5.02, aborted=True, traceback="Traceback…\nValueError: boom")
+    fell, earlier = ended_rank(1, 5.0), ended_rank(2, 2.0, code=7)
     assert first_failure([fell, aborted]) is aborted
     assert first_failure([fell, aborted, earlier]) is earlier
 
 
 def test_a_rank_that_aborts_as_its_peer_is_killed_is_not_the_cause() -> None:
-    killed, aborts = ended(1, 5.01, code=137, signal="SIGKILL"), ended(0, 5.0, code=134, signal="SIGABRT")
+    killed, aborts = ended_rank(1, 5.01, code=137, signal="SIGKILL"), ended_rank(0, 5.0, code=134, signal="SIGABRT")
     assert first_failure([aborts, killed]) is killed
-    crashed = ended(0, 2.0, code=134, signal="SIGABRT")
+    crashed = ended_rank(0, 2.0, code=134, signal="SIGABRT")
     assert first_failure([crashed, killed]) is crashed
     assert first_failure([aborts]) is aborts
 
 
 def test_a_rank_that_open_mpi_ends_as_its_peer_leaves_is_not_the_cause() -> None:
-    left, lost = ended(2, 5.01, code=7), ended(0, 5.0, code=14)
+    left, lost = ended_rank(2, 5.01, code=7), ended_rank(0, 5.0, code=14)
     assert first_failure([lost, left]) is left
-    killed = ended(2, 5.01, code=137, signal="SIGKILL")
+    killed = ended_rank(2, 5.01, code=137, signal="SIGKILL")
     assert first_failure([lost, killed]) is killed
-    much_later = ended(2, 9.0, code=7)
+    much_later = ended_rank(2, 9.0, code=7)
     assert first_failure([lost, much_later]) is lost
-    raised = ended(0, 5.0, code=14, traceback="Traceback…\nSystemExit: 14")
+    raised = ended_rank(0, 5.0, code=14, traceback="Traceback…\nSystemExit: 14")
     assert first_failure([raised, left]) is raised
     assert first_failure([lost]) is lost
 
 
 def test_each_way_to_end_has_its_own_advice() -> None:
-    def advice(**fields: Any) -> str:
-        return " | ".join(diagnose(ended(3, 2.0, **fields), "node 1"))
+    def read_advice(**fields: Any) -> str:
+        return " | ".join(diagnose(ended_rank(3, 2.0, **fields), "node 1"))
 
-    assert "rank 3 (node 1) failed first, 2.0 s after its start: exit code 9" in advice(code=9)
-    assert "OOMKilled, exit code 137" in advice(code=137, signal="SIGKILL", out_of_memory=True)
-    assert "fewer ranks" in advice(code=137, signal="SIGKILL", out_of_memory=True)
-    assert "counted no out-of-memory kill" in advice(code=137, signal="SIGKILL")
-    assert "/dev/shm is full" in advice(code=135, signal="SIGBUS")
-    assert "native code" in advice(code=139, signal="SIGSEGV")
-    assert "is not installed" in advice(traceback="Traceback\nImportError: no x")
+    assert "rank 3 (node 1) failed first, 2.0 s after its start: exit code 9" in read_advice(code=9)
+    assert "OOMKilled, exit code 137" in read_advice(code=137, signal="SIGKILL", out_of_memory=True)
+    assert "fewer ranks" in read_advice(code=137, signal="SIGKILL", out_of_memory=True)
+    assert "counted no out-of-memory kill" in read_advice(code=137, signal="SIGKILL")
+    assert "/dev/shm is full" in read_advice(code=135, signal="SIGBUS")
+    assert "native code" in read_advice(code=139, signal="SIGSEGV")
+    assert "is not installed" in read_advice(traceback="Traceback\nImportError: no x")
     own = "Traceback\ntopkube.errors.WorldError: MPI sees 1. Likely cause: two MPIs. Next: keep one."
-    assert advice(traceback=own).endswith("exit code 1, topkube.errors.WorldError: MPI sees 1 | two MPIs | keep one")
+    assert read_advice(traceback=own).endswith(
+        "exit code 1, topkube.errors.WorldError: MPI sees 1 | two MPIs | keep one"
+    )
 
 
 def test_the_last_traceback_is_found_whole(tmp_path: Path) -> None:
@@ -279,7 +281,7 @@ def test_the_last_traceback_is_found_whole(tmp_path: Path) -> None:
     lines, traceback = tail(log)
     assert traceback == chained
     assert lines[-1] == "after"
-    assert ended(0, 1.0, traceback=traceback).error == "ValueError: two"
+    assert ended_rank(0, 1.0, traceback=traceback).error == "ValueError: two"
     assert tail(tmp_path / "none") == ([], None)
 
 
@@ -296,7 +298,7 @@ def test_any_log_has_a_tail(data: bytes, pieces: list[bytes]) -> None:
         lines, traceback = tail(log)
         assert len(lines) <= 20
         assert traceback is None or traceback.startswith("Traceback")
-        assert ended(0, 1.0, traceback=traceback).error != ""
+        assert ended_rank(0, 1.0, traceback=traceback).error != ""
 
 
 def test_an_announced_abort_has_its_code() -> None:
@@ -306,7 +308,7 @@ def test_an_announced_abort_has_its_code() -> None:
 
 
 def test_reports_survive_fields_of_later_versions(tmp_path: Path) -> None:
-    ended(2, 1.0).write(tmp_path)
+    ended_rank(2, 1.0).write(tmp_path)
     path = tmp_path / "rank-2.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
-    assert RankReport.read(path) == ended(2, 1.0)
+    assert RankReport.read(path) == ended_rank(2, 1.0)

@@ -34,7 +34,7 @@ from topkube.launch.contract import (
 PLAN = WorkerPlan(name="j", namespace="team", uid="u", index=0, attempt=1, pod="j-worker-0-1", launcher="10.0.0.1:7077")
 
 
-def failure_of_a_call(server: Path, client: Path) -> BaseException:
+def call_and_fail(server: Path, client: Path) -> BaseException:
     """Return the error of a worker with the certificate in `client` at a launcher with the certificate in `server`."""
 
     async def call() -> BaseException:
@@ -54,7 +54,7 @@ def failure_of_a_call(server: Path, client: Path) -> BaseException:
     return asyncio.run(call())
 
 
-def messages_of(error: BaseException, certificate: Path, plan: WorkerPlan = PLAN) -> tuple[str, Calls]:
+def collect_messages(error: BaseException, certificate: Path, plan: WorkerPlan = PLAN) -> tuple[str, Calls]:
     messages: list[str] = []
     calls = Calls(plan, pinned(certificate / "tls.crt"), messages.append)
     calls.failed(error, "10.0.0.9")
@@ -69,7 +69,7 @@ def test_a_certificate_out_of_its_time_names_the_clocks(
 ) -> None:
     before = datetime.datetime.now(datetime.UTC)
     folder = credentials(tmp_path / "c", begins, ends)
-    words, _ = messages_of(failure_of_a_call(folder, folder), folder)
+    words, _ = collect_messages(call_and_fail(folder, folder), folder)
     assert f"{problem} by this node's clock" in words
     times = (before, datetime.datetime.now(datetime.UTC))  # the hour or the day may end between them
     assert any(f"{now:%Y-%m-%dT%H:}" in words for now in times), "the time here"
@@ -80,7 +80,7 @@ def test_a_certificate_out_of_its_time_names_the_clocks(
 
 def test_another_certificate_is_not_talked_to(tmp_path: Path) -> None:
     first, second = credentials(tmp_path / "one"), credentials(tmp_path / "other")
-    words, _ = messages_of(failure_of_a_call(first, second), second)
+    words, _ = collect_messages(call_and_fail(first, second), second)
     assert "does not have the certificate of this job's launcher" in words
 
 
@@ -103,7 +103,7 @@ def test_plain_http_is_not_a_launcher(tmp_path: Path) -> None:
             listening.close()
         raise AssertionError
 
-    words, _ = messages_of(asyncio.run(call()), folder)
+    words, _ = collect_messages(asyncio.run(call()), folder)
     assert "does not speak TLS as a launcher does" in words
 
 
@@ -151,7 +151,7 @@ def test_a_worker_that_a_mesh_keeps_out_learns_what_to_do(tmp_path: Path) -> Non
     for words in ("excludeInboundPorts", "checkAddress: false", "port 7077"):
         assert words in str(error)
     plan = PLAN.model_copy(update={"unreachable_seconds": 1e-9})
-    _, messages = messages_of(error, credentials(tmp_path / "c"), plan)
+    _, messages = collect_messages(error, credentials(tmp_path / "c"), plan)
     messages.failed(error, "10.0.0.9")
     assert messages.problem is not None
     assert messages.problem.reason == REFUSED_REASON

@@ -27,7 +27,7 @@ from topkube.launch.output.rank_report import RankReport
 from topkube.launch.steps import Steps
 from topkube.launch.termination_message import describe, reason_of, tail_of, write_ending
 from topkube.launch.worker import run_worker
-from topkube.processors import cores
+from topkube.processors import count_cores
 from topkube.telemetry.progress import StepRecord
 
 
@@ -61,12 +61,12 @@ def test_processors_are_counted_in_both_versions_of_cgroups(tmp_path: Path, monk
     version_2, version_1 = tmp_path / "two", tmp_path / "one"
     for quota, counted in (("max 100000", 64), ("400000 100000", 4), ("20000 100000", 1), ("9900000 100000", 64)):
         write(version_2 / "cpu.max", f"{quota}\n")
-        assert cores(version_2) == counted
+        assert count_cores(version_2) == counted
     for quota, counted in (("-1", 64), ("400000", 4), ("50000", 1)):
         write(version_1 / "cpu/cpu.cfs_quota_us", f"{quota}\n")
         write(version_1 / "cpu/cpu.cfs_period_us", "100000\n")
-        assert cores(version_1) == counted
-    assert cores(tmp_path / "gone") == 64
+        assert count_cores(version_1) == counted
+    assert count_cores(tmp_path / "gone") == 64
 
 
 def test_only_dead_segments_of_our_own_are_removed(tmp_path: Path) -> None:

@@ -119,16 +119,16 @@ def test_an_end_that_confirms_frames_that_were_never_sent_is_refused() -> None:
 
 
 def test_a_tunnel_carries_bytes_both_ways_and_survives_a_break() -> None:
-    asyncio.run(_tunnelled())
+    asyncio.run(_send_through_tunnel())
 
 
-async def _tunnelled() -> None:
-    async def double(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _send_through_tunnel() -> None:
+    async def answer_doubled(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(100_000):
             writer.write(data + data)
         writer.close()
 
-    service = await asyncio.start_server(double, "127.0.0.1", 0)
+    service = await asyncio.start_server(answer_doubled, "127.0.0.1", 0)
     ends: dict[str, Tunnel] = {}
 
     def on(name: str) -> Callable[[AnyMessage], None]:
@@ -166,7 +166,7 @@ async def _tunnelled() -> None:
 
 
 def test_the_launcher_opens_no_other_port() -> None:
-    async def refused() -> None:
+    async def open_and_be_refused() -> None:
         messages: list[Any] = []
         end = Link(lambda _: None, lambda *_: None)
         end.send = messages.append  # type: ignore[method-assign]
@@ -185,4 +185,4 @@ def test_the_launcher_opens_no_other_port() -> None:
             ("close", 64),
         ]
 
-    asyncio.run(refused())
+    asyncio.run(open_and_be_refused())

@@ -13,7 +13,7 @@ from local_runs import command_line, run, write_job
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
 from topkube.launch.local import LocalRun
-from topkube.launch.mpi.mpi_library import find
+from topkube.launch.mpi.mpi_library import find_mpi
 
 
 def test_ranks_get_many_and_long_arguments_as_they_are(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_what_linux_does_not_take_is_refused_before_anything_starts(tmp_path: Pa
     with pytest.raises(
         LaunchError, match=r"81 arguments with 80\d+ bytes.*Linux takes .* Next: write the list to a file"
     ):
-        LocalRun(job, find(), tmp_path, dict(os.environ))
+        LocalRun(job, find_mpi(), tmp_path, dict(os.environ))
     assert not list(tmp_path.iterdir())
 
 
@@ -48,7 +48,7 @@ def test_output_that_a_full_disk_refuses_is_reported(tmp_path: Path) -> None:
     """A limit on the size of files plays the full disk."""
     job = write_job(tmp_path, ["python", "-c", "print('x' * 2_999_999)"], workers=1)
 
-    def limit() -> None:
+    def limit_file_size() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 
     ended = subprocess.run(
@@ -56,7 +56,7 @@ def test_output_that_a_full_disk_refuses_is_reported(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        preexec_fn=limit,
+        preexec_fn=limit_file_size,
         timeout=280,
         check=False,
     )

@@ -39,7 +39,7 @@ def make_launcher(tmp_path: Path, workers: int) -> JobLauncher:
     return launcher
 
 
-def joined(launcher: JobLauncher, index: int) -> Member:
+def join_worker(launcher: JobLauncher, index: int) -> Member:
     """Return a worker whose link is connected and keeps the sent messages."""
     address = f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}"
     hello = Hello(session="s", ip=address, slots=1, python="p", mpi="MPICH 5.0.2", time=time.time())
@@ -50,7 +50,7 @@ def joined(launcher: JobLauncher, index: int) -> Member:
     return member
 
 
-def sent(member: Member) -> list[str]:
+def list_sent_frames(member: Member) -> list[str]:
     return [str(frame) for frame in member.link._kept]
 
 
@@ -70,14 +70,14 @@ def test_silent_workers_are_dropped_side_by_side(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Link, "drop", drop)
     launcher = make_launcher(tmp_path, 128)
     for index in range(128):
-        joined(launcher, index)
+        join_worker(launcher, index)
     asyncio.run(asyncio.wait_for(launcher._end_workers(), 60))
 
 
 def test_four_thousand_workers_are_gathered_and_their_status_is_answered_at_once(tmp_path: Path) -> None:
     launcher = make_launcher(tmp_path, 4096)
     for index in range(4096):
-        joined(launcher, index)
+        join_worker(launcher, index)
     launcher._rendezvous.refused = dict.fromkeys(range(4096), "why " * 200)
     before = time.process_time()
     asyncio.run(launcher._wait_for_workers())
@@ -99,12 +99,12 @@ def test_four_thousand_workers_are_gathered_and_their_status_is_answered_at_once
 def test_success_waits_until_all_output_is_printed(tmp_path: Path) -> None:
     """A job that has succeeded may be cleaned up at once, with the pods that still print."""
     launcher = make_launcher(tmp_path, 3)
-    members = [joined(launcher, index) for index in range(3)]
+    members = [join_worker(launcher, index) for index in range(3)]
 
-    async def see_them_out() -> None:
+    async def wait_for_endings() -> None:
         out = asyncio.create_task(launcher._wait_for_output())
         await asyncio.sleep(0)
-        assert all(sent(member) == [End(grace_seconds=0.0, over=True).text()] for member in members)
+        assert all(list_sent_frames(member) == [End(grace_seconds=0.0, over=True).text()] for member in members)
         launcher.members.receive(members[0], Ended())
         launcher.members.receive(members[1], Ended(lost_output_bytes=1234))
         done, _ = await asyncio.wait([out], timeout=0.3)
@@ -112,7 +112,7 @@ def test_success_waits_until_all_output_is_printed(tmp_path: Path) -> None:
         members[2].link.connected, members[2].closed = False, time.monotonic() - 5
         await asyncio.wait_for(out, 30)
 
-    asyncio.run(see_them_out())
+    asyncio.run(wait_for_endings())
     output = "\n".join(launcher.lines)  # type: ignore[attr-defined]
     assert "1234 bytes of the output of worker 1's ranks are lost" in output
     assert "workers 2 have not confirmed that all output is printed" in output

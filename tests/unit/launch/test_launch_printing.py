@@ -35,7 +35,7 @@ class Reader:
         while data := os.read(self.near, 1 << 16):
             self.data += data
 
-    def all(self) -> bytes:
+    def read_all(self) -> bytes:
         os.close(self.far)
         assert self._thread is not None
         self._thread.join(20)
@@ -56,7 +56,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def printed(log: RankLog, backlog: int = 1 << 40) -> bytes:
+def take_whole_log(log: RankLog, backlog: int = 1 << 40) -> bytes:
     """All that a finished log gives."""
     text = b""
     while not log.done:
@@ -80,7 +80,7 @@ def test_every_byte_of_a_log_is_copied_in_order(
             written = cut
             text += log.take(1 << 40)[0]
         log.finish(len(data))
-        text += printed(log)
+        text += take_whole_log(log)
     lines = re.findall(rb"\[rank 3\] [^\n]*\n", text)
     assert b"".join(lines) == text, "each line has the rank in front, and an end"
     bare = b"".join(line.removeprefix(b"[rank 3] ") for line in lines)
@@ -99,7 +99,7 @@ def test_many_megabytes_before_the_end_arrive_with_the_last_line(tmp_path: Path,
     reader.start()
     wait_until(lambda: printing.idle)
     assert printing.close(5, 5) == 0
-    received = reader.all()
+    received = reader.read_all()
     assert received.count(b"\n") == 200_001
     assert received.replace(b"[rank 0] ", b"") == text + b"\n"
 
@@ -122,7 +122,7 @@ def test_a_reader_that_does_not_read_stops_nobody(tmp_path: Path, reader: Reader
     reader.start()
     wait_until(lambda: printing.idle)
     assert printing.close(5, 5) == 0
-    received = reader.all()
+    received = reader.read_all()
     assert received.count(b"[rank 0] ") == 20_001, "nothing of the rank is lost"
     left_out = re.findall(rb"topkube: (\d+) bytes of output are missing here: nobody reads this output", received)
     line = len("topkube: \n") + 99
@@ -139,7 +139,7 @@ def test_what_nobody_reads_is_counted_at_the_end(tmp_path: Path, reader: Reader)
     assert 1_900_000 <= lost <= 2_000_000, "all but what the pipe holds"
     reader.start()
     printing._thread.join(20)  # it must not write into a descriptor that the next test gets
-    reader.all()
+    reader.read_all()
 
 
 def test_an_output_that_refuses_loses_with_a_number(tmp_path: Path, reader: Reader) -> None:
@@ -154,7 +154,9 @@ def test_an_output_that_refuses_loses_with_a_number(tmp_path: Path, reader: Read
         wait_until(lambda: printing.idle)
         assert printing.close(5, 5) == 100
     reader.start()
-    assert reader.all() == b"topkube: 109 bytes of output are missing here: No space left on device\ntopkube: after\n"
+    assert (
+        reader.read_all() == b"topkube: 109 bytes of output are missing here: No space left on device\ntopkube: after\n"
+    )
 
 
 def test_a_log_that_grows_faster_than_it_is_read_loses_its_oldest_lines_and_reports_how_many(tmp_path: Path) -> None:
@@ -162,7 +164,7 @@ def test_a_log_that_grows_faster_than_it_is_read_loses_its_oldest_lines_and_repo
     path.write_bytes(b"".join(b"%06d\n" % number for number in range(10_000)))
     log = RankLog(path, 1)
     log.finish(70_000)
-    text = printed(log, backlog=7_000)
+    text = take_whole_log(log, backlog=7_000)
     first, *rest = text.splitlines()
     (left_out,) = re.findall(rb"(\d+) bytes of output are missing here: the ranks print faster", first)
     kept = [int(line.removeprefix(b"[rank 1] ")) for line in rest]
@@ -181,7 +183,7 @@ def test_a_log_that_somebody_cuts_is_noticed(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"three\n")
     log.finish(14)
-    text = printed(log)
+    text = take_whole_log(log)
     assert b"[rank 0] three\n" in text
     assert b"6 bytes of output are missing here: the log file was truncated" in text, "14 were written, 8 are there"
     assert log.lost_bytes == 6
@@ -204,7 +206,7 @@ def test_what_was_copied_is_given_back_to_the_disk(tmp_path: Path, reader: Reade
         assert file.read() == b"x" * 99 + b"\n", "the end stays, for the report"
     log.finish(10_000_000)
     assert printing.close(5, 5) == 0
-    reader.all()
+    reader.read_all()
 
 
 def test_warnings_of_libraries_take_the_same_way(reader: Reader) -> None:
@@ -219,7 +221,7 @@ def test_warnings_of_libraries_take_the_same_way(reader: Reader) -> None:
     reader.start()
     wait_until(lambda: printing.idle)
     assert printing.close(5, 5) == 0
-    assert reader.all() == b"topkube launch: a bad request\n"
+    assert reader.read_all() == b"topkube launch: a bad request\n"
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
@@ -236,4 +238,4 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path, kind: str) -> None:
     log = RankLog(path, 0)
     assert log.take(1 << 20) == (b"", 0)
     log.finish(7)
-    assert b"7 bytes of output are missing here: the log file does not exist" in printed(log)
+    assert b"7 bytes of output are missing here: the log file does not exist" in take_whole_log(log)

@@ -46,10 +46,10 @@ def call(words: list[str]) -> bytes:
 
 @pytest.fixture
 def mpich(tmp_path: Path) -> Mpi:
-    return installed(tmp_path, "MPICH", "5.0.2", "hydra_pmi_proxy")
+    return install_mpi(tmp_path, "MPICH", "5.0.2", "hydra_pmi_proxy")
 
 
-def installed(directory: Path, name: str, version: str, proxy: str) -> Mpi:
+def install_mpi(directory: Path, name: str, version: str, proxy: str) -> Mpi:
     """Put an empty program `proxy` into `directory`, beside an mpiexec. Returns that MPI library."""
     program = directory / proxy
     program.touch()
@@ -78,7 +78,7 @@ def test_options_of_an_older_hydra_are_parsed(mpich: Mpi) -> None:
 def test_prted_goes_through_the_tunnel(tmp_path: Path) -> None:
     number, port, parameters = proxies.agent_parameters(call(PRTED))
     assert (number, port) == (1, 46039), "daemon 0 is mpiexec itself"
-    command = proxies.proxy_command(parameters, installed(tmp_path, "OpenMPI", "5.0.11", "prted"), 777)
+    command = proxies.proxy_command(parameters, install_mpi(tmp_path, "OpenMPI", "5.0.11", "prted"), 777)
     text = " ".join(command)
     assert "--prtemca prte_hnp_uri prterun-vm-6545@0.0;tcp://127.0.0.1:777:8" in text
     assert "--prtemca ess_base_vpid 2" in text
@@ -91,7 +91,7 @@ def test_prted_goes_through_the_tunnel(tmp_path: Path) -> None:
 def test_orted_of_open_mpi_4_goes_through_the_tunnel(tmp_path: Path) -> None:
     number, port, parameters = proxies.agent_parameters(call(ORTED))
     assert (number, port) == (0, 35971)
-    command = proxies.proxy_command(parameters, installed(tmp_path, "OpenMPI", "4.1.4", "orted"), 777)
+    command = proxies.proxy_command(parameters, install_mpi(tmp_path, "OpenMPI", "4.1.4", "orted"), 777)
     text = " ".join(command)
     assert "--mca orte_hnp_uri 2876899328.0;tcp://127.0.0.1:777" in text
     assert "10.1.2.9" not in text

@@ -35,12 +35,12 @@ def run(
 ) -> tuple[int, bytes, RankReport]:
     """Run a rank under the shim. Return its exit code, its log and its report."""
 
-    def limit() -> None:
+    def limit_file_size() -> None:
         if most_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
 
     environment = {**os.environ, "TOPKUBE_RUN_DIRECTORY": str(directory), "PMI_RANK": "0"}
-    ended = subprocess.run([*shim, *command], env=environment, timeout=200, preexec_fn=limit, check=False)
+    ended = subprocess.run([*shim, *command], env=environment, timeout=200, preexec_fn=limit_file_size, check=False)
     report = RankReport.read(directory / "rank-0.json")
     return ended.returncode, (directory / "rank-0.log").read_bytes(), report
 
@@ -108,12 +108,12 @@ def test_a_report_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.
     reserve(tmp_path, 0)
     write = os.write
 
-    def full(file: int, data: bytes) -> int:
+    def write_until_full(file: int, data: bytes) -> int:
         if os.lseek(file, 0, os.SEEK_CUR) + len(data) > os.fstat(file).st_size:
             raise OSError(28, "No space left on device")
         return write(file, data)
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "write", write_until_full)
     report = RankReport(
         rank=0, host="h", command=["x"], started=1.0, ended=2.0, exit_code=1, tail=["y" * 60_000, "the end"]
     )

@@ -207,7 +207,7 @@ def test_workers_with_different_sources_do_not_train_together(members: list[Memb
 
 
 def test_a_shims_command_counts_as_living_until_it_has_ended(tmp_path: Path) -> None:
-    def until(ranks: int) -> list[int]:
+    def wait_for_ranks(ranks: int) -> list[int]:
         end = time.monotonic() + 120
         while len(commands := commands_among(descendants(shim.pid))) != ranks:
             assert time.monotonic() < end, commands
@@ -217,9 +217,9 @@ def test_a_shims_command_counts_as_living_until_it_has_ended(tmp_path: Path) -> 
     words = [sys.executable, "-m", "topkube.launch.rank", "--no-echo", "--", "sleep", "100"]
     outer = [sys.executable, "-c", f"import subprocess; subprocess.run({words!r})"]  # as MPI's proxy stands above it
     with subprocess.Popen(outer, env={**os.environ, "TOPKUBE_RUN_DIRECTORY": str(tmp_path)}) as shim:
-        (rank,) = until(1)
+        (rank,) = wait_for_ranks(1)
         assert Path(f"/proc/{rank}/comm").read_text() == "sleep\n"
         os.kill(rank, signal.SIGSTOP)
         assert commands_among(descendants(shim.pid)) == [rank], "one that hangs lives"
         os.kill(rank, signal.SIGKILL)
-        until(0)
+        wait_for_ranks(0)

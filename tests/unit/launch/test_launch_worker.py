@@ -47,34 +47,34 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     return worker
 
 
-def graces(worker: Worker) -> list[float]:
+def read_graces(worker: Worker) -> list[float]:
     assert isinstance(worker._attempt, Ranks)
     return worker._attempt.graces
 
 
 def test_ranks_that_save_have_the_pods_own_time_though_the_launcher_is_gone(worker: Worker) -> None:
-    async def asked_to_end() -> None:
+    async def ask_to_end() -> None:
         worker._terminate()
         worker._abandon("the launcher has been silent for 20 s")
 
-    asyncio.run(asked_to_end())
-    assert graces(worker) == [295]
+    asyncio.run(ask_to_end())
+    assert read_graces(worker) == [295]
 
 
 def test_a_launcher_that_is_asked_to_end_too_does_not_shorten_it(worker: Worker) -> None:
-    async def asked_to_end() -> None:
+    async def ask_to_end() -> None:
         worker._terminate()
         ending = asyncio.create_task(worker._end(End(grace_seconds=25.0)))
         await asyncio.sleep(0)
         ending.cancel()
 
-    asyncio.run(asked_to_end())
-    assert graces(worker) == [295]
+    asyncio.run(ask_to_end())
+    assert read_graces(worker) == [295]
 
 
 def test_ranks_that_nobody_asked_to_end_save_quickly_when_the_launcher_is_gone(worker: Worker) -> None:
     worker._abandon("the launcher has been silent for 20 s")
-    assert graces(worker) == [10]
+    assert read_graces(worker) == [10]
 
 
 def test_what_earlier_attempts_have_left_is_removed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from monitoring.alerts import ALERTS, SELECTORS, Alert
-from monitoring.catalog import find
+from monitoring.catalog import find_metric
 from monitoring.generated import ROOT
 
 RULES = ROOT / "charts/topkube/files/alerts.yaml"
@@ -252,7 +252,7 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def one_test(alert: Alert, case: Case) -> dict[str, Any]:
+def build_test(alert: Alert, case: Case) -> dict[str, Any]:
     series, minute, fires = case
     labels = {"severity": alert.severity}
     if alert.name == "TopKubeNodeAvoided":
@@ -278,7 +278,7 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     for alert in ALERTS:
         rule = {**rules[alert.name], "annotations": {}}  # the words are not what is tested
         (tmp_path / f"{alert.name}.rules").write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": [rule]}]}))
-        tests = [one_test(alert, case) for case in CASES[alert.name]]
+        tests = [build_test(alert, case) for case in CASES[alert.name]]
         file = {"rule_files": [f"{alert.name}.rules"], "tests": tests}
         (tmp_path / f"{alert.name}.yaml").write_text(yaml.safe_dump(file))
     command = ["promtool", "test", "rules", *(f"{alert.name}.yaml" for alert in ALERTS)]
@@ -312,7 +312,7 @@ def test_alerts_ask_for_series_that_exist() -> None:
         names = set(re.findall(r"\btopkube_\w+", alert.expression))
         assert names
         for name in names:
-            assert find(name) is not None, f"{alert.name}: {name}"
+            assert find_metric(name) is not None, f"{alert.name}: {name}"
 
 
 def test_no_alert_mixes_jobs_or_releases() -> None:

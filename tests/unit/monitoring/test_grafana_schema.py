@@ -19,18 +19,18 @@ NOT_IN_THE_SCHEMA = {"templating.list[].definition"}
 """Grafana itself writes this field: the text of a query variable in its settings."""
 
 
-def find_lost(before: Any, after: Any, path: str = "") -> Iterator[str]:
+def find_lost_values(before: Any, after: Any, path: str = "") -> Iterator[str]:
     """Yield the paths of values that are not the same after the types have read and written them."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name, value in before.items():
             below = f"{path}.{name}".lstrip(".")
             if name in after:
-                yield from find_lost(value, after[name], below)
+                yield from find_lost_values(value, after[name], below)
             else:
                 yield below
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for first, second in zip(before, after, strict=True):
-            yield from find_lost(first, second, f"{path}[]")
+            yield from find_lost_values(first, second, f"{path}[]")
     elif before != after:
         yield path
 
@@ -42,7 +42,7 @@ def read_and_write(page: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
 def test_grafana_has_every_field_of_a_dashboard(dashboard: Dashboard) -> None:
     page = json.loads(dashboard.json())
-    assert set(find_lost(page, read_and_write(page))) <= NOT_IN_THE_SCHEMA
+    assert set(find_lost_values(page, read_and_write(page))) <= NOT_IN_THE_SCHEMA
 
 
 @pytest.mark.parametrize(
@@ -61,5 +61,5 @@ def test_a_misspelt_field_of_a_panel_is_noticed(kind: str, path: str) -> None:
     for parent in parents:
         panel = panel[parent]
     panel[name] = "bottom"
-    lost = {place.replace("[]", "") for place in find_lost(page, read_and_write(page))}
+    lost = {place.replace("[]", "") for place in find_lost_values(page, read_and_write(page))}
     assert f"panels.{path}" in lost

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from monitoring.catalog import SOURCES, find
+from monitoring.catalog import SOURCES, find_metric
 from monitoring.dashboards import DASHBOARDS
 from monitoring.generated import stale
 from monitoring.grafana import Dashboard, Panel
@@ -26,7 +26,7 @@ def test_metrics_have_base_units_and_no_two_say_the_same() -> None:
             assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
             assert not metric.name.endswith(("_ms", "_milliseconds", "_percent", "_megabytes")), metric.name
             assert metric.help.endswith("."), metric.name
-            assert metric.kind != "histogram" or find(f"{metric.name}_bucket") is metric
+            assert metric.kind != "histogram" or find_metric(f"{metric.name}_bucket") is metric
 
 
 PANELS = [(dashboard, panel) for dashboard in DASHBOARDS for panel in dashboard.panels]
@@ -38,20 +38,20 @@ TARGET_LABELS = {"namespace", "pod", "instance", "job"}
 PROCESS = {"process_resident_memory_bytes": "gauge", "process_cpu_seconds_total": "counter"}
 
 
-def series_of(expression: str) -> list[re.Match[str]]:
+def find_series(expression: str) -> list[re.Match[str]]:
     """The series that an expression asks for, each with its selector (group 2) and range (group 3)."""
     return list(re.finditer(r"\b((?:topkube|process)_\w+)(\{[^}]*\})?(\[[^\]]*\])?", expression))
 
 
-def kind_of(series: str) -> str:
-    metric = find(series)
+def find_kind(series: str) -> str:
+    metric = find_metric(series)
     if metric is None:
         return PROCESS[series]
     return "counter" if metric.kind == "histogram" else metric.kind
 
 
-def labels_of(series: str) -> set[str]:
-    metric = find(series)
+def find_labels(series: str) -> set[str]:
+    metric = find_metric(series)
     return TARGET_LABELS | set(metric.labels if metric else ()) | ({"le"} if series.endswith("_bucket") else set())
 
 
@@ -63,7 +63,7 @@ def test_a_panel_has_a_description_and_a_unit(dashboard: Dashboard, panel: Panel
     assert len(panel.description) > len(panel.title)
     assert panel.unit
     for query in panel.queries:
-        names = [match[1] for match in series_of(query.expression)]
+        names = [match[1] for match in find_series(query.expression)]
         if panel.unit == "Bps":
             assert all("bytes" in name or "seconds" in name for name in names), names
         if panel.unit == "s":
@@ -77,10 +77,10 @@ def test_counters_are_in_rates_over_the_interval_that_suits_and_gauges_are_not(
     dashboard: Dashboard, panel: Panel
 ) -> None:
     for query in panel.queries:
-        for match in series_of(query.expression):
+        for match in find_series(query.expression):
             before = query.expression[: match.start()]
             rated = before.endswith(("rate(", "increase("))
-            assert rated == (kind_of(match[1]) == "counter"), match[0]
+            assert rated == (find_kind(match[1]) == "counter"), match[0]
             assert (match[3] == "[$__rate_interval]") == rated, match[0]
             if match[1].endswith("_bucket"):
                 assert "histogram_quantile(" in before
@@ -90,11 +90,11 @@ def test_counters_are_in_rates_over_the_interval_that_suits_and_gauges_are_not(
 @each_panel
 def test_panels_ask_for_series_and_labels_that_exist(dashboard: Dashboard, panel: Panel) -> None:
     for query in panel.queries:
-        matches = series_of(query.expression)
+        matches = find_series(query.expression)
         assert matches
-        known = set.union(*(labels_of(match[1]) for match in matches))
+        known = set.union(*(find_labels(match[1]) for match in matches))
         for match in matches:
-            assert set(re.findall(r"(\w+)(?:=|!)~?\"", match[2] or "")) <= labels_of(match[1]), match[0]
+            assert set(re.findall(r"(\w+)(?:=|!)~?\"", match[2] or "")) <= find_labels(match[1]), match[0]
         grouped = re.findall(r"\b(?:by|on|group_left) \(([^)]*)\)", query.expression)
         assert {label.strip() for group in grouped for label in group.split(",") if label.strip()} <= known
         assert set(re.findall(r"\{\{(\w+)\}\}", query.legend)) <= known
@@ -104,8 +104,8 @@ def test_panels_ask_for_series_and_labels_that_exist(dashboard: Dashboard, panel
 def test_series_of_operators_and_agents_are_not_mixed(dashboard: Dashboard, panel: Panel) -> None:
     """Two releases in a cluster have series of their own."""
     for query in panel.queries:
-        for match in series_of(query.expression):
-            if "release" not in labels_of(match[1]):
+        for match in find_series(query.expression):
+            if "release" not in find_labels(match[1]):
                 continue
             assert 'release=~"$release"' in (match[2] or ""), match[0]
             groups = re.findall(r"\b(?:sum|max|count|avg|group)\b ?(?:by \(([^)]*)\))?", query.expression)

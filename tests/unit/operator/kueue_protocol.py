@@ -22,20 +22,22 @@ def condition(workload: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return next((dict(entry) for entry in entries if entry["type"] == kind), {})
 
 
-def holds(workload: Mapping[str, Any], kind: str) -> bool:
+def has_true_condition(workload: Mapping[str, Any], kind: str) -> bool:
     """Return True if a condition of a Workload is true."""
     return condition(workload, kind).get("status") == "True"
 
 
 def holds_quota(workload: Mapping[str, Any]) -> bool:
     """Return True if quota is reserved for a Workload that has not finished."""
-    return holds(workload, "QuotaReserved") and not holds(workload, "Finished")
+    return has_true_condition(workload, "QuotaReserved") and not has_true_condition(workload, "Finished")
 
 
 def may_be_admitted(workload: Mapping[str, Any]) -> bool:
     """Return True if a Workload waits in its queue."""
     is_over = (
-        holds(workload, "Finished") or holds_quota(workload) or bool(workload["metadata"].get("deletionTimestamp"))
+        has_true_condition(workload, "Finished")
+        or holds_quota(workload)
+        or bool(workload["metadata"].get("deletionTimestamp"))
     )
     is_paused = condition(workload, "Requeued").get("status") == "False"
     return not is_over and not is_paused and workload["spec"].get("active", True) is not False

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from simulated import job, merged
+from simulated import job, merge_patch
 
 from topkube.job import KIND
 from topkube_operator.control.controller import Controller
@@ -62,7 +62,7 @@ class Server:
             self._may_write()
             metadata = manifest["metadata"]
             return self._child(
-                merged(self.objects[manifest["kind"], metadata["namespace"], metadata["name"]], manifest)
+                merge_patch(self.objects[manifest["kind"], metadata["namespace"], metadata["name"]], manifest)
             )
 
     def _child(self, manifest: Thing) -> Thing:
@@ -85,7 +85,7 @@ class Server:
             self._may_write()
             before = self.objects[kind, namespace, name]
             patch["metadata"].pop("resourceVersion", None)
-            return self.keep(merged(before, patch))
+            return self.keep(merge_patch(before, patch))
 
     def delete(self, kind: str, namespace: str, name: str, uid: str, *, ended: bool = False) -> Thing:
         with self.lock:

@@ -48,7 +48,7 @@ def job(**spec: Any) -> dict[str, Any]:
     }
 
 
-def merged(target: Any, patch: Any) -> Any:
+def merge_patch(target: Any, patch: Any) -> Any:
     """Return the result of a merge patch (RFC 7386): mappings are merged, null removes."""
     if not isinstance(patch, dict):
         return copy.deepcopy(patch)
@@ -57,7 +57,7 @@ def merged(target: Any, patch: Any) -> Any:
         if value is None:
             result.pop(name, None)
         else:
-            result[name] = merged(result.get(name), value)
+            result[name] = merge_patch(result.get(name), value)
     return result
 
 
@@ -152,7 +152,7 @@ class Simulated:
         assert self.job is not None
         if plan.status:
             self._write()
-            status = merged(self.job.get("status"), plan.status)
+            status = merge_patch(self.job.get("status"), plan.status)
             before = (self.job.get("status") or {}).get("attempt", 0)
             if isinstance(before, int) and status.get("attempt", 0) < before:
                 self.violations.append(f"attempt {status.get('attempt')} after {before}")
@@ -172,7 +172,7 @@ class Simulated:
             self._write()
             child = self.children[change.kind, change.name]
             assert (child.uid, child.version) == (change.uid, change.version)
-            content = {**child.content, "status": merged(child.content["status"], change.status)}
+            content = {**child.content, "status": merge_patch(child.content["status"], change.status)}
             self.put_child(dataclasses.replace(child, content=content))
         self.troubles = {key: trouble for key, trouble in self.troubles.items() if trouble.reason == "Contested"}
         for stage in plan.apply:
@@ -273,7 +273,7 @@ class Simulated:
                     self.change(name, deletion=self.now + GRACE, deletion_grace=GRACE.seconds)
                 else:
                     self.change(name, deletion=self.now)
-                    self._go(name)
+                    self._finish_deletion(name)
         elif (kind, name) in self.children and self.children[kind, name].uid == uid:
             del self.children[kind, name]
 
@@ -284,9 +284,9 @@ class Simulated:
             return
         self.change(name, finalizers=())
         if name in self.freed:
-            self._go(name)
+            self._finish_deletion(name)
 
-    def _go(self, name: str) -> None:
+    def _finish_deletion(self, name: str) -> None:
         """Remove a deleted pod that has ended, unless a finalizer keeps it."""
         if self.pods[name].finalizers:
             self.freed.add(name)
@@ -323,7 +323,7 @@ class Simulated:
             if pod.deletion is not None:
                 for container in pod.containers if pod.phase == "Running" and pod.finalizers else ():
                     self.end(name, 143, container)
-                self._go(name)
+                self._finish_deletion(name)
             elif pod.phase == "Pending":
                 started = {container_name: Container(started=self.now) for container_name in self.containers(pod)}
                 self.change(name, phase="Running", ready=True, address="10.0.0.1", containers=started)
@@ -393,7 +393,7 @@ class Simulated:
             self.job["spec"] = {**self.job["spec"], **spec}
             self.job["metadata"]["generation"] += 1
 
-    def policy_edit(self, **policy: Any) -> None:
+    def edit_policy(self, **policy: Any) -> None:
         if self.job is not None:
             self.edit(runPolicy={**self.job["spec"].get("runPolicy", {}), **policy})
 

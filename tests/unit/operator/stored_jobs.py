@@ -30,7 +30,7 @@ JOB: dict[str, Any] = {
 }
 
 
-def changed(path: str, value: Any, job: dict[str, Any] = JOB) -> dict[str, Any]:
+def change_field(path: str, value: Any, job: dict[str, Any] = JOB) -> dict[str, Any]:
     """Return `job` with `value` at spec.`path`. None removes the field."""
     new = copy.deepcopy(job)
     place, *rest = path.split("."), new["spec"]

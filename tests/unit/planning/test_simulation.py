@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkube.algorithms import OWN, Algorithm, Machines, cost, find
+from topkube.algorithms import OWN, Algorithm, Machines, estimate_cost, find_algorithm
 from topkube.planning import guidelines
 from topkube.planning.models import find_model
 from topkube.planning.profile import Gradient, HostCost, StepProfile, uniform
@@ -94,8 +94,8 @@ def test_a_step_of_one_bucket_follows_the_closed_formula(elements: int, time: fl
     where = dataclasses.replace(where, cores=math.inf)
     profile = StepProfile("one", time, (Gradient("weight", elements, 2 * time),), update=time, on_cpu=True)
     agreement = 2 * math.ceil(math.log2(where.ranks)) * where.machines.latency
-    exchange = cost(find("hitopk"), where.machines, elements, where.density, where.wire).seconds
-    assert predict(profile, where, find("hitopk")).step == pytest.approx(4 * time + exchange + agreement)
+    exchange = estimate_cost(find_algorithm("hitopk"), where.machines, elements, where.density, where.wire).seconds
+    assert predict(profile, where, find_algorithm("hitopk")).step == pytest.approx(4 * time + exchange + agreement)
 
 
 @given(profiles(), algorithms)
@@ -136,9 +136,9 @@ def test_tasks_that_wait_for_each_other_are_refused() -> None:
 def test_a_slow_input_pipeline_bounds_the_step() -> None:
     profile = dataclasses.replace(uniform(10**6, 0.1), data=0.5)
     where = Situation(Machines(1, 1, 1e9, 1e10))
-    assert predict(profile, where, find("hitopk")).step == pytest.approx(0.5)
+    assert predict(profile, where, find_algorithm("hitopk")).step == pytest.approx(0.5)
     serial = dataclasses.replace(where, is_input_pipelined=False)
-    assert predict(profile, serial, find("hitopk")).step == pytest.approx(0.6)
+    assert predict(profile, serial, find_algorithm("hitopk")).step == pytest.approx(0.6)
 
 
 def test_the_slowest_of_more_ranks_is_slower() -> None:
@@ -149,7 +149,7 @@ def test_the_slowest_of_more_ranks_is_slower() -> None:
 
 def test_dense_training_on_a_processor_has_more_buckets_than_sparse() -> None:
     profile = dataclasses.replace(uniform(25_000_000, 0.1), on_cpu=True)
-    dense, sparse = (bucket_lengths(profile, find(name), 4) for name in ("hierarchical", "hitopk"))
+    dense, sparse = (bucket_lengths(profile, find_algorithm(name), 4) for name in ("hierarchical", "hitopk"))
     assert len(dense) > len(sparse) > 1
     assert sum(bucket.elements for bucket in dense) == sum(bucket.elements for bucket in sparse) == 25_000_000
     assert [bucket.last for bucket in dense] == sorted(bucket.last for bucket in dense)
@@ -179,23 +179,23 @@ def test_built_in_models(name: str, parameters: int, billions: float) -> None:
 def test_the_break_even_link_is_where_the_gain_ends() -> None:
     profile = find_model("resnet50").profile(0.05)
     where = Situation(Machines(16, 1, 1e9, 3e11))
-    dense, sparse = find("hierarchical"), find("hitopk")
+    dense, sparse = find_algorithm("hierarchical"), find_algorithm("hitopk")
     even = guidelines.break_even(profile, where, sparse, dense)
     assert even.link is not None
 
-    def gain(link: float) -> float:
+    def predict_gain(link: float) -> float:
         there = guidelines.at_link(where, link)
         return predict(profile, there, dense).step / predict(profile, there, sparse).step
 
-    assert gain(even.link / 2) > 1.03
-    assert gain(even.link) == pytest.approx(1 / (1 - guidelines.WORTH), abs=0.01)
-    assert gain(even.link * 2) < 1 / (1 - guidelines.WORTH)
+    assert predict_gain(even.link / 2) > 1.03
+    assert predict_gain(even.link) == pytest.approx(1 / (1 - guidelines.WORTH), abs=0.01)
+    assert predict_gain(even.link * 2) < 1 / (1 - guidelines.WORTH)
     many = guidelines.at_nodes(where, 4096)
-    assert guidelines.break_even(profile, many, find("naive"), dense) == guidelines.BreakEven(None, False)
+    assert guidelines.break_even(profile, many, find_algorithm("naive"), dense) == guidelines.BreakEven(None, False)
 
 
 def test_the_recommended_batch_and_workers_are_the_first_that_suffice() -> None:
-    profile, sparse = find_model("resnet50").profile(0.02), find("hierarchical")
+    profile, sparse = find_model("resnet50").profile(0.02), find_algorithm("hierarchical")
     where = Situation(Machines(16, 8, 3e9, 3e11))
     factor = guidelines.batch_factor(profile, where, sparse, 0.8)
     assert factor is not None
@@ -210,7 +210,7 @@ def test_the_recommended_batch_and_workers_are_the_first_that_suffice() -> None:
 def test_ranks_of_a_fixed_batch_follow_lemma_1_of_the_guidelines() -> None:
     """With the overhead ratio R, G ranks reach the efficiency (1 + R) / (1 + G R)."""
     profile = StepProfile("x", 1.0, (Gradient("w", 1, 2.0),), update=0.3)
-    alone = predict(profile, Situation(Machines(1, 1, 1e9, 1e10)), find("hitopk"))
+    alone = predict(profile, Situation(Machines(1, 1, 1e9, 1e10)), find_algorithm("hitopk"))
     ranks = guidelines.ranks_of_fixed_batch(alone, 1, 0.8)
     efficiency = [(1 + 0.1) / (1 + count * 0.1) for count in (ranks, ranks + 1)]
     assert efficiency[0] >= 0.8 > efficiency[1]
@@ -218,6 +218,6 @@ def test_ranks_of_a_fixed_batch_follow_lemma_1_of_the_guidelines() -> None:
 
 def test_memory_bounds_the_batch() -> None:
     where, model = Situation(Machines(2, 8, 1e9, 1e10)), find_model("7b")
-    sparse = find("hitopk")
+    sparse = find_algorithm("hitopk")
     assert guidelines.most_samples(80e9, model.parameters, model.activations, sparse, where) == 0
     assert guidelines.most_samples(141e9, model.parameters, model.activations, sparse, where) == 2

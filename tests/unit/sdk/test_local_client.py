@@ -17,7 +17,7 @@ from topkube.job import TrainingJob
 PATIENCE = 300.0
 
 
-def sums(value: float) -> None:
+def add_up(value: float) -> None:
     import numpy as np
 
     import topkube
@@ -28,7 +28,7 @@ def sums(value: float) -> None:
     print(f"rank {topkube.rank()} of {topkube.size()} has {array.tolist()}", flush=True)
 
 
-def fails() -> None:
+def fail() -> None:
     import sys
 
     import topkube
@@ -40,7 +40,7 @@ def fails() -> None:
     topkube.barrier()
 
 
-def trains(folder: str) -> None:
+def train(folder: str) -> None:
     """Train a line, with checkpoints: without end, or for three steps if the file `go` exists."""
     import pathlib
 
@@ -88,7 +88,7 @@ def _wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def test_a_function_trains_on_all_ranks(client: TrainingClient, tmp_path: Path) -> None:
-    name = client.train(sums, arguments={"value": 1.5}, workers=2, slots=1, aggregation="dense")
+    name = client.train(add_up, arguments={"value": 1.5}, workers=2, slots=1, aggregation="dense")
     assert name.startswith("sums-")
     assert isinstance(client.get(name), TrainingJob)
     assert client.get(name).spec.aggregation.algorithm == "dense"
@@ -107,7 +107,7 @@ def test_a_function_trains_on_all_ranks(client: TrainingClient, tmp_path: Path) 
 
 
 def test_a_failure_is_raised_with_its_words(client: TrainingClient) -> None:
-    name = client.train(fails, workers=2)
+    name = client.train(fail, workers=2)
     with pytest.raises(LaunchError, match="this is why") as raised:
         client.wait(name, PATIENCE, show=False)
     assert raised.value.exit_code == 7
@@ -134,7 +134,7 @@ def test_a_suspended_job_continues_from_its_checkpoint(
     client: TrainingClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = {"checkpoint": {"claimName": "unused", "everySteps": 1000}}
-    name = client.train(trains, arguments={"folder": str(tmp_path)}, workers=2, spec=spec)
+    name = client.train(train, arguments={"folder": str(tmp_path)}, workers=2, spec=spec)
     _wait_for((tmp_path / "trains").exists, "the ranks to train")
     client.suspend(name, PATIENCE)
     status = client.get(name).status
@@ -157,13 +157,13 @@ def test_a_suspended_job_continues_from_its_checkpoint(
 
 def test_what_cannot_be_trained_is_refused_before_anything_exists(client: TrainingClient, tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"spec\.workers: 0 is not a whole number"):
-        client.train(sums, arguments={"value": 1.0}, workers=0)
+        client.train(add_up, arguments={"value": 1.0}, workers=0)
     with pytest.raises(JobError, match="did you mean hitopk"):
-        client.train(sums, arguments={"value": 1.0}, aggregation="hitop")
+        client.train(add_up, arguments={"value": 1.0}, aggregation="hitop")
     with pytest.raises(SourceError, match="missing a required argument"):
-        client.train(sums)
+        client.train(add_up)
     with pytest.raises(JobError, match=r"spec\.source and spec\.setup are written by train"):
-        client.train(sums, arguments={"value": 1.0}, spec={"setup": {"requirements": ["x"]}})
+        client.train(add_up, arguments={"value": 1.0}, spec={"setup": {"requirements": ["x"]}})
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ClusterError, match="there is no backend 'laptop'"):
         TrainingClient(backend="laptop")  # type: ignore[arg-type]
@@ -171,14 +171,14 @@ def test_what_cannot_be_trained_is_refused_before_anything_exists(client: Traini
 
 def test_packages_that_are_missing_here_are_named(client: TrainingClient) -> None:
     with pytest.warns(UserWarning, match=r"topkube-nowhere>=1: not installed here"):
-        name = client.train(sums, arguments={"value": 1.0}, packages=["numpy>=1", "topkube-nowhere>=1"])
+        name = client.train(add_up, arguments={"value": 1.0}, packages=["numpy>=1", "topkube-nowhere>=1"])
     client.wait(name, PATIENCE, show=False)
 
 
 def test_names_are_taken_once(client: TrainingClient) -> None:
-    client.train(sums, arguments={"value": 1.0}, name="same")
+    client.train(add_up, arguments={"value": 1.0}, name="same")
     with pytest.raises(ClusterError, match="there is a job same already"):
-        client.train(sums, arguments={"value": 1.0}, name="same")
+        client.train(add_up, arguments={"value": 1.0}, name="same")
 
 
 def test_local_jobs_end_with_their_process(tmp_path: Path) -> None:

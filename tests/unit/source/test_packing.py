@@ -22,7 +22,7 @@ def _write(folder: Path, **files: str) -> Path:
     return folder
 
 
-def _unpacked(packed: packing.PackedSource, folder: Path) -> dict[str, str]:
+def _unpack(packed: packing.PackedSource, folder: Path) -> dict[str, str]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(exist_ok=True)
     archive = folder.with_name(ARCHIVE_KEY)
@@ -36,7 +36,7 @@ def test_the_pods_unpack_what_was_packed(tmp_path: Path) -> None:
     code = _write(tmp_path / "code", train_py="a", pkg__model_py="b", **{"run.sh": "#!/bin/sh", "name with ä": "c"})
     (code / "run.sh").chmod(0o700)
     packed = pack_source(code, {"added/train.py": b"d", "train.py": b"replaced"})
-    files = _unpacked(packed, tmp_path / "pod" / "code")
+    files = _unpack(packed, tmp_path / "pod" / "code")
     expected = {"train.py": "replaced", "pkg/model.py": "b", "run.sh": "#!/bin/sh", "name with ä": "c"}
     assert files == {**expected, "added/train.py": "d"}
     assert packed.files == 5
@@ -60,9 +60,9 @@ def test_what_git_ignores_stays_here(tmp_path: Path) -> None:
     (repository / ".gitignore").write_text("*.txt\n/code/data/\n")
     (code / ".gitignore").write_text("*.log\n!keep.log\n")
     (code / "pkg" / ".gitignore").write_text("/data/\n")
-    assert set(_unpacked(pack_source(code), tmp_path / "out" / "code")) == {"train.py", "keep.log"}
+    assert set(_unpack(pack_source(code), tmp_path / "out" / "code")) == {"train.py", "keep.log"}
     (code / ".topkubeignore").write_text("!notes.txt\ntrain.py\n")
-    assert set(_unpacked(pack_source(code), tmp_path / "out" / "code")) == {"notes.txt", "keep.log"}
+    assert set(_unpack(pack_source(code), tmp_path / "out" / "code")) == {"notes.txt", "keep.log"}
 
 
 def test_credentials_and_environments_are_not_sent(tmp_path: Path) -> None:
@@ -76,15 +76,15 @@ def test_credentials_and_environments_are_not_sent(tmp_path: Path) -> None:
         ".git/config",
     ]
     code = _write(tmp_path / "code", train_py="", **dict.fromkeys(names, ""))
-    assert set(_unpacked(pack_source(code), tmp_path / "out" / "code")) == {"train.py"}
+    assert set(_unpack(pack_source(code), tmp_path / "out" / "code")) == {"train.py"}
     (code / ".topkubeignore").write_text("!.env\n")
-    assert set(_unpacked(pack_source(code), tmp_path / "out" / "code")) == {"train.py", ".env"}
+    assert set(_unpack(pack_source(code), tmp_path / "out" / "code")) == {"train.py", ".env"}
 
 
 def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
     code = _write(tmp_path / "code", train_py="a")
     (code / "same.py").symlink_to("train.py")
-    assert _unpacked(pack_source(code), tmp_path / "out" / "code") == {"train.py": "a", "same.py": "a"}
+    assert _unpack(pack_source(code), tmp_path / "out" / "code") == {"train.py": "a", "same.py": "a"}
     (tmp_path / "secret").write_text("s")
     (code / "leak.py").symlink_to(tmp_path / "secret")
     with pytest.raises(SourceError, match=r"leak\.py is a link that leaves the folder .*add the line /leak\.py to"):

@@ -136,5 +136,5 @@ def test_the_option_reaches_the_ranks_and_the_job(tmp_path: Path, monkeypatch: p
     again = load_job(Target("job.yaml", loggers="wandb"))
     for written, names in ((job, "tensorboard,mlflow"), (again, "wandb")):
         assert json.dumps(written.to_dict()).count("TOPKUBE_LOG") == 1
-        environment = rank_environment(written, mpi_library.find(), tmp_path / "run", {})
+        environment = rank_environment(written, mpi_library.find_mpi(), tmp_path / "run", {})
         assert Settings.from_environment(environment).log == names

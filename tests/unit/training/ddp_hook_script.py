@@ -22,7 +22,7 @@ def train(wire: str, overflow: int) -> tuple[torch.Tensor, Steps]:
     hook = topkube.ddp_hook("hitopk", density=0.1, wire=wire, ranks_per_node=2)
     steps: Steps = []
 
-    def recording(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def record_and_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         before, index = bucket.buffer().clone(), bucket.index()
 
         def record(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -31,7 +31,7 @@ def train(wire: str, overflow: int) -> tuple[torch.Tensor, Steps]:
 
         return hook(state, bucket).then(record)
 
-    model.register_comm_hook(None, recording)
+    model.register_comm_hook(None, record_and_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(STEPS):

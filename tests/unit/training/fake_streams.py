@@ -40,11 +40,11 @@ class FakeStream:
     clock: Clock = field(default_factory=dict)
 
     def record_event(self) -> FakeEvent:
-        self.streams.find_freed()
+        self.streams.check_freed_memory()
         return FakeEvent(dict(self.clock))
 
     def wait_event(self, event: FakeEvent) -> None:
-        self.streams.find_freed()
+        self.streams.check_freed_memory()
         merge(self.clock, event.clock)
 
     def wait_stream(self, other: FakeStream) -> None:
@@ -103,7 +103,7 @@ class Streams:
         with _Observer(self):
             yield
 
-    def watched(self, work: Callable[[], Any]) -> Callable[[], Any]:
+    def run_watched(self, work: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
             with self.watch():
                 return work()
@@ -113,7 +113,7 @@ class Streams:
     def note(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         """Note an operation of the current stream."""
         with self._lock:
-            self.find_freed()
+            self.check_freed_memory()
             stream = self.current()
             merge(stream.clock, self._host)
             stream.clock[stream.name] = now = stream.clock.get(stream.name, 0) + 1
@@ -128,7 +128,7 @@ class Streams:
             if name.split(".")[0] in _HOST_WAITS:
                 merge(self._host, stream.clock)
 
-    def find_freed(self) -> None:
+    def check_freed_memory(self) -> None:
         """Check the memory that was freed since the last operation."""
         with self._lock:
             for key, memory in [(key, memory) for key, memory in self._memory.items() if memory.alive.expired()]:

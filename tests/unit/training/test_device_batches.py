@@ -49,7 +49,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
         yield fake
 
 
-def on_device(loader: Iterable[Any], ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def iterate_on_device(loader: Iterable[Any], ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(device_batches, "is_prepared_elsewhere", lambda loader: ahead)
     return iterate_batches(loader, SampleCounter(loader), torch.device("cuda"))
 
@@ -59,27 +59,27 @@ def test_the_script_sees_each_batch_after_its_copy(
     streams: Streams, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     loader, sums = Loader(5), []
-    for number, counted in enumerate(on_device(loader, ahead, monkeypatch)):
+    for number, counted in enumerate(iterate_on_device(loader, ahead, monkeypatch)):
         assert loader.taken == min(number + 1 + ahead, 5)
         assert (counted.samples, counted.drawn) == (4, 4)
         sums.append((counted.batch * 2).sum())
     del counted
-    streams.find_freed()
+    streams.check_freed_memory()
     assert [float(value) for value in sums] == [24.0 * number for number in range(5)]
     assert not streams.hazards
 
 
 def test_no_batch_is_none(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(on_device(Loader(0), True, monkeypatch)) == []
+    assert list(iterate_on_device(Loader(0), True, monkeypatch)) == []
 
 
 def test_an_error_of_the_loader_reaches_the_script(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing() -> Iterator[torch.Tensor]:
+    def fail_after_batches() -> Iterator[torch.Tensor]:
         yield torch.zeros(2, 2)
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        list(on_device(failing(), True, monkeypatch))
+        list(iterate_on_device(fail_after_batches(), True, monkeypatch))
 
 
 def test_without_a_gpu_nothing_is_taken_early() -> None:

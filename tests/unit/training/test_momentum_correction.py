@@ -19,17 +19,17 @@ def world() -> None:
     topkube.init()
 
 
-def model_of() -> nn.Sequential:
+def build_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 2))
 
 
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+def compute_loss(model: nn.Module, step: int) -> torch.Tensor:
     x = torch.randn(8, 30, generator=torch.Generator().manual_seed(step))
     return ((model(x) - x[:, :2]) ** 2).mean()
 
 
-def wrapped(model: nn.Module, plain: torch.optim.Optimizer, **options: object) -> topkube.DistributedOptimizer:
+def wrap(model: nn.Module, plain: torch.optim.Optimizer, **options: object) -> topkube.DistributedOptimizer:
     settings = {"aggregation": "hitopk", "density": DENSITY, "warmup_steps": 0, "wire": "fp32"}
     return topkube.DistributedOptimizer(
         plain, model.named_parameters(), **{**settings, "momentum_correction": True, **options}
@@ -40,17 +40,17 @@ def wrapped(model: nn.Module, plain: torch.optim.Optimizer, **options: object) -
 def test_sgd_follows_the_algorithm_of_the_paper(decay: float) -> None:
     """The reference is algorithm 1 of Lin et al. with factor masking. Biases and the small last layer are exchanged
     dense, so plain SGD with momentum trains them."""
-    model, reference = model_of(), model_of()
-    optimizer = wrapped(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM, weight_decay=decay))
+    model, reference = build_model(), build_model()
+    optimizer = wrap(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM, weight_decay=decay))
     large, *rest = reference.parameters()
     plain = torch.optim.SGD(rest, RATE, MOMENTUM, weight_decay=decay)
     velocity, residual = torch.zeros(1200), torch.zeros(1200)
     for step in range(STEPS):
-        loss_of(model, step).backward()
+        compute_loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
         reference.zero_grad()
-        loss_of(reference, step).backward()
+        compute_loss(reference, step).backward()
         assert large.grad is not None
         velocity = MOMENTUM * velocity + large.grad.view(-1)
         residual += velocity
@@ -68,17 +68,17 @@ def test_sgd_follows_the_algorithm_of_the_paper(decay: float) -> None:
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_adam_applies_the_exchanged_gradients_without_its_own_first_moment(kind: type[torch.optim.Optimizer]) -> None:
     options = {"lr": 0.01, "weight_decay": 0.05, "eps": 1e-6}
-    model, reference = model_of(), model_of()
-    optimizer = wrapped(model, kind(model.parameters(), betas=(MOMENTUM, 0.99), **options))
+    model, reference = build_model(), build_model()
+    optimizer = wrap(model, kind(model.parameters(), betas=(MOMENTUM, 0.99), **options))
     large, *rest = reference.parameters()
     plain = kind([{"params": [large], "betas": (0.0, 0.99)}, {"params": rest, "betas": (MOMENTUM, 0.99)}], **options)
     velocity, residual = torch.zeros(1200), torch.zeros(1200)
     for step in range(STEPS):
-        loss_of(model, step).backward()
+        compute_loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
         reference.zero_grad()
-        loss_of(reference, step).backward()
+        compute_loss(reference, step).backward()
         assert large.grad is not None
         velocity = MOMENTUM * velocity + (1 - MOMENTUM) * large.grad.view(-1)
         residual += velocity
@@ -93,34 +93,34 @@ def test_adam_applies_the_exchanged_gradients_without_its_own_first_moment(kind:
 
 
 def test_dense_training_keeps_the_optimizers_own_momentum() -> None:
-    model, reference = model_of(), model_of()
-    optimizer = wrapped(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM), aggregation="dense")
+    model, reference = build_model(), build_model()
+    optimizer = wrap(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM), aggregation="dense")
     plain = torch.optim.SGD(reference.parameters(), RATE, MOMENTUM)
     for step in range(5):
-        loss_of(model, step).backward()
+        compute_loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
         reference.zero_grad()
-        loss_of(reference, step).backward()
+        compute_loss(reference, step).backward()
         plain.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 
 def test_a_step_that_is_not_finite_leaves_the_velocity_as_it_was() -> None:
-    model = model_of()
-    optimizer = wrapped(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM))
+    model = build_model()
+    optimizer = wrap(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM))
 
     def velocity() -> torch.Tensor:
         [(_, values)] = optimizer.state_dict()["topkube"]["residuals"]["pieces"]["0.weight velocity"]
         return values
 
     for step in range(3):
-        loss_of(model, step).backward()
+        compute_loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     before = velocity()
     assert before.any()
-    (loss_of(model, 3) * torch.nan).backward()
+    (compute_loss(model, 3) * torch.nan).backward()
     optimizer.step()
     assert optimizer.skipped_steps == 1
     assert torch.equal(velocity(), before)
@@ -137,6 +137,6 @@ def test_a_step_that_is_not_finite_leaves_the_velocity_as_it_was() -> None:
     ],
 )
 def test_other_optimizers_are_refused(make) -> None:
-    model = model_of()
+    model = build_model()
     with pytest.raises(ArgumentError, match="momentum correction does not support this"):
-        wrapped(model, make(model.parameters()))
+        wrap(model, make(model.parameters()))

@@ -83,8 +83,8 @@ def test_a_new_period_replaces_the_one_that_the_guard_has_shortened() -> None:
     guard = Guard(8, "onebit")
     guard.check_drift(1e9, 1e9, 1.0)
     assert guard.period == 4
-    guard.want(8)
+    guard.set_period(8)
     assert guard.period == 4
-    guard.want(2)
+    guard.set_period(2)
     assert guard.period == 2
     assert guard.save() == {"period": 2, "wanted": 2}

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkube.algorithms import Workload, find
+from topkube.algorithms import Workload, find_algorithm
 from topkube.collectives.top_signs import TopSigns
 
 
-def sent_by_definition(values: Any) -> Any:
+def send_by_definition(values: Any) -> Any:
     """The largest tenth, in float64: the sign times the mean magnitude of each 256 of them, rounded to bf16."""
     count = max(1, -(-len(values) // 10))
     indices = np.sort(np.argsort(-np.abs(values.astype(np.float64)), kind="stable")[:count])
@@ -46,7 +46,7 @@ def test_a_row_says_what_the_definition_sends_and_nothing_is_lost(lengths: list[
     received = np.zeros_like(x)
     codec.unpack_add(received, [row], [1.0])
     for place in places:
-        wanted = sent_by_definition(before[place])
+        wanted = send_by_definition(before[place])
         assert ((received[place] != 0) == (wanted != 0)).all()
         np.testing.assert_allclose(received[place], wanted, rtol=2.0**-7)
         np.testing.assert_allclose(received[place] + x[place], before[place], rtol=0, atol=2e-7 * np.abs(wanted).max())
@@ -58,7 +58,7 @@ def test_rows_are_added_in_their_order_with_their_weights() -> None:
     rows, wanted = [], np.zeros(3000)
     for weight in (0.5, 0.25, 0.25):
         x = rng.standard_normal(3000).astype(np.float32)
-        wanted += weight * sent_by_definition(x)
+        wanted += weight * send_by_definition(x)
         rows.append(np.zeros(codec.row_bytes, np.uint8))
         codec.pack(x, rows[-1])
     out = np.ones(3000, np.float32)
@@ -77,6 +77,6 @@ def test_what_is_not_finite_shows(value: float) -> None:
 
 def test_the_declared_bytes_are_those_of_a_row() -> None:
     codec = TopSigns([slice(0, 1 << 20)])
-    sent = find("topk1bit").traffic(Workload(nodes=2, slots=1, elements=1 << 20)).sent
+    sent = find_algorithm("topk1bit").traffic(Workload(nodes=2, slots=1, elements=1 << 20)).sent
     assert abs(codec.row_bytes - sent) <= 0.001 * sent
     assert (4 << 20) / sent > 50

@@ -17,7 +17,7 @@ import topkube
 from topkube.collectives.device import node_group as node_group_module
 from topkube.collectives.device.node_group import node_group, refuse_mig
 from topkube.errors import ArgumentError, DeviceError
-from topkube.processors import bind_near_pci, near_pci
+from topkube.processors import bind_near_pci, find_processors_near_pci
 from topkube.settings import Settings
 from topkube.training.exchange.buckets import Parameter
 from topkube.training.exchange.devices import exchange_device, gpu_of
@@ -44,8 +44,8 @@ def test_a_rank_is_bound_to_the_processors_near_its_gpu(tmp_path: Path) -> None:
     gpu = tmp_path / "0000:3b:00.0"
     gpu.mkdir()
     (gpu / "local_cpulist").write_text("0-1,64,70-72\n")
-    assert near_pci(gpu.name, tmp_path) == {0, 1, 64, 70, 71, 72}
-    assert near_pci("0000:ff:00.0", tmp_path) == frozenset()
+    assert find_processors_near_pci(gpu.name, tmp_path) == {0, 1, 64, 70, 71, 72}
+    assert find_processors_near_pci("0000:ff:00.0", tmp_path) == frozenset()
     affinity = os.sched_getaffinity(0)
     first = min(affinity)
     try:

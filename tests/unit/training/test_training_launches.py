@@ -29,7 +29,7 @@ class Launches(TorchDispatchMode):
         return operation(*arguments, **(options or {}))
 
 
-def _launches(parameters: int, stashed: bool) -> list[str]:
+def _count_launches(parameters: int, stashed: bool) -> list[str]:
     world = topkube.world.init()
     bucket = Bucket(torch.float32, small=False)
     for i in range(parameters):
@@ -49,5 +49,5 @@ def _launches(parameters: int, stashed: bool) -> list[str]:
 
 def test_the_launches_of_a_bucket_do_not_grow_with_its_parameters() -> None:
     for stashed in (False, True):
-        few, many = _launches(2, stashed), _launches(40, stashed)
+        few, many = _count_launches(2, stashed), _count_launches(40, stashed)
         assert few == many, (few, many)

@@ -82,11 +82,11 @@ def test_a_fast_link_has_fewer_buckets() -> None:
     model = GPT(layers=6, width=256)
     parameters = [Parameter(i, name, p) for i, (name, p) in enumerate(reversed(list(model.named_parameters())))]
 
-    def sizes(rate: float) -> list[int]:
+    def plan_sizes(rate: float) -> list[int]:
         return [b.length * 4 for b in plan(parameters, ends=buckets.ends_for_overlap(parameters, rate)) if not b.small]
 
-    assert sizes(12e6) == sizes(0.0)
-    fast = sizes(1e9)
+    assert plan_sizes(12e6) == plan_sizes(0.0)
+    fast = plan_sizes(1e9)
     assert len(fast) <= 5
     assert max(fast) <= 1e9 * buckets.BUCKET_SECONDS
     assert fast[-1] <= buckets.LEAST_BUCKET_BYTES
@@ -122,7 +122,7 @@ def test_what_is_not_given_comes_from_the_job() -> None:
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 60), st.integers(1, 4))
 def test_redistributed_residuals_keep_their_sum(old: int, new: int, length: int, shards: int) -> None:
-    def summed(pieces: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    def sum_pieces(pieces: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
         full = torch.zeros(length, dtype=torch.float64)
         for start, values in pieces:
             full[start : start + values.numel()] += values
@@ -134,8 +134,8 @@ def test_redistributed_residuals_keep_their_sum(old: int, new: int, length: int,
         cuts = [length * i // shards for i in range(shards + 1)]
         for start, stop in itertools.pairwise(cuts):
             saved.append({"copy": copy, "copies": old, "pieces": {"w": [(start, torch.randn(stop - start))]}})
-    before = sum(summed(state["pieces"]["w"]) for state in saved)
-    after = sum(summed(redistribute(saved, copy, new).get("w", [])) for copy in range(new))
+    before = sum(sum_pieces(state["pieces"]["w"]) for state in saved)
+    after = sum(sum_pieces(redistribute(saved, copy, new).get("w", [])) for copy in range(new))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
 
 

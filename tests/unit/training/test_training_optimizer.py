@@ -26,12 +26,12 @@ def world() -> None:
     torch.manual_seed(0)
 
 
-def model_of() -> nn.Sequential:
+def build_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 40), nn.Linear(40, 1))
 
 
-def optimizer_of(model: nn.Module, lr: float = 0.1, **options: object) -> topkube.DistributedOptimizer:
+def build_optimizer(model: nn.Module, lr: float = 0.1, **options: object) -> topkube.DistributedOptimizer:
     plain = torch.optim.SGD(model.parameters(), lr=lr)
     return topkube.DistributedOptimizer(plain, model.named_parameters(), **{"aggregation": "dense", **options})
 
@@ -44,7 +44,7 @@ def backward(model: nn.Module, seed: int = 0, factor: float = 1.0) -> None:
 def test_it_needs_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("topkube.world._world", None)
     with pytest.raises(WorldError, match="init"):
-        optimizer_of(model_of())
+        build_optimizer(build_model())
 
 
 def test_steps_of_a_loop_of_ones_own_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -54,26 +54,26 @@ def test_steps_of_a_loop_of_ones_own_are_reported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(world, "cache", {**world.cache})
     world.cache.pop("reporter of steps", None)
 
-    def reported() -> list[int]:
+    def list_reported_steps() -> list[int]:
         return [record.step for record, _ in read_records(tmp_path / "progress.jsonl")]
 
-    model, other = model_of(), model_of()
-    optimizer, second = optimizer_of(model), optimizer_of(other)
+    model, other = build_model(), build_model()
+    optimizer, second = build_optimizer(model), build_optimizer(other)
     for _ in range(3):
         backward(model)
         optimizer.step()
         backward(other)
         second.step()
-    assert reported() == [1, 2, 3]
+    assert list_reported_steps() == [1, 2, 3]
     with topkube.checkpointing(model, optimizer, settings=Settings(run_directory=str(tmp_path / "run"))) as run:
         for _ in run.progress([torch.ones(1)] * 2):
             backward(model)
             optimizer.step()
-    assert reported() == [1, 2, 3]
+    assert list_reported_steps() == [1, 2, 3]
 
 
 def test_names_must_fit_the_optimizer() -> None:
-    model, other = model_of(), model_of()
+    model, other = build_model(), build_model()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ArgumentError, match="twice"):
         topkube.DistributedOptimizer(plain, [*model.named_parameters(), *model.named_parameters()])
@@ -83,21 +83,21 @@ def test_names_must_fit_the_optimizer() -> None:
         topkube.DistributedOptimizer(plain, model.parameters())
     model.register_parameter("index", nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False))
     with pytest.raises(ArgumentError, match="int32"):
-        optimizer_of(model)
+        build_optimizer(model)
 
 
 def test_an_optimizer_that_evaluates_the_loss_itself_is_refused() -> None:
-    model = model_of()
+    model = build_model()
     with pytest.raises(ArgumentError, match="LBFGS"):
         topkube.DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model.named_parameters())
     with pytest.raises(ArgumentError, match="already"):
-        topkube.DistributedOptimizer(optimizer_of(model), model.named_parameters())
+        topkube.DistributedOptimizer(build_optimizer(model), model.named_parameters())
 
 
 def test_sparse_gradients_train_as_with_the_plain_optimizer() -> None:
     embedding, reference = nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4, sparse=True)
     reference.load_state_dict(embedding.state_dict())
-    optimizer, plain = optimizer_of(embedding), torch.optim.SGD(reference.parameters(), lr=0.1)
+    optimizer, plain = build_optimizer(embedding), torch.optim.SGD(reference.parameters(), lr=0.1)
     for rows in ([1, 2, 2], [3], [1, 9]):
         for network, chosen in ((embedding, optimizer), (reference, plain)):
             network(torch.tensor(rows)).square().sum().backward()
@@ -109,7 +109,7 @@ def test_sparse_gradients_train_as_with_the_plain_optimizer() -> None:
 
 def test_a_weight_that_is_used_sparsely_and_densely_is_refused() -> None:
     embedding = nn.Embedding(10, 4, sparse=True)
-    optimizer = optimizer_of(embedding)
+    optimizer = build_optimizer(embedding)
     embedding(torch.tensor([1])).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -118,8 +118,8 @@ def test_a_weight_that_is_used_sparsely_and_densely_is_refused() -> None:
 
 
 def test_dense_on_one_rank_is_the_plain_optimizer_bit_for_bit() -> None:
-    model, reference = model_of(), model_of()
-    optimizer, plain = optimizer_of(model), torch.optim.SGD(reference.parameters(), lr=0.1)
+    model, reference = build_model(), build_model()
+    optimizer, plain = build_optimizer(model), torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(3):
         for network, chosen in ((model, optimizer), (reference, plain)):
             backward(network, step)
@@ -129,8 +129,8 @@ def test_dense_on_one_rank_is_the_plain_optimizer_bit_for_bit() -> None:
 
 
 def test_compression_on_one_rank_selects_and_keeps_the_rest() -> None:
-    model = model_of()
-    optimizer = optimizer_of(model, aggregation="hitopk", density=0.05, wire="fp32", warmup_steps=0)
+    model = build_model()
+    optimizer = build_optimizer(model, aggregation="hitopk", density=0.05, wire="fp32", warmup_steps=0)
     reference = copy.deepcopy(model)
     backward(reference)
     backward(model)
@@ -144,8 +144,8 @@ def test_compression_on_one_rank_selects_and_keeps_the_rest() -> None:
 
 
 def test_schedulers_and_groups_work_on_it() -> None:
-    model = model_of()
-    optimizer = optimizer_of(model)
+    model = build_model()
+    optimizer = build_optimizer(model)
     assert isinstance(optimizer, torch.optim.Optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     backward(model)
@@ -157,8 +157,8 @@ def test_schedulers_and_groups_work_on_it() -> None:
 
 
 def test_a_closure_is_evaluated_once() -> None:
-    model = model_of()
-    optimizer, calls = optimizer_of(model), []
+    model = build_model()
+    optimizer, calls = build_optimizer(model), []
 
     def closure() -> float:
         optimizer.zero_grad()
@@ -175,8 +175,8 @@ def test_a_closure_is_evaluated_once() -> None:
 @pytest.mark.parametrize("aggregation", ["dense", "hitopk"])
 @pytest.mark.parametrize("zero", ["optimizer", "model", "in place"])
 def test_a_step_that_is_not_finite_is_skipped_and_counted(aggregation: str, zero: str) -> None:
-    model = model_of()
-    optimizer = optimizer_of(model, aggregation=aggregation, density=0.1)
+    model = build_model()
+    optimizer = build_optimizer(model, aggregation=aggregation, density=0.1)
     for step, factor in enumerate((1.0, torch.inf, 1.0, 1.0)):
         before = model[2].weight.detach().clone()
         backward(model, step, factor)
@@ -190,8 +190,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(aggregation: str, zero
 
 
 def test_one_bad_backward_spoils_an_accumulated_step() -> None:
-    model = model_of()
-    optimizer = optimizer_of(model)
+    model = build_model()
+    optimizer = build_optimizer(model)
     before = model[0].weight.detach().clone()
     for factor in (1.0, torch.inf, 1.0):
         backward(model, factor=factor)
@@ -211,8 +211,8 @@ def test_after_a_backward_that_raised_the_next_one_is_whole() -> None:
         def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no")
 
-    model, reference = model_of(), model_of()
-    optimizer = optimizer_of(model, aggregation="hitopk", density=1.0, wire="fp32", bucket_bytes=1000)
+    model, reference = build_model(), build_model()
+    optimizer = build_optimizer(model, aggregation="hitopk", density=1.0, wire="fp32", bucket_bytes=1000)
     backward(model)
     optimizer.zero_grad()
     hidden = Refuse.apply(model[0](torch.randn(8, 20)))
@@ -226,26 +226,26 @@ def test_after_a_backward_that_raised_the_next_one_is_whole() -> None:
 
 
 def test_dropping_the_optimizer_ends_its_hooks() -> None:
-    model = model_of()
-    optimizer = optimizer_of(model, aggregation="hitopk", density=0.01)
+    model = build_model()
+    optimizer = build_optimizer(model, aggregation="hitopk", density=0.01)
     del optimizer
     backward(model)
     assert model[0].weight.grad.count_nonzero() > 0.5 * model[0].weight.numel()
 
 
 def test_a_plain_optimizers_state_loads() -> None:
-    model = model_of()
+    model = build_model()
     plain = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     backward(model)
     plain.step()
-    optimizer = optimizer_of(model)
+    optimizer = build_optimizer(model)
     optimizer.load_state_dict(plain.state_dict())
     assert optimizer.param_groups[0]["lr"] == 0.3
     assert optimizer.steps == 0
 
 
 def train(directory: Path, steps: int, model: nn.Module, **settings: object) -> topkube.training.Run:
-    optimizer = optimizer_of(model)
+    optimizer = build_optimizer(model)
     data = list(torch.randn(6, 4, 20, generator=torch.Generator().manual_seed(0)))
     with topkube.checkpointing(model, optimizer, settings=Settings(**settings)) as run:  # type: ignore[arg-type]
         for x in run.progress(data, total=steps):
@@ -256,7 +256,7 @@ def train(directory: Path, steps: int, model: nn.Module, **settings: object) -> 
 
 
 def test_progress_is_written_step_by_step(tmp_path: Path) -> None:
-    train(tmp_path, 9, model_of(), run_directory=str(tmp_path))
+    train(tmp_path, 9, build_model(), run_directory=str(tmp_path))
     records = [record for record, _ in read_records(tmp_path / "progress.jsonl")]
     assert [record.step for record in records] == list(range(1, 10))
     assert {record.total_steps for record in records} == {9}
@@ -266,8 +266,8 @@ def test_progress_is_written_step_by_step(tmp_path: Path) -> None:
 
 
 def test_a_script_that_breaks_off_leaves_its_last_record(tmp_path: Path) -> None:
-    model = model_of()
-    optimizer = optimizer_of(model)
+    model = build_model()
+    optimizer = build_optimizer(model)
     with topkube.checkpointing(model, optimizer, settings=Settings(run_directory=str(tmp_path))) as run:
         for x in run.progress(torch.randn(5, 4, 20)):
             run.loss(model(x).square().mean()).backward()
@@ -279,7 +279,7 @@ def test_a_script_that_breaks_off_leaves_its_last_record(tmp_path: Path) -> None
 
 
 def test_a_plain_optimizer_cannot_be_checkpointed() -> None:
-    model = model_of()
+    model = build_model()
     with pytest.raises(TrainingError, match="DistributedOptimizer"):
         topkube.checkpointing(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
 
@@ -290,8 +290,8 @@ def test_passes_that_a_checkpoint_covers_are_passed_over(tmp_path: Path) -> None
     seen: list[tuple[int, int]] = []
 
     def train_until(stop: int) -> None:
-        model = model_of()
-        optimizer = optimizer_of(model)
+        model = build_model()
+        optimizer = build_optimizer(model)
         sampler = topkube.data.DistributedSampler(data, shuffle=False)
         loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)
         settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=1)
@@ -333,8 +333,8 @@ def test_clipping_takes_from_sparse_gradients_for_good() -> None:
     lost: dict[float, float] = {}
     larger: list[float] = []
     for limit in (0.0, 0.001):
-        model = model_of()
-        optimizer = optimizer_of(model, lr=1.0, aggregation="hitopk", density=0.05, warmup_steps=0)
+        model = build_model()
+        optimizer = build_optimizer(model, lr=1.0, aggregation="hitopk", density=0.05, warmup_steps=0)
         start = [parameter.detach().clone() for parameter in model.parameters()]
         total = [torch.zeros_like(parameter) for parameter in model.parameters()]
         for step in range(40):

@@ -31,11 +31,11 @@ class Model(nn.Module):
         return self.frozen(self.block[2](y[:, :, None].expand(-1, -1, 2))[:, :, 0])
 
 
-def statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+def read_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers() if name != "calls"}
 
 
-def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -53,22 +53,22 @@ def test_a_replay_leaves_statistics_and_a_real_batch_moves_them(kind: str) -> No
     model = Model()
     called = KINDS[kind](model)
     kept = KeptStatistics()
-    before = statistics(model)
+    before = read_statistics(model)
     called(torch.randn(5, 3))
-    assert not equal(before, statistics(model))
-    before, calls = statistics(model), model.calls.item()
+    assert not are_equal(before, read_statistics(model))
+    before, calls = read_statistics(model), model.calls.item()
     for _ in range(2):
         kept.keep()
         loss = called(torch.randn(5, 3)).sum()
-        assert not equal(before, statistics(model))
+        assert not are_equal(before, read_statistics(model))
         kept.restore()
         loss.backward()  # autograd saved the buffers: they are still valid
         kept.release()
-        assert equal(before, statistics(model))
+        assert are_equal(before, read_statistics(model))
     assert model.calls.item() > calls  # other buffers are the model's own business
     called(torch.randn(5, 3))
     kept.release()
-    assert not equal(before, statistics(model))
+    assert not are_equal(before, read_statistics(model))
 
 
 def test_models_are_found_wherever_they_are() -> None:
@@ -83,11 +83,11 @@ def test_models_are_found_wherever_they_are() -> None:
         assert gc.get_freeze_count()
     finally:
         gc.unfreeze()
-    before = statistics(model)
+    before = read_statistics(model)
     model.train()(torch.randn(5, 3))
     lazy(torch.randn(5, 3))
     kept.restore()
-    assert equal(before, statistics(model))
+    assert are_equal(before, read_statistics(model))
     assert not vars(unfinished)
 
 

@@ -111,19 +111,19 @@ class Detection(Dataset[Any]):
         return torch.zeros(3, 16, 16), {"boxes": torch.zeros(index % 4, 4)}
 
 
-def as_columns(batch: list[Any]) -> Any:
+def collate_columns(batch: list[Any]) -> Any:
     return tuple(zip(*batch, strict=True))
 
 
-def counted(loader: Any, samples: Any = None) -> list[tuple[int, int]]:
+def count_batches(loader: Any, samples: Any = None) -> list[tuple[int, int]]:
     counter = SampleCounter(loader, samples)
     return [counter.count(batch) for batch in loader]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_counts_the_samples_of_a_detection_batch(workers: int) -> None:
-    loader = DataLoader(Detection(), batch_size=8, collate_fn=as_columns, num_workers=workers)
-    assert counted(loader) == [(8, 8), (8, 8), (3, 3)]
+    loader = DataLoader(Detection(), batch_size=8, collate_fn=collate_columns, num_workers=workers)
+    assert count_batches(loader) == [(8, 8), (8, 8), (3, 3)]
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.booleans())
@@ -135,7 +135,7 @@ def test_all_samples_of_a_pass_are_counted_once(total: int, size: int, drops_las
         DataLoader(data, size, drop_last=drops_last, collate_fn=lambda batch: batch),
         DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), size, drops_last)),
     ):
-        counts = counted(loader)
+        counts = count_batches(loader)
         assert all(count == drawn for count, drawn in counts)
         assert sum(drawn for _, drawn in counts) == kept
 
@@ -148,10 +148,10 @@ def test_a_script_counts_samples_while_the_loader_counts_what_it_drew() -> None:
 
     loader = DataLoader(torch.arange(10), batch_size=4, collate_fn=usable)  # type: ignore[arg-type]
     with pytest.raises(TrainingError, match="reads as 3 samples, and the DataLoader drew 4"):
-        counted(loader)
-    assert counted(loader, len) == [(3, 4), (4, 4), (2, 2)]
-    assert counted(loader, 7) == [(7, 4), (7, 4), (7, 2)]
-    assert counted(loader, lambda batch: (batch > 5).sum()) == [(0, 4), (2, 4), (2, 2)]
+        count_batches(loader)
+    assert count_batches(loader, len) == [(3, 4), (4, 4), (2, 2)]
+    assert count_batches(loader, 7) == [(7, 4), (7, 4), (7, 2)]
+    assert count_batches(loader, lambda batch: (batch > 5).sum()) == [(0, 4), (2, 4), (2, 2)]
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -167,14 +167,14 @@ def test_loaders_that_may_draw_anything_say_nothing() -> None:
     data = torch.zeros(5, 3, 2, 2)
     by_hand: Any = DataLoader(data, batch_sampler=Reversed(SequentialSampler(data), 2, False))  # type: ignore[arg-type]
     for loader in (DataLoader(Stream(), 2), by_hand, list(data.split(2)), DataLoader(data, batch_size=None)):  # type: ignore[arg-type]
-        counts = counted(loader)
+        counts = count_batches(loader)
         assert counts in ([(2, 2), (2, 2), (1, 1)], [(3, 3)] * 5)
 
 
 @pytest.mark.parametrize("answer", [-1, 2.5, "3", None, torch.zeros(2)])
 def test_what_samples_returns_is_checked(answer: Any) -> None:
     with pytest.raises(TrainingError, match="not a number of samples"):
-        counted([torch.zeros(2)], lambda _: answer)
+        count_batches([torch.zeros(2)], lambda _: answer)
 
 
 def test_join_and_progress_pass_it_on() -> None:
@@ -214,10 +214,10 @@ class Files(Dataset[torch.Tensor]):
 def test_items_that_are_batches_count_by_their_samples_and_advance_by_one() -> None:
     topkube.init()
     sampler = topkube.data.DistributedSampler(Files(), shuffle=False)
-    assert counted(DataLoader(Files(), batch_size=None, sampler=sampler)) == [(10, 1), (11, 1), (12, 1)]
+    assert count_batches(DataLoader(Files(), batch_size=None, sampler=sampler)) == [(10, 1), (11, 1), (12, 1)]
 
 
 def test_a_batch_sampler_may_be_passed_as_the_sampler() -> None:
     data = TensorDataset(torch.zeros(5, 3, 2, 2))
     loader = DataLoader(data, batch_size=None, sampler=BatchSampler(SequentialSampler(data), 2, False))
-    assert counted(loader) == [(2, 2), (2, 2), (1, 1)]
+    assert count_batches(loader) == [(2, 2), (2, 2), (1, 1)]

@@ -33,14 +33,16 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     monkeypatch.setattr(torch.cuda, "set_device", fake.set_device)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: fake.record_stream(tensor, stream))
     submit = communication_thread.Schedule.submit
-    monkeypatch.setattr(communication_thread.Schedule, "submit", lambda self, work: submit(self, fake.watched(work)))
+    monkeypatch.setattr(
+        communication_thread.Schedule, "submit", lambda self, work: submit(self, fake.run_watched(work))
+    )
     monkeypatch.setenv(Settings.__dataclass_fields__["node_exchange"].metadata["variable"], "torch")
     topkube.init()
     with fake.stream(FakeStream("script", fake)), fake.watch():
         yield fake
 
 
-def optimizer_of(*parameters: torch.Tensor, **options: Any) -> topkube.DistributedOptimizer:
+def build_optimizer(*parameters: torch.Tensor, **options: Any) -> topkube.DistributedOptimizer:
     named = [(f"weight{i}", parameter) for i, parameter in enumerate(parameters)]
     return topkube.DistributedOptimizer(
         torch.optim.SGD(list(parameters), lr=0.1), named, aggregation="hitopk", density=0.01, warmup_steps=0, **options
@@ -49,13 +51,13 @@ def optimizer_of(*parameters: torch.Tensor, **options: Any) -> topkube.Distribut
 
 def test_two_synchronised_backwards_per_step_free_no_gradient_too_early(streams: Streams) -> None:
     weights = [torch.nn.Parameter(torch.randn(70, 100)) for _ in range(3)]
-    optimizer = optimizer_of(*weights)
+    optimizer = build_optimizer(*weights)
     for _ in range(3):
         for _ in range(2):
             sum((weight * torch.randn(70, 100)).sum() for weight in weights).backward()
         optimizer.step()
         optimizer.zero_grad()
-    streams.find_freed()
+    streams.check_freed_memory()
     assert not streams.hazards
 
 
@@ -63,7 +65,7 @@ def test_a_gradient_that_the_exchange_created_is_not_overwritten_while_the_optim
     streams: Streams,
 ) -> None:
     used, unused = (torch.nn.Parameter(torch.randn(70, 100)) for _ in range(2))
-    optimizer = optimizer_of(used, unused)
+    optimizer = build_optimizer(used, unused)
     (used * torch.randn(70, 100) + unused * 100 * torch.randn(70, 100)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -71,38 +73,38 @@ def test_a_gradient_that_the_exchange_created_is_not_overwritten_while_the_optim
     assert unused.grad is not None  # a part of the residual
     optimizer.step()
     optimizer.zero_grad()
-    streams.find_freed()
+    streams.check_freed_memory()
     assert not streams.hazards
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["doubles", "small"])
 def test_buckets_that_do_not_run_in_the_pipeline_wait_for_the_script(streams: Streams, dtype: torch.dtype) -> None:
     large, other = torch.nn.Parameter(torch.randn(70, 100)), torch.nn.Parameter(torch.randn(30, dtype=dtype))
-    optimizer = optimizer_of(large, other)
+    optimizer = build_optimizer(large, other)
     for _ in range(3):
         for _ in range(2):
             ((large * torch.randn(70, 100)).sum() + (other * torch.randn(30, dtype=dtype)).sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    streams.find_freed()
+    streams.check_freed_memory()
     assert not streams.hazards
 
 
 def test_sparse_gradients_wait_for_the_script(streams: Streams) -> None:
     embedding, large = torch.nn.Embedding(50, 8, sparse=True), torch.nn.Parameter(torch.randn(70, 100))
-    optimizer = optimizer_of(embedding.weight, large)
+    optimizer = build_optimizer(embedding.weight, large)
     for _ in range(3):
         for _ in range(2):
             (embedding(torch.arange(5)).sum() + (large * torch.randn(70, 100)).sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    streams.find_freed()
+    streams.check_freed_memory()
     assert not streams.hazards
 
 
 def test_the_communication_thread_works_on_the_device_of_the_gradients(streams: Streams) -> None:
     weight = torch.nn.Parameter(torch.randn(70, 100))
-    optimizer = optimizer_of(weight)
+    optimizer = build_optimizer(weight)
     assert not streams.devices
     (weight * 2).sum().backward()
     optimizer.step()
@@ -118,7 +120,7 @@ def test_the_fake_allocator_finds_memory_that_is_freed_too_early() -> None:
         with streams.stream(two):
             y = x + 1
         del x
-        streams.find_freed()
+        streams.check_freed_memory()
         assert streams.hazards == ["ones of one was freed while two used it"]
         y += 1
     assert streams.hazards[1:] == ["add_ in one does not wait for two: add"]

@@ -25,7 +25,7 @@ def machines(link: float = GIGABIT, nodes: int = 2) -> Machines:
     return Machines(nodes, 2, link, memory=10e9, latency=50e-6)
 
 
-def chosen(monkeypatch: Any, link: float, name: str = "auto", wire: str = "fp32", nodes: int = 2) -> Tuning:
+def measure_and_choose(monkeypatch: Any, link: float, name: str = "auto", wire: str = "fp32", nodes: int = 2) -> Tuning:
     """The tuning of a rank that measured a link of `link` bytes per second and has chosen."""
     world = SimpleNamespace(
         nodes=nodes, rank=1, shards=2, node_ranks=[(0, 1)] * nodes, cache={}, run_directory=None, size=2 * nodes
@@ -37,12 +37,12 @@ def chosen(monkeypatch: Any, link: float, name: str = "auto", wire: str = "fp32"
     return tuned
 
 
-def predicted(tuned: Tuning) -> tuple[float, float]:
+def read_prediction(tuned: Tuning) -> tuple[float, float]:
     assert tuned.choice is not None
     return tuned.choice.between, tuned.choice.inside
 
 
-def compare(tuned: Tuning, step: float, between: float, inside: float) -> bool:
+def decide(tuned: Tuning, step: float, between: float, inside: float) -> bool:
     return tuned.decide([step, -between, -inside], BUCKETS)
 
 
@@ -65,20 +65,20 @@ def test_16_bits_need_permission_and_a_slow_link(monkeypatch: Any) -> None:
         (1e12, "auto", "bf16", "fp32"),
         (1e12, "dense", "bf16", "bf16"),
     ]:
-        tuned = chosen(monkeypatch, link, name, allowed)
+        tuned = measure_and_choose(monkeypatch, link, name, allowed)
         assert tuned.choice is not None
         assert (tuned.choice.algorithm.name, tuned.choice.dense_wire) == ("hierarchical", wire), (link, name, allowed)
 
 
 def test_an_algorithm_that_is_named_and_a_single_node_measure_nothing(monkeypatch: Any) -> None:
     for name, nodes in (("hierarchical", 2), ("hitopk", 2), ("auto", 1), ("dense", 1)):
-        tuned = chosen(monkeypatch, GIGABIT, name, nodes=nodes)
+        tuned = measure_and_choose(monkeypatch, GIGABIT, name, nodes=nodes)
         assert (tuned.choice, tuned.state(), tuned.summary) == (None, None, "")
         assert all(tuned.note_step(float(step)) is None for step in range(100))
 
 
 def test_a_comparison_is_due_once_after_the_first_steps(monkeypatch: Any) -> None:
-    tuned, totals = chosen(monkeypatch, GIGABIT), {"inter": 0.0, "intra": 0.0}
+    tuned, totals = measure_and_choose(monkeypatch, GIGABIT), {"inter": 0.0, "intra": 0.0}
     monkeypatch.setattr(module.phases, "current", SimpleNamespace(total=lambda phase: totals[phase]))
     answers = []
     for step in range(SKIPPED_STEPS + COUNTED_STEPS):
@@ -90,48 +90,48 @@ def test_a_comparison_is_due_once_after_the_first_steps(monkeypatch: Any) -> Non
 
 
 def test_a_right_prediction_settles(monkeypatch: Any) -> None:
-    tuned = chosen(monkeypatch, GIGABIT)
-    between, inside = predicted(tuned)
-    assert not compare(tuned, 1.0, between * 1.05, inside)
+    tuned = measure_and_choose(monkeypatch, GIGABIT)
+    between, inside = read_prediction(tuned)
+    assert not decide(tuned, 1.0, between * 1.05, inside)
     assert tuned.is_settled
     assert "confirmed" in tuned.summary
 
 
 def test_a_link_that_is_slower_than_measured_changes_the_wire_and_a_faster_step_keeps_it(monkeypatch: Any) -> None:
-    tuned = chosen(monkeypatch, 1e12, wire="bf16")
-    between, inside = predicted(tuned)
-    assert compare(tuned, 1.0, 0.2, inside), between
+    tuned = measure_and_choose(monkeypatch, 1e12, wire="bf16")
+    between, inside = read_prediction(tuned)
+    assert decide(tuned, 1.0, 0.2, inside), between
     assert tuned.choice is not None
     assert tuned.choice.dense_wire == "bf16"
     assert tuned.rate == pytest.approx(20_008_000 / 0.2, rel=0.01)  # 4 bytes for each of 5,002,000 elements
     assert not tuned.is_settled
-    assert not compare(tuned, 0.9, 0.1, inside)
+    assert not decide(tuned, 0.9, 0.1, inside)
     assert (tuned.is_settled, tuned.choice.dense_wire) == (True, "bf16")
     assert "900 ms per step, 1e+03 ms before" in tuned.summary
 
 
 def test_a_choice_that_does_not_make_steps_faster_is_taken_back(monkeypatch: Any) -> None:
-    tuned = chosen(monkeypatch, 1e12, wire="bf16")
+    tuned = measure_and_choose(monkeypatch, 1e12, wire="bf16")
     rate = tuned.rate
-    assert compare(tuned, 1.0, 0.2, 0.01)
-    assert compare(tuned, 0.99, 0.1, 0.01)
+    assert decide(tuned, 1.0, 0.2, 0.01)
+    assert decide(tuned, 0.99, 0.1, 0.01)
     assert tuned.choice is not None
     assert (tuned.is_settled, tuned.choice.dense_wire, tuned.rate) == (True, "fp32", rate)
     assert "restored" in tuned.summary
 
 
 def test_another_rate_alone_plans_other_buckets(monkeypatch: Any) -> None:
-    tuned = chosen(monkeypatch, GIGABIT)
-    between, inside = predicted(tuned)
-    assert compare(tuned, 1.0, between * 3, inside)
+    tuned = measure_and_choose(monkeypatch, GIGABIT)
+    between, inside = read_prediction(tuned)
+    assert decide(tuned, 1.0, between * 3, inside)
     assert tuned.rate == pytest.approx(GIGABIT / 3, rel=0.01)
 
 
 def test_a_saved_choice_stays(monkeypatch: Any) -> None:
-    tuned = chosen(monkeypatch, GIGABIT, wire="bf16")
+    tuned = measure_and_choose(monkeypatch, GIGABIT, wire="bf16")
     tuned.settle()
     state = json.loads(json.dumps(tuned.state()))
-    again = chosen(monkeypatch, 1e12, wire="bf16")
+    again = measure_and_choose(monkeypatch, 1e12, wire="bf16")
     again.restore(state)
     again.choose(BUCKETS)
     assert again.choice == tuned.choice
@@ -141,9 +141,9 @@ def test_a_saved_choice_stays(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("change", ["nodes", "settings", "algorithm", "nothing saved"])
 def test_a_saved_choice_of_another_job_is_made_again(monkeypatch: Any, change: str) -> None:
-    state: dict[str, Any] | None = chosen(monkeypatch, GIGABIT).state()
+    state: dict[str, Any] | None = measure_and_choose(monkeypatch, GIGABIT).state()
     assert state is not None
-    again = chosen(monkeypatch, 1e12)
+    again = measure_and_choose(monkeypatch, 1e12)
     if change == "nodes":
         state["machines"]["nodes"] = 3
     elif change == "settings":
@@ -161,8 +161,8 @@ def test_a_saved_choice_of_another_job_is_made_again(monkeypatch: Any, change: s
 
 def test_all_ranks_decide_alike(monkeypatch: Any) -> None:
     """Ranks that agree on the numbers have the same state after every decision."""
-    ranks = [chosen(monkeypatch, 1e12, wire="bf16") for _ in range(3)]
+    ranks = [measure_and_choose(monkeypatch, 1e12, wire="bf16") for _ in range(3)]
     for numbers in ((1.0, 0.2, 0.01), (0.5, 0.1, 0.01)):
-        assert len({compare(tuned, *numbers) for tuned in ranks}) == 1
+        assert len({decide(tuned, *numbers) for tuned in ranks}) == 1
         assert all(tuned.state() == ranks[0].state() for tuned in ranks)
         assert all(dataclasses.asdict(tuned.machines) == dataclasses.asdict(ranks[0].machines) for tuned in ranks)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from topkube.collectives.two_stage import TwoStage
 BLOCK = 256
 
 
-def codec_of(kind: str, places: list[slice], length: int) -> Codec:
+def build_codec(kind: str, places: list[slice], length: int) -> Codec:
     kinds = {"signs": Signs, "top signs": TopSigns}
     return kinds[kind](places) if kind in kinds else Rounded(length, kind)
 
@@ -39,7 +39,7 @@ def exchange(stages: list[TwoStage], changes: list[Any], weights: list[float]) -
     return added
 
 
-def owed(stages: list[TwoStage]) -> Any:
+def join_owed(stages: list[TwoStage]) -> Any:
     return np.concatenate([stage.owed for stage in stages])
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_lost(layout: tuple[int, list[slice]], nodes: int, seed: int,
     rng = np.random.default_rng(seed)
     weights = (rng.integers(1, 5, nodes) * 1.0).tolist()
     weights = [weight / sum(weights) for weight in weights]
-    stages = [TwoStage(lambda p, n: codec_of(kind, p, n), places, length, node, nodes) for node in range(nodes)]
+    stages = [TwoStage(lambda p, n: build_codec(kind, p, n), places, length, node, nodes) for node in range(nodes)]
     left = [np.zeros(length, np.float32) for _ in range(nodes)]
     moved, given_sum, largest = np.zeros(length), np.zeros(length), 0.0
     for _ in range(4):
@@ -84,10 +84,10 @@ def test_nothing_is_lost(layout: tuple[int, list[slice]], nodes: int, seed: int,
             assert other.tobytes() == added[0].tobytes()
         moved += added[0]
     kept = sum(rest.astype(np.float64) * weight for rest, weight in zip(left, weights, strict=True))
-    np.testing.assert_allclose(moved + kept + owed(stages), given_sum, rtol=0, atol=largest * 2.0**-18)
+    np.testing.assert_allclose(moved + kept + join_owed(stages), given_sum, rtol=0, atol=largest * 2.0**-18)
     if kind == "fp32":
         assert not any(rest.any() for rest in left)
-        assert not owed(stages).any()
+        assert not join_owed(stages).any()
 
 
 @settings(deadline=None)
@@ -99,7 +99,7 @@ def test_the_result_is_that_of_one_owner(layout: tuple[int, list[slice]], nodes:
     results = []
     for owners in (nodes, 1):
         rng = np.random.default_rng(seed)
-        stages = [TwoStage(lambda p, n: codec_of("signs", p, n), places, length, i, owners) for i in range(owners)]
+        stages = [TwoStage(lambda p, n: build_codec("signs", p, n), places, length, i, owners) for i in range(owners)]
         for _ in range(2):
             changes = [values(rng, length, places) for _ in range(nodes)]
             if owners == nodes:
@@ -112,7 +112,7 @@ def test_the_result_is_that_of_one_owner(layout: tuple[int, list[slice]], nodes:
                 stages[0].reduce(rows, weights, sent)
                 moved = np.zeros(length, np.float32)
                 stages[0].add(moved, [sent])
-        results.append((moved.tobytes(), owed(stages).tobytes()))
+        results.append((moved.tobytes(), join_owed(stages).tobytes()))
     assert results[0] == results[1]
 
 

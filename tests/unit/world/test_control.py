@@ -20,7 +20,7 @@ def answer(rank: int, collectives: int = 5, what: bytes = b"all-reduce") -> Answ
     return row
 
 
-def hops(size: int, silent: set[int], first: int) -> tuple[set[int], int]:
+def count_hops(size: int, silent: set[int], first: int) -> tuple[set[int], int]:
     """The ranks that hear news of rank `first`, and the hops until the last one does."""
     informed, latest, count = {first}, {first}, 0
     while latest := {other for rank in latest for other in neighbours(rank, size)} - informed - silent:
@@ -31,7 +31,7 @@ def hops(size: int, silent: set[int], first: int) -> tuple[set[int], int]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 31, 64, 65, 100, 128, 1000, 4096])
 def test_news_reaches_all_ranks_in_few_hops_and_messages(size: int) -> None:
-    informed, count = hops(size, set(), first=size // 3)
+    informed, count = count_hops(size, set(), first=size // 3)
     assert informed == set(range(size))
     assert count <= 6
     assert len(neighbours(0, size)) <= 63  # messages of one rank; 24 at 4,096
@@ -47,7 +47,7 @@ def test_news_goes_around_nodes_that_are_silent(data: st.DataObject, size: int) 
     dead = data.draw(st.sets(st.integers(0, nodes - 1), max_size=nodes // 2))
     silent = {rank for rank in range(size) if rank // node in dead}
     present = set(range(size)) - silent
-    assert hops(size, silent, min(present))[0] == present
+    assert count_hops(size, silent, min(present))[0] == present
 
 
 @given(seed=st.integers(0, 2**32), size=st.integers(65, 4096))
@@ -55,7 +55,7 @@ def test_news_goes_around_scattered_ranks_that_are_silent(seed: int, size: int) 
     chance = random.Random(seed)
     silent = set(chance.sample(range(size), size // 5))
     present = set(range(size)) - silent
-    assert hops(size, silent, min(present))[0] == present
+    assert count_hops(size, silent, min(present))[0] == present
 
 
 @given(data=st.data(), size=st.integers(2, 70))

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 import topkube
 from topkube.examples.options import set_threads
 from topkube.launch.host.environment import set_defaults
-from topkube.processors import own_share, threads_per_rank
+from topkube.processors import count_own_threads, count_threads_per_rank
 
 
 @given(processors=st.integers(1, 512), ranks=st.integers(1, 4096))
 def test_ranks_take_no_more_threads_than_there_are_processors_unless_they_outnumber_them(
     processors: int, ranks: int
 ) -> None:
-    threads = threads_per_rank(processors, ranks)
+    threads = count_threads_per_rank(processors, ranks)
     assert threads == 1 or threads * ranks <= processors
     assert (threads + 1) * ranks > processors
 
@@ -39,13 +39,13 @@ def test_ranks_take_no_more_threads_than_there_are_processors_unless_they_outnum
 def test_a_rank_has_its_share_of_the_processors_that_it_may_use(
     own: range, affinities: list[range], granted: int, threads: int
 ) -> None:
-    assert own_share(frozenset(own), [frozenset(each) for each in affinities], granted) == threads
+    assert count_own_threads(frozenset(own), [frozenset(each) for each in affinities], granted) == threads
 
 
 @pytest.fixture
 def two_played_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is alone on its node, beside another node on the same two cores."""
-    world = SimpleNamespace(local_size=1, threads=threads_per_rank(2, 2))
+    world = SimpleNamespace(local_size=1, threads=count_threads_per_rank(2, 2))
     monkeypatch.setattr("topkube.world._world", world)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     before = torch.get_num_threads()
@@ -76,7 +76,7 @@ def test_topkube_run_shares_cores_by_the_same_rule_and_keeps_the_threads_that_a_
     monkeypatch.setattr("topkube.launch.host.environment.cores", lambda: 8)
     environment: dict[str, str] = {}
     set_defaults(environment, 4)
-    assert environment["OMP_NUM_THREADS"] == str(threads_per_rank(8, 4)) == "2"
+    assert environment["OMP_NUM_THREADS"] == str(count_threads_per_rank(8, 4)) == "2"
     environment = {"OMP_NUM_THREADS": "7"}
     set_defaults(environment, 4)
     assert environment["OMP_NUM_THREADS"] == "7"

@@ -28,7 +28,7 @@ from topkube.cli.cluster.jobs import (
 )
 from topkube.cli.columns import columns
 from topkube.errors import ClusterError
-from topkube.telemetry.bar import duration, rate, size
+from topkube.telemetry.bar import format_bytes, format_duration, format_rate
 from topkube.timestamps import parse_timestamp
 
 MOST_EVENTS = 12
@@ -159,7 +159,7 @@ def _table(api: Api, options: StatusOptions) -> int:
                 str(status.get("workersReady") or ""),
                 _step(progress),
                 f"{progress['percent']}%" if "percent" in progress else "",
-                rate(progress["samplesPerSecond"]) if "samplesPerSecond" in progress else "",
+                format_rate(progress["samplesPerSecond"]) if "samplesPerSecond" in progress else "",
                 _left(job),
                 str(status.get("restarts") or 0),
                 _age(metadata.get("creationTimestamp"), now),
@@ -232,7 +232,7 @@ def _summary(job: dict[str, Any], now: datetime) -> Iterator[tuple[str, str]]:
     if started:
         times.append(f"started {_age(status['startTime'], now)} ago")
     if started and ended:
-        times.append(f"ran {duration((ended - started).total_seconds())}")
+        times.append(f"ran {format_duration((ended - started).total_seconds())}")
     yield "time", ", ".join(times)
     if checkpoint := spec.get("checkpoint"):
         interval = checkpoint.get("everySteps", 500)
@@ -263,7 +263,7 @@ def _facts(job: dict[str, Any]) -> str:
     if progress.get("loss"):
         parts.append(f"loss {progress['loss']}")
     if progress.get("samplesPerSecond"):
-        parts.append(f"{rate(progress['samplesPerSecond'])} samples/s")
+        parts.append(f"{format_rate(progress['samplesPerSecond'])} samples/s")
     if left := _left(job):
         parts.append(f"{left} left")
     return "  ".join(parts)
@@ -272,7 +272,7 @@ def _facts(job: dict[str, Any]) -> str:
 def _left(job: dict[str, Any]) -> str:
     """Return the time until the last step of a running job as text; empty if it is unknown."""
     seconds = ((job.get("status") or {}).get("progress") or {}).get("etaSeconds")
-    return duration(seconds) if seconds and phase(job) == "Running" else ""
+    return format_duration(seconds) if seconds and phase(job) == "Running" else ""
 
 
 def newest_checkpoint(job: dict[str, Any], now: datetime) -> str:
@@ -361,8 +361,10 @@ def _cache(status: dict[str, Any]) -> list[str]:
     cache = status.get("cache") or {}
     lines = [f"  hit ratio {cache['hitRatio']}"] if cache.get("hitRatio") else []
     if cache.get("remoteBytes") is not None:
-        lines.append(f"  {size(cache['remoteBytes'])} from the remote")
-    return lines + [f"  {node['name']}  {size(node.get('cachedBytes') or 0)}" for node in cache.get("nodes") or ()]
+        lines.append(f"  {format_bytes(cache['remoteBytes'])} from the remote")
+    return lines + [
+        f"  {node['name']}  {format_bytes(node.get('cachedBytes') or 0)}" for node in cache.get("nodes") or ()
+    ]
 
 
 def _events(events: list[dict[str, Any]], now: datetime) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from topkube.cli.doctor.check import Check, ok
 from topkube.cli.doctor.gpu_probe import GpuAnswer
-from topkube.telemetry.bar import size
+from topkube.telemetry.bar import format_bytes
 
 _PROBE_SECONDS = 120
 _DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))
@@ -59,7 +59,7 @@ def describe(answer: GpuAnswer) -> Iterator[Check]:
     yield ok("cuda", f"{len(answer.gpus)} GPU(s), {driver}, torch for CUDA {answer.torch_cuda}")
     for number, gpu in enumerate(answer.gpus):
         name = f"gpu {number}"
-        facts = f"{gpu.name}, {size(gpu.memory_bytes)}, compute capability {gpu.capability}"
+        facts = f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, compute capability {gpu.capability}"
         if " MIG " in gpu.name:
             yield Check(name, "fail", f"{facts}: a part of a GPU (MIG)", "request whole GPUs (nvidia.com/gpu)")
         elif tuple(map(int, gpu.capability.split("."))) < OLDEST_CAPABILITY:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from topkube.cli.doctor.check import Check, ok
-from topkube.processors import cores
-from topkube.telemetry.bar import size
+from topkube.processors import count_cores
+from topkube.telemetry.bar import format_bytes
 
 _LEAST_MEMORY, _LEAST_DISK = 2 << 30, 1 << 30
 _LEAST_SHARED = 64 << 20
@@ -24,7 +24,7 @@ def check_processor() -> Iterator[Check]:
     wanted = [
         flag for flag in ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16") if flag in flags
     ]
-    yield ok("processor", f"{model}, {cores()} cores; {' '.join(wanted) or 'no vector extensions known'}")
+    yield ok("processor", f"{model}, {count_cores()} cores; {' '.join(wanted) or 'no vector extensions known'}")
 
 
 def check_memory() -> Iterator[Check]:
@@ -34,7 +34,7 @@ def check_memory() -> Iterator[Check]:
     free, total = 1024 * kilobytes["MemAvailable"], 1024 * kilobytes["MemTotal"]
     state: Literal["ok", "warn"] = "ok" if free > _LEAST_MEMORY else "warn"
     step = "" if state == "ok" else "close other programs, or train with fewer ranks"
-    yield Check("memory", state, f"{size(free)} of {size(total)} available", step)
+    yield Check("memory", state, f"{format_bytes(free)} of {format_bytes(total)} available", step)
 
 
 def check_shared_memory() -> Iterator[Check]:
@@ -45,10 +45,10 @@ def check_shared_memory() -> Iterator[Check]:
         return
     usage = shutil.disk_usage(shared)
     if usage.free <= _LEAST_SHARED:
-        text = f"{size(usage.free)} of {size(usage.total)} free: large shared windows end in SIGBUS"
+        text = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free: large shared windows end in SIGBUS"
         yield Check("/dev/shm", "warn", text, "docker run --shm-size=1g, or a memory-backed emptyDir at /dev/shm")
         return
-    yield ok("/dev/shm", f"{size(usage.free)} of {size(usage.total)} free, writable")
+    yield ok("/dev/shm", f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free, writable")
 
 
 def check_disk() -> Iterator[Check]:
@@ -63,6 +63,6 @@ def check_disk() -> Iterator[Check]:
             "use --run-directory, or another directory",
         )
     elif free < _LEAST_DISK:
-        yield Check("disk", "warn", f"{size(free)} free at {directory}", "make room for logs and checkpoints")
+        yield Check("disk", "warn", f"{format_bytes(free)} free at {directory}", "make room for logs and checkpoints")
     else:
-        yield ok("disk", f"{size(free)} free at {directory}")
+        yield ok("disk", f"{format_bytes(free)} free at {directory}")

@@ -18,7 +18,7 @@ _HELLO = "from mpi4py import MPI; c = MPI.COMM_WORLD; print(f'hello {c.allreduce
 def check_mpi() -> Iterator[Check]:
     """Compare mpiexec with the library that mpi4py loads, and start two ranks."""
     try:
-        mpi = mpi_library.find()
+        mpi = mpi_library.find_mpi()
         yield ok("mpiexec", f"{mpi} ({mpi.mpiexec})")
     except TopKubeError as error:
         yield Check("mpiexec", "fail", error.what, error.next_step)

@@ -20,7 +20,7 @@ from topkube.job import TrainingJob
 from topkube.job.algorithm_name import is_foreign
 from topkube.launch.local import LocalRun, fresh_directory, is_this_python, rank_command, rank_environment
 from topkube.launch.mpi import mpi_library
-from topkube.processors import cores
+from topkube.processors import count_cores
 from topkube.settings import Settings, process_environment
 from topkube.telemetry.history import History
 from topkube.telemetry.loggers import check_loggers, log_folder
@@ -33,7 +33,7 @@ def run_job(options: RunOptions) -> int:
     if options.dry_run is not None:
         return _print_job(job, options.dry_run, options.target)
     loggers = check_loggers(options.target.loggers or "")
-    mpi = mpi_library.find()
+    mpi = mpi_library.find_mpi()
     directory = fresh_directory(options.run_directory, job, time.localtime())
     environment = rank_environment(job, mpi, directory, process_environment(), options.collective_deadline_seconds)
     if options.trace is not None:
@@ -83,8 +83,8 @@ def _announce(console: Console, job: TrainingJob, mpi: mpi_library.Mpi, director
         console,
         f"{job.name}: {spec.workers} x {spec.slots_per_worker} ranks, {describe(job)}, {mpi}; logs in {directory}",
     )
-    if job.ranks > cores():
-        say(console, f"warning: {job.ranks} ranks share {cores()} cores and wait for each other")
+    if job.ranks > count_cores():
+        say(console, f"warning: {job.ranks} ranks share {count_cores()} cores and wait for each other")
     if spec.mpi_implementation != mpi.implementation:
         say(console, f"warning: the job's image has {spec.mpi_implementation}; this machine uses {mpi}")
     if spec.dataset is not None and not Path(spec.dataset.mount_path).exists():

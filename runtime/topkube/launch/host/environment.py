@@ -7,14 +7,14 @@ import pwd
 from collections.abc import Mapping
 from pathlib import Path
 
-from topkube.processors import cores, threads_per_rank
+from topkube.processors import count_cores, count_threads_per_rank
 from topkube.settings import Settings, process_environment
 
 
 def set_defaults(environment: dict[str, str], ranks: int) -> None:
     """Set what ranks need and the job has not set: threads that share the processors among `ranks`, unbuffered output,
     and a Python traceback if native code crashes."""
-    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(cores(), ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(count_threads_per_rank(count_cores(), ranks)))
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment.setdefault("PYTHONFAULTHANDLER", "1")
 

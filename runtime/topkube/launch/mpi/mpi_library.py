@@ -49,7 +49,7 @@ class Mpi:
         }
 
 
-def find(beside: Path | None = None, path: str | None = None) -> Mpi:
+def find_mpi(beside: Path | None = None, path: str | None = None) -> Mpi:
     """Return the MPI whose mpiexec is in the folder of this Python, or else on `path` (default: PATH).
 
     Raises LaunchError if there is no mpiexec, or if it is neither MPICH's nor Open MPI's.
@@ -85,7 +85,7 @@ def find_wanted(implementation: str) -> Mpi:
     """Return the MPI of a launcher whose plan asks for `implementation`. Raises LaunchError, with exit code 127, if
     another MPI or none is installed."""
     try:
-        mpi = find()
+        mpi = find_mpi()
     except LaunchError as error:
         error.exit_code = 127
         raise

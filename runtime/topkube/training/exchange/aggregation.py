@@ -24,7 +24,7 @@ from topkube.algorithms import (
     Stage,
     check_schedule,
     explain_dense_wire,
-    find,
+    find_algorithm,
     reads_dense_wire,
 )
 from topkube.errors import ArgumentError
@@ -76,11 +76,11 @@ class AggregationSettings:
 
     def __post_init__(self) -> None:
         if self.algorithm not in CHOICES:
-            find(self.algorithm)
+            find_algorithm(self.algorithm)
         for parameter in _CHECKED:
             parameter.check(getattr(self, parameter.name))
         if self.algorithm not in CHOICES:
-            find(self.algorithm).check_period(self.period)
+            find_algorithm(self.algorithm).check_period(self.period)
         check_schedule(self.algorithm, self.warmup_steps, self.momentum_correction, self.schedule)
         if self.dense_wire != DENSE_WIRE.default and not any(map(reads_dense_wire, self.algorithms)):
             reason, _, advice = explain_dense_wire(self.algorithm).partition("; ")
@@ -97,7 +97,7 @@ class AggregationSettings:
     @property
     def in_weights(self) -> bool:
         """True if what was not sent stays in the node's weights (training/node_weights/)."""
-        return self.algorithm not in CHOICES and find(self.algorithm).in_weights
+        return self.algorithm not in CHOICES and find_algorithm(self.algorithm).in_weights
 
     @property
     def within_node(self) -> AggregationSettings:

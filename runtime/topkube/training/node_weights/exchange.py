@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from topkube.algorithms import Route, find
+from topkube.algorithms import Route, find_algorithm
 from topkube.arrays import Array
 from topkube.collectives.all_reduce import between_nodes, finish_exchange, load
 from topkube.collectives.call import Call, workspace
@@ -42,7 +42,7 @@ class WeightExchange:
     the communication thread."""
 
     def __init__(self, world: World, parameters: Sequence[Parameter], aggregation: AggregationSettings) -> None:
-        self.world, self.algorithm, self._wire = world, find(aggregation.algorithm), aggregation.wire
+        self.world, self.algorithm, self._wire = world, find_algorithm(aggregation.algorithm), aggregation.wire
         self.chunks = chunks_of(parameters, world)
         self.agreed: list[Array] = []
         self.weights = [len(ranks) / world.size for ranks in world.node_ranks]

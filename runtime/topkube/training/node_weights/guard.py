@@ -54,7 +54,7 @@ class Guard:
         self.weight_spread: float | None = None
         self._algorithm, self._has_warned = algorithm, False
 
-    def want(self, period: int) -> None:
+    def set_period(self, period: int) -> None:
         """Take another period from the job's schedule. It also replaces a period that the guard has shortened."""
         if period != self._wanted:
             self.period = self._wanted = period
@@ -94,6 +94,6 @@ class Guard:
         self.period = state["period"] if state is not None and is_same else self._wanted
 
 
-def say(text: str) -> None:
+def warn(text: str) -> None:
     """Print a warning on this rank."""
     print(f"topkube: warning: {text}", file=sys.stderr, flush=True)

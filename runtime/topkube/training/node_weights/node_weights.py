@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from topkube.algorithms import find
+from topkube.algorithms import find_algorithm
 from topkube.arrays import Array
 from topkube.collectives.two_stage import TwoStage
 from topkube.errors import ArgumentError, TrainingError
@@ -21,7 +21,7 @@ from topkube.training.exchange.buckets import Parameter, is_sharded
 from topkube.training.exchange.residuals import Pieces
 from topkube.training.exchange.weights_check import WeightsCheck
 from topkube.training.node_weights.exchange import WeightExchange
-from topkube.training.node_weights.guard import Guard, Squares, say
+from topkube.training.node_weights.guard import Guard, Squares, warn
 from topkube.training.node_weights.layout import Chunk, Piece
 from topkube.training.node_weights.outer_momentum import KEY
 from topkube.training.node_weights.second_moment import SecondMoment
@@ -61,7 +61,7 @@ class NodeWeights:
         aggregation: AggregationSettings,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        algorithm = find(aggregation.algorithm)
+        algorithm = find_algorithm(aggregation.algorithm)
         check_parameters(parameters, algorithm.name)
         self.world, self.node_world = world, world_of_node(world)
         self.exchange = WeightExchange(world, parameters, aggregation)
@@ -122,7 +122,7 @@ class NodeWeights:
         total = agreement(self.world)([weight * part for part in (squares.change, squares.left, squares.agreed)])
         problem = self.guard.check_drift(*total.tolist())
         if problem and self.world.rank == 0:
-            say(problem)
+            warn(problem)
 
     def end(self) -> None:
         """Write the weights that all nodes agree on into the parameters, and forget what was not sent. All ranks call

@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from topkube import __version__
-from topkube.processors import cores
+from topkube.processors import count_cores
 from topkube.settings import Settings
 from topkube.telemetry import trace
 from topkube.world import World
@@ -36,7 +36,7 @@ def start_trace(
         "machine": platform.machine(),
         "nodes": world.nodes,
         "ranksPerNode": [len(ranks) for ranks in world.node_ranks],
-        "cores": cores(),
+        "cores": count_cores(),
         "threads": torch.get_num_threads(),
         "device": parameters[0][1].device.type if parameters else "cpu",
         "algorithm": aggregation.algorithm,

@@ -170,11 +170,11 @@ def case_a_layer_runs_twice_and_is_recomputed_in_backward(world: World) -> None:
     reference, layer = nn.BatchNorm2d(3).double(), nn.SyncBatchNorm(3)
     batches = [images(2 + r, r)[0] for r in range(size)]
 
-    def twice(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def apply_twice(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return layer(layer(x).tanh() + 1) * x
 
-    (twice(reference, torch.cat(batches)) ** 2).sum().backward()
-    checkpointed = torch.utils.checkpoint.checkpoint(twice, layer, batches[rank].float(), use_reentrant=False)
+    (apply_twice(reference, torch.cat(batches)) ** 2).sum().backward()
+    checkpointed = torch.utils.checkpoint.checkpoint(apply_twice, layer, batches[rank].float(), use_reentrant=False)
     (checkpointed**2).sum().backward()
     total = world.comm.allreduce(layer.weight.grad.double().numpy())
     close(torch.from_numpy(total), reference.weight.grad, 1e-5, "gradient of the weight")

@@ -13,7 +13,7 @@ from torch import nn
 
 import topkube
 from ranks.training.scene import loss_of, network, same_on_all_ranks, weights
-from topkube.algorithms import find
+from topkube.algorithms import find_algorithm
 from topkube.errors import ArgumentError, TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
@@ -88,7 +88,7 @@ class Definition:
     ranks."""
 
     def __init__(self, world: World, model: nn.Module, make: Any, period: int = 1, algorithm: str = "onebit") -> None:
-        self.world, self.period, self.algorithm = world, period, find(algorithm)
+        self.world, self.period, self.algorithm = world, period, find_algorithm(algorithm)
         self.shares = [len(ranks) / world.size for ranks in world.node_ranks]
         self.x = [p.detach().double() for p in model.parameters()]
         self.owed = [torch.zeros_like(p) for p in self.x]

@@ -114,7 +114,7 @@ KILLS = {
 """Moment -> rank, audit event, and the name of the file: what the rank is about to do."""
 
 
-def be_killed(world: World, directory: str, moment: str) -> None:
+def end_by_sigkill(world: World, directory: str, moment: str) -> None:
     """A run in which a rank gets SIGKILL while the checkpoint of step 8 is saved."""
     rank, wanted, name = KILLS[moment]
 

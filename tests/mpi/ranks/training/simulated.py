@@ -33,7 +33,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32))
 
 
-def compare(world: World, rule: str, warmup_steps: int) -> None:
+def compare_with_simulation(world: World, rule: str, warmup_steps: int) -> None:
     """Train on this world, one rank per node, and on simulated nodes; the weights must be equal to rounding."""
     assert world.size == world.nodes
     model = network()
@@ -60,23 +60,23 @@ def compare(world: World, rule: str, warmup_steps: int) -> None:
 
 
 def case_dense_is_simulated(world: World) -> None:
-    compare(world, "dense", 0)
+    compare_with_simulation(world, "dense", 0)
 
 
 def case_hitopk_is_simulated(world: World) -> None:
-    compare(world, "hitopk", 0)
+    compare_with_simulation(world, "hitopk", 0)
 
 
 def case_gtopk_is_simulated(world: World) -> None:
-    compare(world, "gtopk", 0)
+    compare_with_simulation(world, "gtopk", 0)
 
 
 def case_oktopk_is_simulated(world: World) -> None:
-    compare(world, "oktopk", 0)
+    compare_with_simulation(world, "oktopk", 0)
 
 
 def case_the_warm_up_is_simulated(world: World) -> None:
-    compare(world, "hitopk", 6)
+    compare_with_simulation(world, "hitopk", 6)
 
 
 def compare_weights(world: World, kind: str, period: int, tolerance: float, name: str = "onebit") -> None:
@@ -114,11 +114,11 @@ def compare_weights(world: World, kind: str, period: int, tolerance: float, name
 
 
 def case_powersgd_is_simulated(world: World) -> None:
-    compare(world, "powersgd", 0)
+    compare_with_simulation(world, "powersgd", 0)
 
 
 def case_acpsgd_is_simulated(world: World) -> None:
-    compare(world, "acpsgd", 0)
+    compare_with_simulation(world, "acpsgd", 0)
 
 
 def case_topk1bit_is_simulated(world: World) -> None:

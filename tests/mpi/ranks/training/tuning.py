@@ -40,17 +40,17 @@ def same_choice(world: World, optimizer: topkube.DistributedOptimizer) -> bool:
 
 
 @contextmanager
-def measured_wrongly(world: World, factor: float) -> Iterator[None]:
+def measure_wrongly(world: World, factor: float) -> Iterator[None]:
     """A world whose links seem `factor` times as fast as they are."""
     measure = tuning.measure_machines
 
-    def wrong(of: World) -> MeasuredMachine:
+    def measure_falsely(of: World) -> MeasuredMachine:
         measured = measure(of)
         rate = measured.rate and measured.rate * factor
         return MeasuredMachine(rate, measured.latency and measured.latency / factor, measured.memory)
 
     world.cache.pop("measured machines", None)
-    tuning.measure_machines = wrong
+    tuning.measure_machines = measure_falsely
     try:
         yield
     finally:
@@ -92,13 +92,13 @@ def case_a_wrong_measurement_is_corrected_by_all_ranks_together(world: World) ->
     steps = iter([1.0, 0.5])
     note_step = tuning.Tuning.note_step
 
-    def noted(self: tuning.Tuning, now: float) -> list[float] | None:
+    def note_times(self: tuning.Tuning, now: float) -> list[float] | None:
         measured = note_step(self, now)
         return measured and [next(steps) - 0.01 * world.rank, -0.2 - world.rank, -0.01 - world.rank]
 
-    tuning.Tuning.note_step = noted  # type: ignore[method-assign]
+    tuning.Tuning.note_step = note_times  # type: ignore[method-assign]
     try:
-        with measured_wrongly(world, 1e6):
+        with measure_wrongly(world, 1e6):
             model = network()
             optimizer = distributed(model, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
             train(model, optimizer, 0, 1)
@@ -120,7 +120,7 @@ def case_a_wrong_measurement_is_corrected_by_all_ranks_together(world: World) ->
 
 def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(world: World) -> None:
     """Only one rank saves before the comparison is due: no rank changes the choice after it."""
-    with measured_wrongly(world, 1e6):
+    with measure_wrongly(world, 1e6):
         model = network()
         optimizer = distributed(model, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
         train(model, optimizer, 0, 4)

@@ -9,7 +9,7 @@ from ranks.training import onebit, onebit_checkpoints
 from ranks.training.onebit import adamw, agreed, follow, sgd, train
 from ranks.training.scene import network, same_on_all_ranks, weights
 from topkube import collectives
-from topkube.algorithms import Workload, find
+from topkube.algorithms import Workload, find_algorithm
 from topkube.telemetry import phases
 from topkube.world import World
 
@@ -58,7 +58,7 @@ def case_allreduce_has_two_stages_too(world: World) -> None:
         kept = world.comm.allreduce(owed)
         np.testing.assert_allclose(received + kept, given, rtol=0, atol=1e-4 * np.abs(given).max())
         assert kept.any()
-        bound = find(name).traffic(Workload(world.nodes, 1, length)).sent
+        bound = find_algorithm(name).traffic(Workload(world.nodes, 1, length)).sent
         assert abs(sent / world.nodes / 3 / bound - 1) < 0.1, (name, sent / world.nodes / 3, bound)
 
 

@@ -25,7 +25,7 @@ def module(source: str, name: str = "script") -> types.ModuleType:
     return module_object
 
 
-def of(source: str) -> str:
+def fingerprint_of(source: str) -> str:
     return fingerprint(module(source).decode)
 
 
@@ -72,8 +72,8 @@ BASE = """
 )
 def test_a_change_of_what_decode_reaches_changes_its_fingerprint(old: str, new: str) -> None:
     assert old in BASE
-    assert of(BASE) == of(BASE)
-    assert of(BASE) != of(BASE.replace(old, new))
+    assert fingerprint_of(BASE) == fingerprint_of(BASE)
+    assert fingerprint_of(BASE) != fingerprint_of(BASE.replace(old, new))
 
 
 def test_a_helper_in_another_module_of_the_project_counts_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_a_helper_in_another_module_of_the_project_counts_by_its_code(monkeypatc
             "def decode(raw):\n    import my_helpers\n    return my_helpers.scaled(raw)",
             "def decode(raw):\n    from my_helpers import scaled\n    return scaled(raw)",
         ):
-            fingerprints.append(of(how))  # noqa: PERF401
+            fingerprints.append(fingerprint_of(how))  # noqa: PERF401
     assert len(set(fingerprints)) == 8
 
 
@@ -105,12 +105,12 @@ def test_a_helper_in_another_module_of_the_project_counts_by_its_code(monkeypatc
 )
 def test_code_that_cannot_be_described_needs_an_explicit_fingerprint(source: str) -> None:
     with pytest.raises(DatasetError, match=r"no automatic fingerprint: it uses '\w+'.*fingerprint="):
-        of(source)
+        fingerprint_of(source)
 
 
 def test_functions_that_call_each_other_are_visited_once() -> None:
     source = "def decode(x): return other(x - 1)\ndef other(x): return decode(x) if x else 0"
-    assert of(source) != of(source.replace("else 0", "else 1"))
+    assert fingerprint_of(source) != fingerprint_of(source.replace("else 0", "else 1"))
 
 
 def test_a_decode_has_one_fingerprint_in_all_processes(tmp_path: Path) -> None:

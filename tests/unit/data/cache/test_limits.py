@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openers import Opener, check_samples, shard_files, until
-from processes import ending, fork
+from openers import Opener, check_samples, shard_files, wait_until
+from processes import fork, wait_for_end
 from remotes import Remote, write_files, write_tars
 
 from topkube.data import ArrayOf
@@ -56,7 +56,7 @@ def test_within_a_job_the_tier_takes_shards_until_it_is_full_and_then_freezes(
     assert dataset.node_state.state == FROZEN
     assert DiskTier(open_dataset.cache).used() <= 100_000
     shards = range(len(dataset.cache.shards))
-    until(lambda: sum(map(dataset.cache.has, shards)) == 3)  # readers do not wait for the last shard
+    wait_until(lambda: sum(map(dataset.cache.has, shards)) == 3)  # readers do not wait for the last shard
     assert capfd.readouterr().err.count("takes no more shards") == 1
 
 
@@ -108,7 +108,7 @@ def test_memory_of_killed_processes_is_not_used(tmp_path: Path, open_dataset: Op
         column.write_bytes(bytes(data.nbytes))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert ending(fork(train)) == -signal.SIGKILL
+    assert wait_for_end(fork(train)) == -signal.SIGKILL
     check_samples(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
 
 

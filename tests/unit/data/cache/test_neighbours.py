@@ -26,18 +26,18 @@ def folder(open_dataset: Opener) -> Path:
     return open_dataset.memory / f"topkube-{os.geteuid()}"
 
 
-def as_other(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+def show_as_anothers(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Let `path` appear to belong to another user."""
     real: dict[str, Any] = {"lstat": os.lstat, "stat": os.stat}
 
     def owned_by_another(name: str) -> Any:
-        def look(which: Any, *rest: Any, **more: Any) -> os.stat_result:
+        def stat_as_anothers(which: Any, *rest: Any, **more: Any) -> os.stat_result:
             state = real[name](which, *rest, **more)
             if str(which) != str(path):
                 return state
             return os.stat_result([*state[:4], 12345, *state[5:]])
 
-        return look
+        return stat_as_anothers
 
     for name in real:
         monkeypatch.setattr(os, name, owned_by_another(name))
@@ -59,7 +59,7 @@ def test_a_memory_folder_that_another_user_prepared_is_not_used(
         folder.mkdir()
         folder.chmod(0o777 if planted == "open" else 0o700)
     if planted == "owner":
-        as_other(monkeypatch, folder)
+        show_as_anothers(monkeypatch, folder)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
     for _ in range(2):
         check_samples(dataset, data)
@@ -91,11 +91,11 @@ def test_a_link_in_place_of_a_session_is_not_followed(tmp_path: Path, open_datas
     assert private.read_text() == "precious"
 
 
-def everything(folder: Path) -> list[Path]:
+def list_everything(folder: Path) -> list[Path]:
     return [folder, *folder.rglob("*")]
 
 
-def mode(path: Path) -> int:
+def read_mode(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
 
 
@@ -106,7 +106,7 @@ def common_umask() -> Any:
     os.umask(before)
 
 
-def knows_access_lists(folder: Path) -> bool:
+def supports_access_lists(folder: Path) -> bool:
     folder.mkdir()
     DiskTier(folder)
     return "system.posix_acl_default" in os.listxattr(folder)
@@ -116,12 +116,12 @@ def knows_access_lists(folder: Path) -> bool:
 def test_only_its_user_can_read_a_cache(tmp_path: Path, open_dataset: Opener) -> None:
     data = write_files(tmp_path / "source", 20)
     check_samples(open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20), data)
-    assert mode(open_dataset.cache) == 0o700
+    assert read_mode(open_dataset.cache) == 0o700
     folder = open_dataset.memory / f"topkube-{os.geteuid()}"
-    assert mode(folder) == 0o700
+    assert read_mode(folder) == 0o700
     open_dataset.close()  # the threads that fill the cache have ended
-    if knows_access_lists(tmp_path / "rehearsal"):
-        assert not [path for path in everything(open_dataset.cache) if mode(path) & 0o077]
+    if supports_access_lists(tmp_path / "rehearsal"):
+        assert not [path for path in list_everything(open_dataset.cache) if read_mode(path) & 0o077]
 
 
 @pytest.mark.usefixtures("common_umask")
@@ -129,7 +129,7 @@ def test_a_cache_of_an_older_version_is_closed_to_others(tmp_path: Path, open_da
     data = write_files(tmp_path / "source", 20)
     check_samples(open_dataset(tmp_path / "source", decode=RECORD), data)
     open_dataset.close()
-    for path in everything(open_dataset.cache):
+    for path in list_everything(open_dataset.cache):
         if path.is_dir():
             for name in os.listxattr(path):
                 os.removexattr(path, name)
@@ -137,7 +137,7 @@ def test_a_cache_of_an_older_version_is_closed_to_others(tmp_path: Path, open_da
     dataset = open_dataset(tmp_path / "source", decode=RECORD)
     check_samples(dataset, data)
     assert dataset.statistics()["remote_bytes"] == 0
-    assert mode(open_dataset.cache) == 0o700
+    assert read_mode(open_dataset.cache) == 0o700
 
 
 @pytest.mark.usefixtures("common_umask")
@@ -146,24 +146,24 @@ def test_a_folder_that_is_set_up_for_others_stays_so(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
     DiskTier(tmp_path / "cache")
-    assert mode(tmp_path / "cache") == 0o777
-    assert mode(tmp_path / "cache" / "datasets") == 0o755
+    assert read_mode(tmp_path / "cache") == 0o777
+    assert read_mode(tmp_path / "cache" / "datasets") == 0o755
 
 
 @pytest.mark.usefixtures("common_umask")
 def test_a_cache_of_a_group_can_be_written_by_all_of_it(tmp_path: Path) -> None:
-    if not knows_access_lists(tmp_path / "rehearsal"):
+    if not supports_access_lists(tmp_path / "rehearsal"):
         pytest.skip("this volume knows no access lists")
     folder = DiskTier(tmp_path / "cache", sharing="group").dataset("file:///x")
     os.close(folder.publish("0" * 32, 10, lambda file: os.posix_fallocate(file, 0, 10)))
-    for path in everything(tmp_path / "cache"):
-        assert mode(path) & 0o007 == 0, path
-        assert mode(path) & 0o060 == (0o040 if path.name == "0" * 32 and path.parent.name == "00" else 0o060), path
+    for path in list_everything(tmp_path / "cache"):
+        assert read_mode(path) & 0o007 == 0, path
+        assert read_mode(path) & 0o060 == (0o040 if path.name == "0" * 32 and path.parent.name == "00" else 0o060), path
 
 
 def test_a_cache_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").mkdir()
-    as_other(monkeypatch, tmp_path / "cache")
+    show_as_anothers(monkeypatch, tmp_path / "cache")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(CacheError, match=r"belongs to user 12345.*TOPKUBE_CACHE_SHARING=group"):
         DiskTier(tmp_path / "cache")

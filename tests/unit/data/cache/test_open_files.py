@@ -47,12 +47,12 @@ def test_a_local_folder_that_cannot_be_read_is_an_error_not_a_smaller_dataset(
     write_files(tmp_path / "source", 20)
     listed = LocalFileSystem.ls
 
-    def refused(self: LocalFileSystem, path: str, *rest: Any, **more: Any) -> Any:
+    def refuse(self: LocalFileSystem, path: str, *rest: Any, **more: Any) -> Any:
         if path.endswith("/b"):
             raise OSError(24, "Too many open files")
         return listed(self, path, *rest, **more)
 
-    monkeypatch.setattr(LocalFileSystem, "ls", refused)
+    monkeypatch.setattr(LocalFileSystem, "ls", refuse)
     with pytest.raises(StoreError, match="Too many open files"):
         open_dataset(tmp_path / "source")
 
@@ -62,10 +62,10 @@ def test_a_fault_in_a_filling_thread_is_named_and_leaves_nobody_waiting(
 ) -> None:
     data = write_files(tmp_path / "source", 20)
 
-    def fault(self: DiskFiller, number: int) -> None:
+    def raise_fault(self: DiskFiller, number: int) -> None:
         raise RuntimeError("oops")
 
-    monkeypatch.setattr(DiskFiller, "_source", fault)
+    monkeypatch.setattr(DiskFiller, "_source", raise_fault)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, wait_seconds=60)
     check_samples(dataset, data)
     assert dataset.node_state.fillers == 0

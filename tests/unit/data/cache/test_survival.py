@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from openers import Opener, check_samples, shard_files
-from processes import ending, fork, on_volume
+from processes import fork, run_on_volume, wait_for_end
 from remotes import Remote, write_files, write_tars
 
 from topkube.data import ArrayOf
@@ -38,7 +38,7 @@ def test_a_kill_at_any_step_of_a_publication_loses_at_most_that_shard(
         monkeypatch.setattr(dataset_folder, "step", die)
         open_dataset(tmp_path / "source", decode=RECORD, group_bytes=20_000, prefetch=False)[0]
 
-    assert ending(fork(train)) == -signal.SIGKILL
+    assert wait_for_end(fork(train)) == -signal.SIGKILL
     dataset = open_dataset(tmp_path / "source", decode=RECORD, group_bytes=20_000)
     check_samples(dataset, data)
     dataset.warm()
@@ -60,7 +60,7 @@ def test_a_fork_while_a_lock_is_released_keeps_its_descriptors(tmp_path: Path, m
         monkeypatch.setattr(os, "close", close)
         pipe = os.pipe()
         assert file in pipe
-        endings.append(ending(fork(lambda: [os.fstat(end) for end in pipe])))
+        endings.append(wait_for_end(fork(lambda: [os.fstat(end) for end in pipe])))
         for end in pipe:
             close(end)
 
@@ -97,7 +97,7 @@ def test_8_processes_that_race_for_a_shard_fetch_it_once(remote: Remote, open_da
 
     racing = [fork(train) for _ in range(8)]
     go.touch()
-    assert [ending(process) for process in racing] == [0] * 8
+    assert [wait_for_end(process) for process in racing] == [0] * 8
     assert remote.requests["000.tar"] == 1
 
 
@@ -123,7 +123,7 @@ def test_a_waiter_takes_over_from_a_process_without_progress(
         assert dataset.statistics()["takeovers"] == 1
     finally:
         os.kill(stopped, signal.SIGCONT)
-    ending(stopped)
+    wait_for_end(stopped)
     check_samples(open_dataset(remote.uri, decode=decode), data)
 
 
@@ -314,7 +314,7 @@ def test_a_shard_that_shrinks_under_an_open_dataset_is_fetched_again(remote: Rem
 def test_a_volume_that_fails_costs_one_warning_and_training_continues(tmp_path: Path, volume: str, says: str) -> None:
     write_files(tmp_path / "source", 200)
     (tmp_path / "volume").mkdir()
-    output = on_volume(volume, tmp_path / "source", tmp_path / "volume")
+    output = run_on_volume(volume, tmp_path / "source", tmp_path / "volume")
     assert [line for line in output.splitlines() if line.startswith("topkube:")] == output.splitlines()
     assert len(output.splitlines()) == 1, output
     assert says in output
@@ -355,7 +355,7 @@ def test_two_jobs_share_a_dataset_while_a_third_evicts_it(remote: Remote, open_d
     DiskTier(open_dataset.cache)
     evicting, jobs = fork(evict), [fork(train), fork(train)]
     try:
-        assert [ending(job) for job in jobs] == [0, 0]
+        assert [wait_for_end(job) for job in jobs] == [0, 0]
     finally:
         stop.touch()
-    assert ending(evicting) == 0
+    assert wait_for_end(evicting) == 0

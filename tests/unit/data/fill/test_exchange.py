@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from openers import until
+from openers import wait_until
 
 from topkube.data.cache.shard_file import Received, ShardWriter
 from topkube.data.fill import shard_exchange
@@ -145,11 +145,11 @@ def test_nothing_is_written_to_a_descriptor_after_a_timeout(bench: Bench, monkey
         number = first.fileno()
         ended = threading.Event()
 
-        def drip() -> None:
+        def release_slowly() -> None:
             while not ended.wait(0.04):
                 bench.comm.slots.release()
 
-        dripping = threading.Thread(target=drip)
+        dripping = threading.Thread(target=release_slowly)
         dripping.start()
         try:
             bench.receive_shard(number)
@@ -159,7 +159,7 @@ def test_nothing_is_written_to_a_descriptor_after_a_timeout(bench: Bench, monkey
         assert bench.from_remote == 1
         os.dup2(second.fileno(), number)
         bench.comm.open = True  # the rest arrives
-        until(lambda: not bench.exchange._pulls and not bench.exchange._abandoned)
+        wait_until(lambda: not bench.exchange._pulls and not bench.exchange._abandoned)
         assert second.read() == b""
 
 
@@ -210,7 +210,7 @@ def test_an_invalid_request_is_reported_and_not_answered(
 ) -> None:
     bench.cache.open = lambda *_: pytest.fail("an invalid request was answered")
     bench.comm.requests.append(request_of_rank)
-    until(lambda: not bench.comm.requests)
+    wait_until(lambda: not bench.comm.requests)
     bench.exchange.close()
     assert not bench.exchange._pushes
     assert "one of these numbers is invalid" in capfd.readouterr().err

@@ -30,11 +30,11 @@ RECORD = ArrayOf("uint8", (3072,), field="bin")
 DATA = random.Random(1).randbytes(300_000) + bytes(300_000)
 
 
-def zstd(data: bytes) -> bytes:
+def compress_zstd(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(write_checksum=True).compress(data)
 
 
-PACK: dict[Compression, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "zstd": zstd}
+PACK: dict[Compression, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "zstd": compress_zstd}
 ENDINGS = [("gzip", ".tar.gz"), ("gzip", ".tgz"), ("zstd", ".tar.zst")]
 
 
@@ -65,7 +65,7 @@ def test_a_file_may_have_several_parts(kind: Compression) -> None:
 
 def test_zstandard_frames_may_be_skipped_and_gzip_may_be_padded() -> None:
     skipped = bytes.fromhex("502a4d18") + (5).to_bytes(4, "little") + b"hello"
-    assert unpack(skipped + zstd(DATA) + skipped, "zstd") == DATA
+    assert unpack(skipped + compress_zstd(DATA) + skipped, "zstd") == DATA
     assert unpack(gzip.compress(DATA) + bytes(600_000), "gzip") == DATA
 
 
@@ -143,7 +143,7 @@ def test_the_memory_of_a_zstandard_bomb_is_bounded(monkeypatch: pytest.MonkeyPat
             return Watched()
 
     monkeypatch.setattr(zstandard, "ZstdDecompressor", Decompressor)
-    bomb = zstd(bytes(256 << 20))
+    bomb = compress_zstd(bytes(256 << 20))
     with tempfile.TemporaryFile() as file:
         file.write(bomb)
         file.flush()

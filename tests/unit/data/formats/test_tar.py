@@ -27,7 +27,7 @@ from topkube.files import write_bytes
 BLOCK = 512
 
 
-def indexed(data: bytes) -> SampleIndex:
+def index_tar(data: bytes) -> SampleIndex:
     file = os.memfd_create("tar")
     try:
         os.write(file, data)
@@ -68,28 +68,28 @@ def test_zeros_in_the_middle_do_not_end_a_shard_in_silence(blocks: int) -> None:
     data = archive()
     data[8 * BLOCK : (8 + blocks) * BLOCK] = bytes(blocks * BLOCK)  # the header of the fifth member, and more
     with pytest.raises(DatasetError, match=r"0\.tar has more data after the zeros at byte 4096"):
-        indexed(bytes(data))
+        index_tar(bytes(data))
 
 
 def test_an_archive_without_its_end_is_refused() -> None:
     data = bytes(archive(10))[: 20 * BLOCK]
     with pytest.raises(DatasetError, match="without the two blocks of zeros"):
-        indexed(data)
+        index_tar(data)
     with pytest.raises(DatasetError, match="ends with 512 bytes of zeros"):
-        indexed(data + bytes(BLOCK))
-    assert len(indexed(data + bytes(2 * BLOCK))) == 10
+        index_tar(data + bytes(BLOCK))
+    assert len(index_tar(data + bytes(2 * BLOCK))) == 10
 
 
 def test_two_archives_in_one_file_are_refused() -> None:
     with pytest.raises(DatasetError, match="has more data after the zeros"):
-        indexed(bytes(archive() + archive()))
+        index_tar(bytes(archive() + archive()))
 
 
 @pytest.mark.parametrize("key", ["path", "size", "GNU.sparse.size"])
 def test_a_global_header_that_changes_members_is_refused(key: str) -> None:
     with pytest.raises(DatasetError, match=f"global header with '{key}'"):
-        indexed(bytes(archive(2, tarfile.PAX_FORMAT, **{key: "3"})))
-    assert len(indexed(bytes(archive(2, tarfile.PAX_FORMAT, comment="of git")))) == 2
+        index_tar(bytes(archive(2, tarfile.PAX_FORMAT, **{key: "3"})))
+    assert len(index_tar(bytes(archive(2, tarfile.PAX_FORMAT, comment="of git")))) == 2
 
 
 def member(change: Callable[[tarfile.TarInfo], None]) -> bytes:
@@ -107,7 +107,7 @@ def test_an_invalid_size_is_a_typed_error(size: str) -> None:
         info.pax_headers = {"size": size}
 
     with pytest.raises(DatasetError):
-        indexed(member(change))
+        index_tar(member(change))
 
 
 @pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
@@ -116,14 +116,14 @@ def test_a_name_in_another_encoding_is_a_typed_error(format: int) -> None:
     with tarfile.open(fileobj=written, mode="w", format=format, encoding="latin-1") as tar:
         add(tar, "größe.bin", b"x")
     with pytest.raises(DatasetError, match="is not UTF-8"):
-        indexed(written.getvalue())
+        index_tar(written.getvalue())
 
 
 def test_an_extended_header_without_end_is_not_read_into_memory() -> None:
     header = tarfile.TarInfo("0.bin")
     header.type, header.size = tarfile.XHDTYPE, 3 << 20
     with pytest.raises(DatasetError, match="extended header of 3,145,728 bytes"):
-        indexed(header.tobuf(tarfile.USTAR_FORMAT) + bytes(3 << 20))
+        index_tar(header.tobuf(tarfile.USTAR_FORMAT) + bytes(3 << 20))
 
 
 def test_names_with_a_dot_in_their_number_are_refused_with_two_of_them() -> None:
@@ -132,13 +132,13 @@ def test_names_with_a_dot_in_their_number_are_refused_with_two_of_them() -> None
         for number in range(5000):
             add(tar, f"image.{number:04}.jpg", b"x")
     with pytest.raises(DatasetError, match=r"'image\.0000\.jpg' and 'image\.0001\.jpg' are different fields"):
-        indexed(written.getvalue())
+        index_tar(written.getvalue())
 
 
 def test_an_index_of_older_rules_is_created_again(tmp_path: Path) -> None:
     """An older version may have created the index from a shard that is refused now."""
     path = tmp_path / "0.index"
-    write_bytes(path, pack_index(indexed(bytes(archive(3)))))
+    write_bytes(path, pack_index(index_tar(bytes(archive(3)))))
     assert read_index(path) is not None
     data = path.read_bytes()[16:]
     path.write_bytes(xxhash.xxh3_128_digest(data) + data)
@@ -154,7 +154,7 @@ def test_damage_is_an_error_or_changes_no_other_sample(data: st.DataObject) -> N
     put = data.draw(st.binary(min_size=1, max_size=2 * BLOCK) | st.integers(1, 3 * BLOCK).map(bytes))
     damaged = (intact[:at] + put + intact[at + len(put) :])[: len(intact)]
     try:
-        index = indexed(damaged)
+        index = index_tar(damaged)
     except DatasetError:
         return
     # zeros from inside a member to the end of the file make a complete archive of fewer members
@@ -197,9 +197,9 @@ ALIKE = {
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_members_that_are_alike_are_read_as_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = pack_index(indexed(ALIKE[name]))
+    together = pack_index(index_tar(ALIKE[name]))
     monkeypatch.setattr(tar, "_RUN_BYTES", 0)
-    assert pack_index(indexed(ALIKE[name])) == together
+    assert pack_index(index_tar(ALIKE[name])) == together
 
 
 @pytest.mark.parametrize("place", [0, 100, 110, 130, 150, 156, 300, 400])
@@ -207,10 +207,10 @@ def test_a_damaged_header_among_members_that_are_alike_is_found(place: int) -> N
     data = bytearray(ALIKE["equal"])
     data[50 * 3 * BLOCK + place] ^= 1
     with pytest.raises(DatasetError, match=f"no header at byte {50 * 3 * BLOCK}"):
-        indexed(bytes(data))
+        index_tar(bytes(data))
 
 
 @pytest.mark.parametrize("name", ["/etc/x.bin", "a/../../x.bin", "a\\x.bin"])
 def test_an_unsafe_name_among_members_that_are_alike_is_refused(name: str) -> None:
     with pytest.raises(DatasetError, match="would leave the folder"):
-        indexed(members(100, rename(50, name)))
+        index_tar(members(100, rename(50, name)))

@@ -28,7 +28,7 @@ KINDS = [
 """A server that is not plain also sends chunked bodies and redirects, which TopKube reads with aiohttp."""
 
 
-def listed(server: Hostile) -> Listing:
+def list_objects(server: Hostile) -> Listing:
     """Return the listing of the honest server, with checksums if the server is going to send wrong bytes."""
     objects = list(ObjectStore(server.uri, patience=PATIENCE).listing())
     assert len(objects) == server.objects
@@ -51,7 +51,7 @@ def fetch_together(store: ObjectStore, objects: list[RemoteObject], offsets: lis
 
 def ask(server: Hostile, requests: int) -> Counter[str]:
     """Read until the server has got this number of requests. Fail at the first wrong byte."""
-    listing = listed(server)
+    listing = list_objects(server)
     objects, store = list(listing), ObjectStore(server.uri, patience=PATIENCE)
     server.hostile, server.requests, ends = True, 0, Counter[str]()
     turn = 0

@@ -133,7 +133,7 @@ def response(start: int, stop: int, validator: str) -> bytes:
 
 
 @contextlib.contextmanager
-def reading(
+def serve_and_open(
     handle: Callable[[socket.socket, int, str], bool], patience: Patience = PATIENCE, **server_options: Any
 ) -> Iterator[tuple[Scripted, ObjectStore]]:
     server = Scripted(handle, **server_options)
@@ -170,7 +170,7 @@ def test_a_read_resumes_at_the_byte_that_it_has_reached(listed: str) -> None:
         connection.sendall(DATA[start : start + 60_000] if number == 1 else DATA[start:stop])
         return number > 1  # the first connection breaks in the middle
 
-    with reading(handle) as (server, store):
+    with serve_and_open(handle) as (server, store):
         assert receive(store, listed, xxhash.xxh3_128_hexdigest(DATA)) == DATA
     assert [requested(request) for request in server.requests] == [(0, 100_000), (60_000, 100_000)]
     assert ["If-Match" in request for request in server.requests] == [bool(listed), True]
@@ -183,7 +183,7 @@ def test_the_rest_of_another_version_is_refused() -> None:
         connection.sendall(DATA[start : start + 60_000] if number == 1 else bytes(stop - start))
         return number > 1
 
-    with reading(handle) as (_, store), pytest.raises(StoreError, match="no longer the object"):
+    with serve_and_open(handle) as (_, store), pytest.raises(StoreError, match="no longer the object"):
         receive(store)
 
 
@@ -196,7 +196,7 @@ def test_a_range_without_a_version_is_read_again_from_its_start() -> None:
         connection.sendall(bytes(60_000) if number == 1 else DATA[start:stop])
         return number > 1
 
-    with reading(handle) as (server, store):
+    with serve_and_open(handle) as (server, store):
         assert receive(store) == DATA
     assert [requested(request) for request in server.requests] == [(0, 100_000)] * 2
 
@@ -207,7 +207,7 @@ def test_a_connection_that_the_server_closed_meanwhile_is_not_a_failed_try() -> 
         connection.sendall(response(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop])
         return False
 
-    with reading(handle) as (server, store):
+    with serve_and_open(handle) as (server, store):
         for _ in range(PATIENCE.retries + 3):
             assert receive(store, '"v1"') == DATA
     assert len(server.requests) == PATIENCE.retries + 3
@@ -220,7 +220,7 @@ def test_bytes_after_a_response_are_not_read_as_the_next_response() -> None:
         connection.sendall(response(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop] + more * (number == 1))
         return True
 
-    with reading(handle) as (server, store):
+    with serve_and_open(handle) as (server, store):
         assert receive(store, '"v1"') == DATA
         assert receive(store, '"v1"') == DATA
     assert len(server.requests) == 2
@@ -233,7 +233,7 @@ def test_a_server_without_ranges_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
         connection.sendall(response(0, len(DATA), 'ETag: "v1"\r\n') + DATA)
         return True
 
-    with reading(handle) as (_, store):
+    with serve_and_open(handle) as (_, store):
         assert receive(store, '"v1"', xxhash.xxh3_128_hexdigest(DATA)) == DATA
 
 
@@ -245,7 +245,7 @@ def test_a_head_without_end_is_refused() -> None:
                 connection.sendall(b"X-More: " + b"x" * 1000 + b"\r\n")
         return False
 
-    with reading(handle) as (_, store), pytest.raises(StoreError, match=r"more than 32,768 bytes"):
+    with serve_and_open(handle) as (_, store), pytest.raises(StoreError, match=r"more than 32,768 bytes"):
         receive(store)
 
 
@@ -255,7 +255,7 @@ def test_a_status_is_reported(status: int, message: str) -> None:
         connection.sendall(f"HTTP/1.1 {status} X\r\nContent-Length: 0\r\n\r\n".encode())
         return True
 
-    with reading(handle) as (server, store), pytest.raises(StoreError, match=message):
+    with serve_and_open(handle) as (server, store), pytest.raises(StoreError, match=message):
         receive(store)
     assert len(server.requests) == 1
 
@@ -274,7 +274,7 @@ def test_a_stall_ends_the_try() -> None:
         return False
 
     patience = Patience(retries=20, pause_seconds=0.001, stall_seconds=0.5)
-    with reading(handle, patience) as (server, store):
+    with serve_and_open(handle, patience) as (server, store):
         try:
             assert receive(store, '"v1"') == DATA
         finally:
@@ -283,7 +283,7 @@ def test_a_stall_ends_the_try() -> None:
 
 
 def test_a_line_break_in_a_version_does_not_reach_the_request() -> None:
-    with reading(lambda *_: False) as (server, store), pytest.raises(DatasetError, match="line break"):
+    with serve_and_open(lambda *_: False) as (server, store), pytest.raises(DatasetError, match="line break"):
         receive(store, '"a\r\nX: b"')
     assert not server.requests
 
@@ -296,7 +296,7 @@ def test_an_error_of_the_writer_is_not_retried() -> None:
     def write(offset: int, data: Any) -> None:
         raise OSError(28, "full")
 
-    with reading(handle) as (server, store), pytest.raises(OSError, match="full"):
+    with serve_and_open(handle) as (server, store), pytest.raises(OSError, match="full"):
         store.fetch(RemoteObject("o", len(DATA), '"v1"'), write)
     assert len(server.requests) == 1
 
@@ -306,7 +306,7 @@ def test_another_address_of_the_host_is_tried(monkeypatch: pytest.MonkeyPatch) -
         connection.sendall(response(0, len(DATA), 'ETag: "v1"\r\n') + DATA)
         return True
 
-    with reading(handle, Patience(retries=0)) as (_, store), socket.create_server(("127.0.0.1", 0)) as closed:
+    with serve_and_open(handle, Patience(retries=0)) as (_, store), socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
         closed.close()
         real = socket.getaddrinfo("127.0.0.1", store.root.rpartition(":")[2], type=socket.SOCK_STREAM)
@@ -332,7 +332,7 @@ def test_the_library_reads_what_is_not_plain(how: str, monkeypatch: pytest.Monke
             connection.sendall(f"{len(DATA):x}\r\n".encode() + DATA + b"\r\n0\r\n\r\n")
         return True
 
-    with reading(handle) as (server, store):
+    with serve_and_open(handle) as (server, store):
         assert receive(store, '"v1"', xxhash.xxh3_128_hexdigest(DATA)) == DATA
         assert receive(store, '"v1"') == DATA
         sync_close(store)
@@ -392,13 +392,13 @@ def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     http_connection._tls_context.cache_clear()
 
 
-def serving(certificate: Path) -> ssl.SSLContext:
+def server_context(certificate: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     return context
 
 
-def whole(connection: socket.socket, number: int, request: str) -> bool:
+def send_whole(connection: socket.socket, number: int, request: str) -> bool:
     start, stop = requested(request)
     connection.sendall(response(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop])
     return True
@@ -407,7 +407,7 @@ def whole(connection: socket.socket, number: int, request: str) -> bool:
 def test_an_object_is_read_over_tls_in_many_ranges(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     monkeypatch.setattr(object_store, "RANGE_BYTES", 30_000)
-    with reading(whole, tls=serving(certificate)) as (server, store):
+    with serve_and_open(send_whole, tls=server_context(certificate)) as (server, store):
         assert receive(store, '"v1"', xxhash.xxh3_128_hexdigest(DATA)) == DATA
     assert len(server.requests) == 4
 
@@ -419,7 +419,7 @@ def test_a_server_without_a_trusted_certificate_for_its_name_gets_no_request(
     if is_trusted:
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with (
-        reading(whole, tls=serving(certificate), host=host) as (server, store),
+        serve_and_open(send_whole, tls=server_context(certificate), host=host) as (server, store),
         pytest.raises(StoreError, match="certificate"),
     ):
         receive(store)

@@ -23,52 +23,52 @@ RECORD = ArrayOf("uint8", (3072,))
 PATH = "a/00000.bin"
 
 
-def other_bytes(answer: Answer) -> None:
+def change_bytes(answer: Answer) -> None:
     answer.data = bytes(len(answer.data))
 
 
-def another_etag(answer: Answer) -> None:
-    other_bytes(answer)
+def change_etag(answer: Answer) -> None:
+    change_bytes(answer)
     answer.headers["ETag"] = '"another"'
 
 
-def another_weak_etag(answer: Answer) -> None:
-    other_bytes(answer)
+def change_weak_etag(answer: Answer) -> None:
+    change_bytes(answer)
     answer.headers["ETag"] = 'W/"another"'
 
 
-def another_time(answer: Answer) -> None:
-    other_bytes(answer)
+def change_time(answer: Answer) -> None:
+    change_bytes(answer)
     answer.headers["Last-Modified"] = "Sun, 06 Nov 1994 08:49:37 GMT"
 
 
-def no_version(answer: Answer) -> None:
-    other_bytes(answer)
+def remove_version(answer: Answer) -> None:
+    change_bytes(answer)
     answer.headers.pop("ETag", None)
     answer.headers.pop("Last-Modified")
 
 
-def a_page(answer: Answer) -> None:
+def send_login_page(answer: Answer) -> None:
     answer.data = b"<html>log in".ljust(len(answer.data))
     answer.headers["Content-Type"] = "text/html; charset=utf-8"
 
 
-def compressed(answer: Answer) -> None:
+def mark_compressed(answer: Answer) -> None:
     answer.headers["Content-Encoding"] = "gzip"
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "says"),
     [
-        ("strong", another_etag, "no longer the object that was listed"),
-        ("strong", no_version, "has no ETag"),
-        ("weak", another_weak_etag, "no longer the object that was listed"),
-        ("weak", another_time, "no longer the object that was listed"),
-        ("weak", no_version, "has no ETag"),
-        ("none", another_time, "no longer the object that was listed"),
-        ("none", no_version, "has no Last-Modified"),
-        ("strong", a_page, "an HTML page came in place of the object"),
-        ("strong", compressed, "came with Content-Encoding: gzip.*nginx"),
+        ("strong", change_etag, "no longer the object that was listed"),
+        ("strong", remove_version, "has no ETag"),
+        ("weak", change_weak_etag, "no longer the object that was listed"),
+        ("weak", change_time, "no longer the object that was listed"),
+        ("weak", remove_version, "has no ETag"),
+        ("none", change_time, "no longer the object that was listed"),
+        ("none", remove_version, "has no Last-Modified"),
+        ("strong", send_login_page, "an HTML page came in place of the object"),
+        ("strong", mark_compressed, "came with Content-Encoding: gzip.*nginx"),
     ],
 )
 def test_a_response_that_is_not_the_listed_version_is_refused(
@@ -86,20 +86,20 @@ def test_a_response_that_is_not_the_listed_version_is_refused(
     assert dataset[0].shape == (3072,)
 
 
-def another_range(answer: Answer) -> None:
+def change_range(answer: Answer) -> None:
     answer.headers["Content-Range"] = f"bytes 0-{len(answer.data) - 1}/{answer.size}"
 
 
-def no_range(answer: Answer) -> None:
+def remove_range(answer: Answer) -> None:
     answer.headers.pop("Content-Range", None)
 
 
-def another_size(answer: Answer) -> None:
+def change_size(answer: Answer) -> None:
     if "Content-Range" in answer.headers:
         answer.headers["Content-Range"] = answer.headers["Content-Range"].rpartition("/")[0] + "/99"
 
 
-@pytest.mark.parametrize("change", [another_range, no_range, another_size])
+@pytest.mark.parametrize("change", [change_range, remove_range, change_size])
 def test_a_response_with_another_range_is_refused(
     remote: Remote, monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer], None]
 ) -> None:

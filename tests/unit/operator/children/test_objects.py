@@ -69,7 +69,7 @@ def test_each_worker_gets_its_own_token_and_nobody_elses() -> None:
 # The port matrix.
 
 
-def _lets_in(policies: list[dict[str, Any]], target: dict[str, str], source: dict[str, Any], port: int) -> bool:
+def _policies_admit(policies: list[dict[str, Any]], target: dict[str, str], source: dict[str, Any], port: int) -> bool:
     """Return True if the policies admit traffic to a pod with labels `target`, as NetworkPolicies are documented."""
     selecting = [item["spec"] for item in policies if selects(item["spec"]["podSelector"], target)]
     if not selecting:
@@ -84,7 +84,7 @@ def _lets_in(policies: list[dict[str, Any]], target: dict[str, str], source: dic
     return False
 
 
-def _from(namespace: str, **labels: str) -> dict[str, Any]:
+def _build_source(namespace: str, **labels: str) -> dict[str, Any]:
     return {
         "namespace": namespace,
         "namespaceLabels": {objects.NAMESPACE_NAME: namespace},
@@ -101,13 +101,13 @@ def test_only_the_connections_of_the_table_are_admitted(colocate: bool) -> None:
     head = first if colocate else launcher(job)[0]
     peer = {"namespace": "team", "namespaceLabels": {}, "labels": second["metadata"]["labels"]}
     other_job = {**peer, "labels": {**second["metadata"]["labels"], names.JOB_NAME: "other"}}
-    operator = {**_from("topkube-system"), "labels": objects.OPERATOR_LABELS}
-    impostor = {**_from("team"), "labels": objects.OPERATOR_LABELS}
-    prometheus = {**_from("monitoring"), "labels": {"app.kubernetes.io/name": "prometheus"}}
-    stranger = _from("team", app="web")
+    operator = {**_build_source("topkube-system"), "labels": objects.OPERATOR_LABELS}
+    impostor = {**_build_source("team"), "labels": objects.OPERATOR_LABELS}
+    prometheus = {**_build_source("monitoring"), "labels": {"app.kubernetes.io/name": "prometheus"}}
+    stranger = _build_source("team", app="web")
 
     def open_ports(pod: dict[str, Any], source: dict[str, Any]) -> set[int]:
-        return {port for port in PORTS if _lets_in(policies, pod["metadata"]["labels"], source, port)}
+        return {port for port in PORTS if _policies_admit(policies, pod["metadata"]["labels"], source, port)}
 
     assert open_ports(second, peer) == set(PORTS)
     assert open_ports(second, prometheus) == {contract.METRICS_PORT}
@@ -124,16 +124,17 @@ def test_the_admin_names_who_may_scrape_workers() -> None:
     policies = objects.build_network_policies(job, "uid-1", replace(POLICY, metrics_from=(peer,)))
     labels = worker(job, 0)[0]["metadata"]["labels"]
     agent, prometheus = (
-        {**_from("monitoring"), "labels": {"app.kubernetes.io/name": name}} for name in ("vmagent", "prometheus")
+        {**_build_source("monitoring"), "labels": {"app.kubernetes.io/name": name}}
+        for name in ("vmagent", "prometheus")
     )
-    assert _lets_in(policies, labels, agent, contract.METRICS_PORT)
-    assert not _lets_in(policies, labels, agent, contract.METRICS_PORT + 1)
-    assert not _lets_in(policies, labels, prometheus, contract.METRICS_PORT)
+    assert _policies_admit(policies, labels, agent, contract.METRICS_PORT)
+    assert not _policies_admit(policies, labels, agent, contract.METRICS_PORT + 1)
+    assert not _policies_admit(policies, labels, prometheus, contract.METRICS_PORT)
 
 
 def test_jobs_whose_names_continue_like_those_of_children_share_no_child() -> None:
     first = stored()
-    jobs = [first, *(_called(f"{first.name}-{more}") for more in ("launcher", "worker", "credentials"))]
+    jobs = [first, *(_build_job_named(f"{first.name}-{more}") for more in ("launcher", "worker", "credentials"))]
     children = [
         {
             (manifest["kind"], manifest["metadata"]["name"])
@@ -148,5 +149,5 @@ def test_jobs_whose_names_continue_like_those_of_children_share_no_child() -> No
     assert len(set().union(*children)) == sum(len(job) for job in children)
 
 
-def _called(name: str) -> TrainingJob:
+def _build_job_named(name: str) -> TrainingJob:
     return stored().model_copy(update={"metadata": stored().metadata.model_copy(update={"name": name})})

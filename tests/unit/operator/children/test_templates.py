@@ -121,17 +121,19 @@ def templates(draw: st.DrawFn, main: st.SearchStrategy[dict[str, Any]] = TRAINER
     return {"metadata": draw(METADATA), "spec": spec}
 
 
-def lost(made: Any, wanted_object: Any, path: str = "") -> list[str]:
+def find_lost_paths(made: Any, wanted_object: Any, path: str = "") -> list[str]:
     """Return the paths at which `made` lacks something of `wanted_object`. Lists of `made` can have more items."""
     if isinstance(wanted_object, dict):
         if not isinstance(made, dict):
             return [path]
         return [
-            place for key, value in wanted_object.items() for place in lost(made.get(key, ...), value, f"{path}.{key}")
+            place
+            for key, value in wanted_object.items()
+            for place in find_lost_paths(made.get(key, ...), value, f"{path}.{key}")
         ]
     if isinstance(wanted_object, list) and isinstance(made, list):
         left = iter(made)
-        matches = [any(not lost(item, wanted_item) for item in left) for wanted_item in wanted_object]
+        matches = [any(not find_lost_paths(item, wanted_item) for item in left) for wanted_item in wanted_object]
         return [f"{path}[{index}]" for index, there in enumerate(matches) if not there]
     return [] if made == wanted_object else [path]
 
@@ -161,7 +163,7 @@ def test_every_field_of_a_workers_template_is_in_its_pods(
         pods.build_worker(job, "uid-1", 1, 1, "10.0.0.9", POLICY),
         *([pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)] if colocate else []),
     ):
-        assert lost(pod, kept) == []
+        assert find_lost_paths(pod, kept) == []
         trainer = next(item for item in pod["spec"]["containers"] if item["name"] == "worker")
         assert trainer["command"] == ["topkube", "worker", "--", "python", "train.py"]
         names = [item["name"] for item in pod["spec"]["containers"]]
@@ -180,12 +182,12 @@ def test_every_field_of_a_workers_template_is_in_its_pods(
 def test_every_field_of_a_launchers_template_is_in_its_pod(template: dict[str, Any]) -> None:
     job = stored(launcher={"template": template})
     pod = pods.build_launcher(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
-    assert lost(pod, without_nulls(template)) == []
+    assert find_lost_paths(pod, without_nulls(template)) == []
 
 
 @given(PLAIN, PLAIN)
 def test_the_comparison_itself_notices_what_is_missing(item: Any, other: Any) -> None:
-    assert lost(item, item) == []
-    assert lost({"a": [1, 2, 3]}, {"a": [1, 3]}) == []
-    assert lost({"a": [3, 1]}, {"a": [1, 3]}) != []
-    assert lost({"a": item}, {"a": item, "b": other}) == [".b"] or other is ...
+    assert find_lost_paths(item, item) == []
+    assert find_lost_paths({"a": [1, 2, 3]}, {"a": [1, 3]}) == []
+    assert find_lost_paths({"a": [3, 1]}, {"a": [1, 3]}) != []
+    assert find_lost_paths({"a": item}, {"a": item, "b": other}) == [".b"] or other is ...

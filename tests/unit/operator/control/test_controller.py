@@ -34,10 +34,10 @@ def test_a_job_that_was_created_before_the_replica_could_write_needs_no_other_ev
 
 
 def test_a_plan_that_a_late_renewal_of_the_lease_interrupts_is_finished(replica: Replica) -> None:
-    def lapse(manifest: Thing) -> None:
+    def lose_lease(manifest: Thing) -> None:
         replica.server.acting = False
 
-    replica.server.before_create = lapse
+    replica.server.before_create = lose_lease
     replica.create_job()
     wait_until(lambda: not replica.server.acting and replica.is_idle())
     assert replica.server.get(KIND, *KEY)["status"]["attempt"] == 1, "the status was written"
@@ -119,13 +119,13 @@ def test_a_stored_job_gets_a_warning_if_only_one_node_can_mount_its_claim(replic
 
 
 def test_a_policy_engine_that_changes_a_child_back_is_named_and_writes_become_rarer(replica: Replica) -> None:
-    def strip(item: Thing) -> bool:
+    def remove_metadata(item: Thing) -> bool:
         if (item["kind"], item["metadata"]["name"]) != ("NetworkPolicy", "train-worker"):
             return False
         item["spec"]["ingress"] = []
         return True
 
-    replica.server.changed_back = strip
+    replica.server.changed_back = remove_metadata
     replica.create_job()
     wait_until(lambda: replica.condition("Created").get("reason") == "Contested")
     message = replica.condition("Created")["message"]
@@ -303,9 +303,9 @@ def test_the_end_of_a_group_is_reported_to_kueue_once(replica: Replica) -> None:
     replica.store.put("Pod", replica.server.keep(pod))
     replica.queue.add(KEY)
 
-    def told() -> set[str]:
+    def list_marked_pods() -> set[str]:
         metadata = [replica.server.get("Pod", "team", name)["metadata"] for name in replica.server.names("Pod")]
         return {pod["name"] for pod in metadata if pod["annotations"].get(names.KUEUE_RETRIABLE) == "false"}
 
-    wait_until(lambda: told() == replica.server.names("Pod"))
+    wait_until(lambda: list_marked_pods() == replica.server.names("Pod"))
     wait_until(replica.is_idle)

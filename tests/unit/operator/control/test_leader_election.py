@@ -92,7 +92,7 @@ class Election:
             after = [replica.part.acting() for replica in self.replicas]
             self.most = max(self.most, sum(map(bool.__and__, before, after)))
 
-    def name_of(self, replica: Replica) -> str:
+    def find_name(self, replica: Replica) -> str:
         return f"replica-{self.replicas.index(replica)}"
 
     def leader(self, but: Replica | None = None) -> Replica:

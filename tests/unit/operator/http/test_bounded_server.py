@@ -28,7 +28,7 @@ LAST_REQUEST = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
 @contextlib.contextmanager
-def serving(healthy: Callable[[], str] = str) -> Iterator[Probes]:
+def serve(healthy: Callable[[], str] = str) -> Iterator[Probes]:
     probes = Probes(0, OperatorMetrics().text, healthy, str, "127.0.0.1")
     probes.start()
     try:
@@ -68,7 +68,7 @@ def wait_until(holds: Callable[[], Any], seconds: float = 60.0) -> None:
 
 def test_incomplete_requests_start_no_threads_and_are_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "BOUNDS", Bounds(connections=64, connections_per_client=16, head_seconds=1.0))
-    with serving() as server, contextlib.ExitStack() as stack:
+    with serve() as server, contextlib.ExitStack() as stack:
         threads = threading.active_count()
         held = []
         for _ in range(400):
@@ -83,22 +83,22 @@ def test_incomplete_requests_start_no_threads_and_are_closed_in_time(monkeypatch
 
 def test_a_head_that_comes_byte_by_byte_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "BOUNDS", Bounds(head_seconds=0.5))
-    with serving() as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with serve() as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\n")
 
-        def drip() -> bool:
+        def send_slowly() -> bool:
             with contextlib.suppress(OSError):  # a reset or a broken pipe: which of them depends on the kernel
                 connection.sendall(b"A")
                 return False
             return True
 
-        wait_until(drip)
+        wait_until(send_slowly)
 
 
 def test_a_check_that_hangs_is_a_failed_probe_and_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "_CHECK_SECONDS", 1.0)
     held = threading.Event()
-    with serving(healthy=lambda: str(held.wait(20) and "")) as server:
+    with serve(healthy=lambda: str(held.wait(20) and "")) as server:
         try:
             assert b"the check has not ended" in call(server.port)
             assert call(server.port, LAST_REQUEST.replace(b"healthz", b"readyz")).startswith(b"HTTP/1.1 200 ")
@@ -122,7 +122,7 @@ def test_scrapes_within_a_second_share_one_text() -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened(
+async def open_server(
     bounds: Bounds, answer: bounded_server.Answer, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[BoundedServer, int]]:
     listener = listen("127.0.0.1", 0)
@@ -134,7 +134,7 @@ async def opened(
         await server.close()
 
 
-async def hello(_: web.BaseRequest) -> web.StreamResponse:
+async def say_hello(_: web.BaseRequest) -> web.StreamResponse:
     return web.Response(text="hello")
 
 
@@ -145,7 +145,7 @@ async def talk(port: int, request: bytes = REQUEST) -> tuple[asyncio.StreamReade
     return reader, writer
 
 
-async def until(holds: Callable[[], Any]) -> None:
+async def wait_in_loop_until(holds: Callable[[], Any]) -> None:
     async with asyncio.timeout(20):
         while not holds():
             await asyncio.sleep(0.01)
@@ -155,17 +155,17 @@ def test_who_waits_longest_makes_room_and_who_is_being_answered_stays() -> None:
     async def scenario() -> None:
         held, busy = asyncio.Event(), asyncio.Event()
 
-        async def slow(request: web.BaseRequest) -> web.StreamResponse:
+        async def answer_late(request: web.BaseRequest) -> web.StreamResponse:
             if request.path == "/slow":
                 busy.set()
                 await held.wait()
-            return await hello(request)
+            return await say_hello(request)
 
-        async with opened(Bounds(connections=4, connections_per_client=3), slow) as (server, port):
+        async with open_server(Bounds(connections=4, connections_per_client=3), answer_late) as (server, port):
             reader, slow_writer = await talk(port, b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
             await busy.wait()
             idle = [await talk(port, b"GET /") for _ in range(6)]
-            await until(lambda: len(server) == 3)
+            await wait_in_loop_until(lambda: len(server) == 3)
             answer, writer = await talk(port)
             assert (await answer.readline()).startswith(b"HTTP/1.1 200")
             assert await idle[0][0].read() == b"", "it was closed"
@@ -181,12 +181,12 @@ def test_when_all_are_being_answered_a_newcomer_is_turned_away() -> None:
     async def scenario() -> None:
         held, entered = asyncio.Event(), asyncio.Semaphore(0)
 
-        async def slow(request: web.BaseRequest) -> web.StreamResponse:
+        async def answer_late(request: web.BaseRequest) -> web.StreamResponse:
             entered.release()
             await held.wait()
-            return await hello(request)
+            return await say_hello(request)
 
-        async with opened(Bounds(connections=2, connections_per_client=2), slow) as (_, port):
+        async with open_server(Bounds(connections=2, connections_per_client=2), answer_late) as (_, port):
             kept = [await talk(port) for _ in range(2)]
             for _ in kept:
                 await entered.acquire()
@@ -202,17 +202,17 @@ def test_when_all_are_being_answered_a_newcomer_is_turned_away() -> None:
 
 def test_an_idle_connection_ends_and_so_does_a_request_that_is_never_done() -> None:
     async def scenario() -> None:
-        async def never(request: web.BaseRequest) -> web.StreamResponse:
+        async def answer_never(request: web.BaseRequest) -> web.StreamResponse:
             if request.path == "/never":
                 await asyncio.Event().wait()
-            return await hello(request)
+            return await say_hello(request)
 
-        async with opened(Bounds(idle_seconds=0.3, work_seconds=1.5), never) as (server, port):
+        async with open_server(Bounds(idle_seconds=0.3, work_seconds=1.5), answer_never) as (server, port):
             reader, _ = await talk(port)
             assert b"hello" in await asyncio.wait_for(reader.read(), 20)
             reader, _ = await talk(port, b"GET /never HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 503")
-            await until(lambda: len(server) == 0)
+            await wait_in_loop_until(lambda: len(server) == 0)
 
     asyncio.run(scenario())
 
@@ -221,11 +221,11 @@ def test_malformed_requests_are_answered_and_not_logged_but_our_own_faults_are(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> None:
-        async def fails(request: web.BaseRequest) -> web.StreamResponse:
+        async def raise_error(request: web.BaseRequest) -> web.StreamResponse:
             await request.content.read()
             raise ZeroDivisionError("our own fault")
 
-        async with opened(Bounds(), fails) as (_, port):
+        async with open_server(Bounds(), raise_error) as (_, port):
             for request in (b"\x00\x00\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"):
                 reader, writer = await talk(port, request)
                 assert (await reader.readline()).split()[1] == b"400"
@@ -242,22 +242,22 @@ def test_malformed_requests_are_answered_and_not_logged_but_our_own_faults_are(
 def test_a_handshake_that_never_comes_ends() -> None:
     async def scenario() -> None:
         tls = Authority.derived(b"secret").serving(["127.0.0.1"])
-        async with opened(Bounds(head_seconds=0.4), hello, tls) as (server, port):
+        async with open_server(Bounds(head_seconds=0.4), say_hello, tls) as (server, port):
             for reader, _ in [await talk(port, b""), await talk(port, b"GET / HTTP/1.1\r\n\r\n")]:
                 with contextlib.suppress(ConnectionError):
                     await asyncio.wait_for(reader.read(), 20)
-            await until(lambda: len(server) == 0)
+            await wait_in_loop_until(lambda: len(server) == 0)
 
     asyncio.run(scenario())
 
 
 def test_a_body_that_never_comes_is_not_waited_for() -> None:
     async def scenario() -> None:
-        async def reads(request: web.BaseRequest) -> web.StreamResponse:
+        async def read_body(request: web.BaseRequest) -> web.StreamResponse:
             body = await bounded_server.read_body(request, 100, 0.2)
             return body if isinstance(body, web.Response) else web.Response(body=body)
 
-        async with opened(Bounds(), reads) as (_, port):
+        async with open_server(Bounds(), read_body) as (_, port):
             heads = {
                 b"Content-Length: 9": b"408",
                 b"Content-Length: 101": b"413",
@@ -287,7 +287,7 @@ HEADS = st.lists(
 
 @pytest.fixture(scope="module")
 def probed() -> Iterator[Probes]:
-    with serving() as probes:
+    with serve() as probes:
         yield probes
 
 

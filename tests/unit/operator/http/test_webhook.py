@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
-from stored_jobs import JOB, changed
+from stored_jobs import JOB, change_field
 
 from topkube.errors import ClusterError
 from topkube_operator.http import webhook
@@ -30,7 +30,7 @@ from topkube_operator.http.webhook import PATH, serve
 SECRET = b"the operator's own secret"
 
 
-def trusting(bundle: str) -> ssl.SSLContext:
+def context_trusting(bundle: str) -> ssl.SSLContext:
     return ssl.create_default_context(cadata=base64.b64decode(bundle).decode())
 
 
@@ -63,10 +63,10 @@ def test_it_answers_who_trusts_the_published_bundle() -> None:
             published.set_result(bundle)
 
         async with serve(SECRET, ["127.0.0.1"], publish, host="127.0.0.1", port=0) as port:
-            trust = trusting(await asyncio.wait_for(published, 10))
+            trust = context_trusting(await asyncio.wait_for(published, 10))
             status, text = await post(port, json.dumps(review_of(JOB)), trust)
             assert (status, json.loads(text)["response"]["allowed"]) == (200, True)
-            status, text = await post(port, json.dumps(review_of(changed("workers", 0))), trust)
+            status, text = await post(port, json.dumps(review_of(change_field("workers", 0))), trust)
             assert "spec.workers: 0" in json.loads(text)["response"]["status"]["message"]
 
     asyncio.run(scenario())
@@ -75,12 +75,12 @@ def test_it_answers_who_trusts_the_published_bundle() -> None:
 def test_another_name_or_authority_is_not_trusted() -> None:
     async def scenario() -> None:
         async with serve(SECRET, webhook.service_names("hook", "ns"), forget, host="127.0.0.1", port=0) as port:
-            trust = trusting(Authority.derived(SECRET).bundle)
+            trust = context_trusting(Authority.derived(SECRET).bundle)
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await post(port, "{}", trust)  # we are called hook.ns.svc, not 127.0.0.1
             trust.check_hostname = False
             assert (await post(port, "{}", trust))[0] == 400
-            stranger = trusting(Authority.derived(b"another").bundle)
+            stranger = context_trusting(Authority.derived(b"another").bundle)
             stranger.check_hostname = False
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await post(port, "{}", stranger)
@@ -106,7 +106,7 @@ def test_an_invalid_body_is_answered(body: str) -> None:
 
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
-            trust = trusting(Authority.derived(SECRET).bundle)
+            trust = context_trusting(Authority.derived(SECRET).bundle)
             assert (await post(port, body, trust))[0] in (200, 400)
             assert (await post(port, json.dumps(review_of(JOB)), trust))[0] == 200
 
@@ -116,7 +116,7 @@ def test_an_invalid_body_is_answered(body: str) -> None:
 def test_a_review_contains_nothing_about_claims() -> None:
     """The webhook answers any caller in the cluster. It must not show how claims of another namespace can be
     mounted."""
-    job = changed("checkpoint", {"claimName": "of-somebody"}, changed("workers", 2))
+    job = change_field("checkpoint", {"claimName": "of-somebody"}, change_field("workers", 2))
     job["metadata"]["namespace"] = "of-somebody"
     status, text = webhook.answer_review(json.dumps(review_of(job)).encode())
     response = json.loads(text)["response"]
@@ -130,9 +130,9 @@ def test_a_body_that_no_object_can_have_is_refused() -> None:
 
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
-            trust = trusting(Authority.derived(SECRET).bundle)
+            trust = context_trusting(Authority.derived(SECRET).bundle)
             assert (await post(port, "x" * (webhook.LARGEST_BODY + 1), trust))[0] == 413
-            large = changed("template.spec.containers.0.args", ["x" * (3 << 19)])
+            large = change_field("template.spec.containers.0.args", ["x" * (3 << 19)])
             review = {"request": {"uid": "1", "operation": "UPDATE", "object": large, "oldObject": large}}
             status, text = await post(port, json.dumps(review), trust)
             assert (status, json.loads(text)["response"]["allowed"]) == (200, True)
@@ -143,7 +143,7 @@ def test_a_body_that_no_object_can_have_is_refused() -> None:
 def test_what_has_no_length_or_is_compressed_is_not_read() -> None:
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
-            trust = trusting(Authority.derived(SECRET).bundle)
+            trust = context_trusting(Authority.derived(SECRET).bundle)
             url = f"https://127.0.0.1:{port}"
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session:
                 async with session.post(url + PATH, data=b"{}", ssl=trust, chunked=True) as answer:
@@ -165,17 +165,17 @@ def test_large_reviews_do_not_delay_small_ones(monkeypatch: pytest.MonkeyPatch) 
     held, entered = threading.Event(), threading.Event()
     answer_review = webhook.answer_review
 
-    def held_up(body: bytes) -> tuple[int, str]:
+    def answer_when_released(body: bytes) -> tuple[int, str]:
         if len(body) > webhook.SMALL_BODY:
             entered.set()
             assert held.wait(20)
         return answer_review(body)
 
-    monkeypatch.setattr(webhook, "answer_review", held_up)
+    monkeypatch.setattr(webhook, "answer_review", answer_when_released)
 
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
-            trust = trusting(Authority.derived(SECRET).bundle)
+            trust = context_trusting(Authority.derived(SECRET).bundle)
             large = json.dumps(review_of(JOB)) + " " * webhook.SMALL_BODY
             waiting = [asyncio.create_task(post(port, large, trust)) for _ in range(webhook.LARGE_BODIES + 2)]
             try:
@@ -196,7 +196,7 @@ def test_a_review_that_waits_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
             try:
-                assert (await post(port, "{}", trusting(Authority.derived(SECRET).bundle)))[0] == 503
+                assert (await post(port, "{}", context_trusting(Authority.derived(SECRET).bundle)))[0] == 503
             finally:
                 held.set()
 
@@ -284,8 +284,8 @@ def test_every_answer_is_counted_by_its_outcome(monkeypatch: pytest.MonkeyPatch)
 
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], publish, host="127.0.0.1", port=0, observer=recorder) as port:
-            trust = trusting(Authority.derived(SECRET).bundle)
-            bad = changed("template.spec.containers.0.command", None)
+            trust = context_trusting(Authority.derived(SECRET).bundle)
+            bad = change_field("template.spec.containers.0.command", None)
             for body in (review_of(JOB), review_of(bad), {"no": "review"}):
                 await post(port, json.dumps(body), trust)
             monkeypatch.setattr(webhook, "answer_review", lambda body: 1 / 0)

@@ -74,7 +74,7 @@ def situations(draw: st.DrawFn) -> CacheState:
     )
 
 
-def _after(state: CacheState, done: Decisions) -> CacheState:
+def _apply(state: CacheState, done: Decisions) -> CacheState:
     left = tuple(dataset for dataset in state.datasets if dataset.name not in done.evict)
     evicted_bytes = sum(dataset.cached_bytes for dataset in state.datasets) - sum(
         dataset.cached_bytes for dataset in left
@@ -112,7 +112,7 @@ def test_what_is_read_or_pinned_stays_and_the_rest_makes_room_oldest_first(
     assert all(dataset.last_used <= other.last_used for dataset in for_room for other in spared), (
         "least recently used first"
     )
-    after = _after(state, done)
+    after = _apply(state, done)
     used = sum(dataset.cached_bytes for dataset in after.datasets)
     if spared:  # there was no need for more
         assert after.free >= wanted.free
@@ -124,7 +124,7 @@ def test_what_is_read_or_pinned_stays_and_the_rest_makes_room_oldest_first(
 
 @given(situations(), limits)
 def test_a_second_look_finds_nothing_left_to_do(state: CacheState, wanted: CacheLimits) -> None:
-    again = decide(_after(state, decide(state, wanted, NOW)), wanted, NOW)
+    again = decide(_apply(state, decide(state, wanted, NOW)), wanted, NOW)
     assert (again.create, again.evict, again.pin, again.unpin) == ((), (), (), ())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from stored_jobs import JOB, changed
+from stored_jobs import JOB, change_field
 from test_job_fuzz import jobs
 
 from topkube.errors import JobError
@@ -17,7 +17,7 @@ from topkube.job import TrainingJob
 from topkube_operator.planning.admission import explain_refusal, review, warn_of_claim
 
 
-def answer(job: Any, old: Any = None, operation: str = "CREATE") -> dict[str, Any]:
+def send_review(job: Any, old: Any = None, operation: str = "CREATE") -> dict[str, Any]:
     request = {"uid": "7", "operation": operation, "object": job, "oldObject": old, "name": "tiny"}
     sent = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
     given = review(json.loads(json.dumps(sent)))
@@ -28,13 +28,13 @@ def answer(job: Any, old: Any = None, operation: str = "CREATE") -> dict[str, An
 
 
 def test_a_good_job_is_allowed() -> None:
-    assert answer(JOB) == {"uid": "7", "allowed": True, "warnings": []}
+    assert send_review(JOB) == {"uid": "7", "allowed": True, "warnings": []}
 
 
 def test_all_mistakes_are_named_with_their_paths() -> None:
-    invalid = changed("aggregation", {"density": 2, "algorithm": "hitop"}, changed("workers", 0))
+    invalid = change_field("aggregation", {"density": 2, "algorithm": "hitop"}, change_field("workers", 0))
     del invalid["spec"]["template"]["spec"]["containers"][0]["image"]
-    response = answer(invalid)
+    response = send_review(invalid)
     assert not response["allowed"]
     assert response["status"]["code"] == 400
     message = response["status"]["message"]
@@ -49,25 +49,25 @@ def test_all_mistakes_are_named_with_their_paths() -> None:
 
 
 def test_the_reconciler_writes_the_same_message() -> None:
-    invalid = changed("workers", 0)
+    invalid = change_field("workers", 0)
     with pytest.raises(JobError) as error:
         TrainingJob.parse(
             {key: invalid[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": "tiny"}}
         )
-    assert explain_refusal(invalid) == str(error.value) == answer(invalid)["status"]["message"]
+    assert explain_refusal(invalid) == str(error.value) == send_review(invalid)["status"]["message"]
     assert explain_refusal(JOB) == ""
 
 
 def test_names_that_are_too_long() -> None:
     longest = {**JOB, "metadata": {"name": "a" * 63}}
-    assert answer(longest)["allowed"]
-    message = answer({**JOB, "metadata": {"name": "a" * 64}})["status"]["message"]
+    assert send_review(longest)["allowed"]
+    message = send_review({**JOB, "metadata": {"name": "a" * 64}})["status"]["message"]
     assert "metadata.name" in message
     assert "at most 63 characters" in message
 
 
 def test_a_status_of_another_version_is_no_mistake() -> None:
-    assert answer({**JOB, "status": {"phase": "Dreaming", "new": 1}})["allowed"]
+    assert send_review({**JOB, "status": {"phase": "Dreaming", "new": 1}})["allowed"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_status_of_another_version_is_no_mistake() -> None:
     ],
 )
 def test_changes_that_take_effect_at_once(path: str, value: Any) -> None:
-    assert answer(changed(path, value), JOB, "UPDATE")["allowed"]
+    assert send_review(change_field(path, value), JOB, "UPDATE")["allowed"]
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_changes_that_take_effect_at_once(path: str, value: Any) -> None:
 )
 @pytest.mark.parametrize("suspended", [False, True])
 def test_changes_that_would_make_it_another_run(path: str, value: Any, words: str, suspended: bool) -> None:
-    old = changed("runPolicy.suspend", suspended)
-    response = answer(changed(path, value, old), old, "UPDATE")
+    old = change_field("runPolicy.suspend", suspended)
+    response = send_review(change_field(path, value, old), old, "UPDATE")
     assert not response["allowed"]
     assert words in response["status"]["message"]
 
@@ -126,26 +126,26 @@ def test_changes_that_would_make_it_another_run(path: str, value: Any, words: st
 )
 def test_where_pods_go_may_change_while_the_job_is_suspended(path: str, value: Any) -> None:
     """A queue sets the node selector and resumes in one update, and takes it back and suspends in another."""
-    old = changed("launcher.template", {"spec": {"priorityClassName": "p"}}) if "launcher" in path else JOB
+    old = change_field("launcher.template", {"spec": {"priorityClassName": "p"}}) if "launcher" in path else JOB
     if "launcher" in path:
         value = {"spec": {"priorityClassName": "p", **value["spec"]}}
-    suspended = changed("runPolicy.suspend", True, old)
-    resumed = changed("runPolicy.suspend", False, changed(path, value, old))
-    assert answer(resumed, suspended, "UPDATE")["allowed"]
-    assert answer(suspended, resumed, "UPDATE")["allowed"]
-    response = answer(changed(path, value, old), old, "UPDATE")
+    suspended = change_field("runPolicy.suspend", True, old)
+    resumed = change_field("runPolicy.suspend", False, change_field(path, value, old))
+    assert send_review(resumed, suspended, "UPDATE")["allowed"]
+    assert send_review(suspended, resumed, "UPDATE")["allowed"]
+    response = send_review(change_field(path, value, old), old, "UPDATE")
     assert not response["allowed"]
     assert "can be changed only while the job is suspended" in response["status"]["message"]
 
 
 def test_what_is_stored_and_no_longer_valid_can_be_deleted_and_repaired() -> None:
-    nonsense = changed("workers", "many")
+    nonsense = change_field("workers", "many")
     freed = copy.deepcopy(nonsense)
     freed["metadata"]["finalizers"] = []
-    assert answer(freed, nonsense, "UPDATE")["allowed"]
-    assert answer(None, nonsense, "DELETE")["allowed"]
-    assert answer(JOB, nonsense, "UPDATE")["allowed"]
-    assert not answer(changed("workers", "more"), nonsense, "UPDATE")["allowed"]
+    assert send_review(freed, nonsense, "UPDATE")["allowed"]
+    assert send_review(None, nonsense, "DELETE")["allowed"]
+    assert send_review(JOB, nonsense, "UPDATE")["allowed"]
+    assert not send_review(change_field("workers", "more"), nonsense, "UPDATE")["allowed"]
 
 
 MISSPELT = {"action": "Fail", "onReasons": ["OomKilled", "NodeLost", "OutOfnvidia.com/gpu", "MyOwnReason"]}
@@ -177,7 +177,7 @@ WARNED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 def test_what_is_rarely_meant_is_warned_of(change: Callable[[dict[str, Any]], Any], words: str) -> None:
     job = copy.deepcopy(JOB)
     change(job["spec"])
-    response = answer(job)
+    response = send_review(job)
     assert response["allowed"]
     assert [words in warning for warning in response["warnings"]] == [True]
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_only_one_node_can_mount_is_warned_of(
     workers: int, spread: str, claim: Any, words: str
 ) -> None:
     claims_read: list[tuple[str, str]] = []
-    job = changed("spread", spread, changed("workers", workers))
+    job = change_field("spread", spread, change_field("workers", workers))
     warning = warn_of_claim(TrainingJob.from_cluster(job), lambda *name: (claims_read.append(name), claim)[1])
     assert words in warning
     assert bool(warning) == bool(words)
@@ -210,13 +210,13 @@ def test_a_checkpoint_that_only_one_node_can_mount_is_warned_of(
 
 
 def test_a_dry_run_gets_the_same_answer() -> None:
-    for job in (JOB, changed("workers", 0)):
+    for job in (JOB, change_field("workers", 0)):
         request = {"uid": "7", "operation": "CREATE", "object": job, "namespace": "team"}
         assert review({"request": {**request, "dryRun": True}}) == review({"request": request})
 
 
 def test_a_pinned_image_is_not_warned_of() -> None:
-    assert answer(changed("template.spec.containers.0.image", "r:5000/i@sha256:0"))["warnings"] == []
+    assert send_review(change_field("template.spec.containers.0.image", "r:5000/i@sha256:0"))["warnings"] == []
 
 
 @pytest.mark.parametrize("levels", [300, 5000])
@@ -224,8 +224,8 @@ def test_what_is_nested_without_end_is_a_short_mistake(levels: int) -> None:
     nested: Any = {}
     for _ in range(levels):
         nested = {"a": nested}
-    assert "spec.template: is nested too deeply" in explain_refusal(changed("template.spec.x", nested))
-    assert len(explain_refusal(changed("template.spec.x", nested))) < 300
+    assert "spec.template: is nested too deeply" in explain_refusal(change_field("template.spec.x", nested))
+    assert len(explain_refusal(change_field("template.spec.x", nested))) < 300
 
 
 @given(jobs)
@@ -238,10 +238,10 @@ def test_a_job_may_always_be_applied_again(data: dict[str, Any]) -> None:
 
 def test_of_very_many_mistakes_the_first_are_named_and_the_rest_counted() -> None:
     """The answer to a caller must not be longer than its request."""
-    message = answer(changed("template.spec.containers.0.args", [1] * 1000))["status"]["message"]
+    message = send_review(change_field("template.spec.containers.0.args", [1] * 1000))["status"]["message"]
     assert "has 1000 mistakes" in message
     assert "args[49]" in message
     assert "args[50]" not in message
     assert "… and 950 more" in message
-    longest = answer(changed("template.spec.containers.0.args", [{"w" * 100_000: 1}]))["status"]["message"]
+    longest = send_review(change_field("template.spec.containers.0.args", [{"w" * 100_000: 1}]))["status"]["message"]
     assert len(longest) < 2000

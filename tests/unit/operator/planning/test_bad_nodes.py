@@ -200,11 +200,11 @@ def test_nothing_is_avoided_when_nothing_runs() -> None:
     world = running(workers=1, runPolicy=BACKOFF)
     _fail(world, "node-c", reason="HardwareFault")
     assert _avoided(world) == ["node-c"]
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.reconcile()
     assert _avoided(world) == []
     world.run()
-    world.policy_edit(suspend=False)
+    world.edit_policy(suspend=False)
     world.to_running()
     assert _avoided(world) == ["node-c"], "the job remembers"
     world.end_launcher(0)

@@ -161,7 +161,7 @@ def test_without_a_limit_the_times_of_disruptions_are_not_kept() -> None:
     world = running()
     _disrupt(world)
     assert "recentDisruptions" not in world.status()
-    world.policy_edit(failurePolicy={"maxDisruptions": 0})
+    world.edit_policy(failurePolicy={"maxDisruptions": 0})
     world.to_running()
     _disrupt(world)
     assert world.condition("Failed")["reason"] == "MaxDisruptionsExceeded", "a change takes effect at once"
@@ -173,7 +173,7 @@ TIMEOUT = 120
 ROOM = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 
 
-def _partial_gang(**policy: Any) -> Simulated:
+def _start_partial_gang(**policy: Any) -> Simulated:
     """Return a cluster in which worker 0 and the launcher run and worker 1 finds no node."""
     world = Simulated(job(runPolicy=_policy(pendingTimeoutSeconds=TIMEOUT, **policy)))
     world.reconcile()
@@ -184,7 +184,7 @@ def _partial_gang(**policy: Any) -> Simulated:
 
 
 def test_a_partial_gang_gives_its_nodes_back_and_tries_again_later() -> None:
-    world = _partial_gang()
+    world = _start_partial_gang()
     assert world.reconcile().requeue == TIMEOUT
     world.wait(TIMEOUT - 1)
     assert world.reconcile().requeue == 1
@@ -205,7 +205,7 @@ def test_a_partial_gang_gives_its_nodes_back_and_tries_again_later() -> None:
 
 def test_a_new_operator_keeps_no_pod_of_a_gang_that_gave_its_nodes_back() -> None:
     """The operator was killed after it had written the status, before it deleted a pod."""
-    world = _partial_gang()
+    world = _start_partial_gang()
     world.reconcile()
     world.wait(TIMEOUT)
     world.crash_after = 1
@@ -222,7 +222,7 @@ def test_a_new_operator_keeps_no_pod_of_a_gang_that_gave_its_nodes_back() -> Non
 
 
 def test_the_pauses_of_a_gang_that_never_fits_grow() -> None:
-    world, pauses = _partial_gang(), []
+    world, pauses = _start_partial_gang(), []
     for number in range(2, 7):
         world.reconcile()
         world.wait(TIMEOUT)
@@ -272,20 +272,20 @@ def test_quota_that_admits_a_part_of_the_gang_counts_too() -> None:
 
 
 def test_a_pending_timeout_can_fail_the_job() -> None:
-    world = _partial_gang(rules=[_rule("Fail", "PendingTimeout")])
+    world = _start_partial_gang(rules=[_rule("Fail", "PendingTimeout")])
     world.wait(TIMEOUT)
     world.reconcile()
     assert (world.status()["phase"], world.condition("Failed")["reason"]) == ("Failed", "FailurePolicy")
 
 
 def test_a_resumed_job_has_its_whole_time() -> None:
-    world = _partial_gang()
+    world = _start_partial_gang()
     world.reconcile()
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.reconcile()
     world.run()
     world.wait(86400)
-    world.policy_edit(suspend=False)
+    world.edit_policy(suspend=False)
     world.reconcile()
     world.schedule()
     world.change("train-worker-1-2-uid-1", node="", scheduled=None, scheduling_message=ROOM)

@@ -52,7 +52,7 @@ def test_a_pod_with_the_finalizer_is_removed_once_the_end_of_the_attempt_is_stor
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_suspended_job_holds_a_launcher_until_its_end_is_known_or_cannot_be(lost: bool) -> None:
     world = running()
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.reconcile()
     assert world.pods[LAUNCHER].has_finalizer
     if lost:
@@ -73,17 +73,17 @@ def test_a_job_that_goes_is_not_held_by_its_launcher() -> None:
 def test_a_success_stays_one_when_the_job_is_suspended_before_anybody_saw_it() -> None:
     world = running()
     world.end_launcher(0)
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.reconcile()
     assert world.status()["phase"] == "Succeeded"
-    world.policy_edit(suspend=False)
+    world.edit_policy(suspend=False)
     world.reconcile()
     assert (world.status()["phase"], world.status()["attempt"]) == ("Succeeded", 1)
 
 
 def test_a_launcher_that_ends_well_while_the_job_is_being_suspended_has_succeeded() -> None:
     world = running()
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.reconcile()
     assert world.status()["phase"] == "Suspended"
     world.end_launcher(0)
@@ -273,9 +273,9 @@ def test_a_job_whose_worker_is_deleted_at_every_attempt_ends_by_backoff_limit() 
 def test_suspend_change_and_resume_seen_as_one_is_followed() -> None:
     world = running()
     placed = {"spec": {**job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}}
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.edit(template=placed)
-    world.policy_edit(suspend=False)
+    world.edit_policy(suspend=False)
     world.reconcile()
     assert world.condition("Failed") == {}
     assert world.status()["acceptedSpec"]["template"] == placed
@@ -287,9 +287,9 @@ def test_suspend_change_and_resume_seen_as_one_is_followed() -> None:
 
 def test_what_may_never_change_is_refused_however_many_changes_there_were() -> None:
     world = running()
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.edit(workers=3)
-    world.policy_edit(suspend=False)
+    world.edit_policy(suspend=False)
     world.reconcile()
     assert world.condition("Failed")["reason"] == "ChangeRefused"
     assert (world.status()["phase"], world.status()["workersReady"]) == ("Running", "2/2")

@@ -59,7 +59,7 @@ def _restart(world: Simulated) -> None:
 
 def _suspend(world: Simulated) -> None:
     assert world.job is not None
-    world.policy_edit(suspend=not world.job["spec"]["runPolicy"].get("suspend", False))
+    world.edit_policy(suspend=not world.job["spec"]["runPolicy"].get("suspend", False))
 
 
 def _delete(world: Simulated) -> None:

@@ -234,7 +234,7 @@ TAIL = LONG_LOG.encode()[-4000:].decode(errors="ignore")  # what a launcher's la
 WORKER = "train-worker-1-1-uid-1"
 
 
-def _ends(code: int, **more: Any) -> Callable[[Simulated], None]:
+def _end_worker(code: int, **more: Any) -> Callable[[Simulated], None]:
     """Worker 1's pod ends, and the launcher has lost it."""
 
     def act(world: Simulated) -> None:
@@ -244,12 +244,12 @@ def _ends(code: int, **more: Any) -> Callable[[Simulated], None]:
     return act
 
 
-def _says(**failure: Any) -> Callable[[Simulated], None]:
+def _end_launcher_with(**failure: Any) -> Callable[[Simulated], None]:
     """The launcher ends with this message about worker 1."""
     return lambda world: world.end_launcher(1, {"pod": WORKER, "exitCode": 1, "logTail": TAIL, **failure})
 
 
-def _waits(seconds: float, **change: Any) -> Callable[[Simulated], None]:
+def _change_and_wait(seconds: float, **change: Any) -> Callable[[Simulated], None]:
     def act(world: Simulated) -> None:
         world.change(WORKER, **change)
         world.reconcile()
@@ -258,21 +258,21 @@ def _waits(seconds: float, **change: Any) -> Callable[[Simulated], None]:
     return act
 
 
-def _does_not_call(world: Simulated) -> None:
+def _let_worker_be_missing(world: Simulated) -> None:
     world.say("Waiting", missing=(1,))
     world.reconcile()
     world.wait(700)
     world.say("Waiting", missing=(1,))
 
 
-def _node_lost(world: Simulated) -> None:
+def _lose_node(world: Simulated) -> None:
     world.change(WORKER, node="node-x")
     world.lost.add("node-x")
     world.report = None
     world.wait(60)
 
 
-def _never_began(prepare: Container) -> Callable[[Simulated], None]:
+def _fail_before_start(prepare: Container) -> Callable[[Simulated], None]:
     """Worker 1's init container fails, so its own container never starts."""
 
     def act(world: Simulated) -> None:
@@ -287,13 +287,13 @@ IMAGE = {"worker": Container(waiting="ImagePullBackOff", waiting_message="Back-o
 DETAIL = {"worker": Container(waiting="ErrImagePull", waiting_message="manifest unknown")}
 OWN_MEMORY = {"pod": WORKER, "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": TAIL}
 CAUSES: dict[str, tuple[Callable[[Simulated], None], str, int | None, str, bool]] = {
-    "exit code": (_ends(7), "Error", 7, "exit code 7", True),
-    "exit code of a rank": (_says(reason="Error", rank=3, exitCode=7), "Error", 7, "exit code 7", True),
-    "a signal": (_ends(139), "Error", 139, "signal 11", True),
-    "memory of the container": (_ends(137, ended_reason="OOMKilled"), "OOMKilled", 137, "memory", True),
+    "exit code": (_end_worker(7), "Error", 7, "exit code 7", True),
+    "exit code of a rank": (_end_launcher_with(reason="Error", rank=3, exitCode=7), "Error", 7, "exit code 7", True),
+    "a signal": (_end_worker(139), "Error", 139, "signal 11", True),
+    "memory of the container": (_end_worker(137, ended_reason="OOMKilled"), "OOMKilled", 137, "memory", True),
     "memory, in a living pod": (lambda world: world.end_launcher(1, OWN_MEMORY), "OOMKilled", 137, "", True),
     "memory, by the worker's words": (
-        _ends(
+        _end_worker(
             137,
             ended_message=contract.Ending(
                 attempt=1, state="Failed", exit_code=137, index=1, oom_kills=2, first_failure=None
@@ -305,15 +305,21 @@ CAUSES: dict[str, tuple[Callable[[Simulated], None], str, int | None, str, bool]
         True,
     ),
     "a hung collective": (
-        _says(reason="CollectiveTimeout", rank=3, message="rank 3 never arrived"),
+        _end_launcher_with(reason="CollectiveTimeout", rank=3, message="rank 3 never arrived"),
         "CollectiveTimeout",
         1,
         "rank 3 never arrived",
         True,
     ),
-    "a stall": (_says(reason="Stalled", rank=2, message="waited for: rank 2"), "Stalled", 1, "rank 2", True),
+    "a stall": (
+        _end_launcher_with(reason="Stalled", rank=2, message="waited for: rank 2"),
+        "Stalled",
+        1,
+        "rank 2",
+        True,
+    ),
     "no such command": (
-        _says(reason="CommandNotFound", rank=2, exitCode=127, message="'trian' is not there"),
+        _end_launcher_with(reason="CommandNotFound", rank=2, exitCode=127, message="'trian' is not there"),
         "CommandNotFound",
         127,
         "'trian' is not there",
@@ -346,32 +352,40 @@ CAUSES: dict[str, tuple[Callable[[Simulated], None], str, int | None, str, bool]
         False,
     ),
     "an init container": (
-        _never_began(Container(started=START, exit_code=3, ended=START, ended_reason="Error")),
+        _fail_before_start(Container(started=START, exit_code=3, ended=START, ended_reason="Error")),
         "Error",
         3,
         "container prepare: ended with exit code 3",
         True,
     ),
     "an init container's memory": (
-        _never_began(Container(started=START, exit_code=137, ended=START, ended_reason="OOMKilled")),
+        _fail_before_start(Container(started=START, exit_code=137, ended=START, ended_reason="OOMKilled")),
         "OOMKilled",
         137,
         "container prepare: exceeded its memory limit",
         True,
     ),
-    "its node is lost": (_node_lost, "NodeLost", None, "node-x", False),
+    "its node is lost": (_lose_node, "NodeLost", None, "node-x", False),
     "deleted": (lambda world: world.remove(WORKER), "Deleted", None, "removed", False),
-    "does not call": (_does_not_call, "RendezvousTimeout", None, WORKER, True),
+    "does not call": (_let_worker_be_missing, "RendezvousTimeout", None, WORKER, True),
 }
 PENDING: dict[str, tuple[Callable[[Simulated], None], str, str]] = {
-    "the image": (_waits(0, containers=IMAGE), "ImagePullBackOff", "the image none/such:1 cannot be pulled"),
-    "the image, in its registry's words": (_waits(0, containers=DETAIL), "ImagePullBackOff", "manifest unknown"),
-    "no room": (_waits(0, scheduling_message="0/3 nodes: 3 Insufficient cpu."), "Unschedulable", "3 Insufficient cpu."),
-    "nothing else": (_waits(0), "DeadlineExceeded", "activeDeadlineSeconds (100)"),
+    "the image": (_change_and_wait(0, containers=IMAGE), "ImagePullBackOff", "the image none/such:1 cannot be pulled"),
+    "the image, in its registry's words": (
+        _change_and_wait(0, containers=DETAIL),
+        "ImagePullBackOff",
+        "manifest unknown",
+    ),
+    "no room": (
+        _change_and_wait(0, scheduling_message="0/3 nodes: 3 Insufficient cpu."),
+        "Unschedulable",
+        "3 Insufficient cpu.",
+    ),
+    "nothing else": (_change_and_wait(0), "DeadlineExceeded", "activeDeadlineSeconds (100)"),
 }
 
 
-def _kept_after_cleanup(world: Simulated) -> None:
+def _check_kept_after_cleanup(world: Simulated) -> None:
     """The pods are removed, and the stored failure stays."""
     failure = dict(world.status()["firstFailure"])
     for _ in range(3):
@@ -408,7 +422,7 @@ def test_every_cause_is_named_with_its_last_words_which_outlive_the_pods(cause: 
         world.to_running()
         world.end_launcher(1, {**RANK_FAILED, "pod": None})
         world.reconcile()
-    _kept_after_cleanup(world)
+    _check_kept_after_cleanup(world)
 
 
 @pytest.mark.parametrize("cause", PENDING)
@@ -425,4 +439,4 @@ def test_what_never_began_fails_at_the_deadline_by_what_it_waited_for(cause: str
     assert (world.status()["phase"], failure["reason"]) == ("Failed", reason)
     assert words in failure["message"]
     assert words in world.condition("Failed")["message"]
-    _kept_after_cleanup(world)
+    _check_kept_after_cleanup(world)

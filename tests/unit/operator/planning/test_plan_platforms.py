@@ -10,7 +10,7 @@ from simulated import RANK_FAILED, Simulated, job, running
 from topkube_operator.model.observed import Child
 
 
-def _in_group() -> Simulated:
+def _start_in_group() -> Simulated:
     data = job(runPolicy={"backoffLimit": 1})
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     world = Simulated(data)
@@ -21,9 +21,9 @@ def _in_group() -> Simulated:
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_end_of_a_kueue_group_is_reported(code: int) -> None:
-    world = _in_group()
+    world = _start_in_group()
     if code:
-        world.policy_edit(backoffLimit=0)
+        world.edit_policy(backoffLimit=0)
     world.end_launcher(code, RANK_FAILED if code else None)
     world.reconcile()
     assert world.status()["phase"] == ("Failed" if code else "Succeeded")
@@ -39,7 +39,7 @@ def test_pods_without_a_kueue_group_are_not_annotated() -> None:
 
 
 def test_a_replacement_in_a_kueue_group_waits_until_the_replaced_pod_has_ended() -> None:
-    world = _in_group()
+    world = _start_in_group()
     world.end_launcher(1, RANK_FAILED)
     world.end("train-worker-1-1-uid-1", 1)
     world.change("train-launcher-1-uid-1", phase="Running")  # its sidecar runs on, so Kueue counts the pod
@@ -60,7 +60,7 @@ def test_what_a_foreign_finalizer_keeps_is_deleted_once() -> None:
     world = running()
     key = ("Service", "train")
     world.children[key] = dataclasses.replace(world.children[key], is_being_deleted=True)
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.reconcile()
     world.run()
     for _ in range(3):

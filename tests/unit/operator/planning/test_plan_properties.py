@@ -39,7 +39,7 @@ def _fail(world: Simulated, number: int) -> None:
 def _suspend(world: Simulated, number: int) -> None:
     if world.job is not None and bool(number % 2) != world.job["spec"].get("runPolicy", {}).get("suspend", False):
         world.resumes += not number % 2
-        world.policy_edit(suspend=bool(number % 2))
+        world.edit_policy(suspend=bool(number % 2))
 
 
 def _foreign(world: Simulated, number: int) -> None:
@@ -169,7 +169,7 @@ def test_whatever_happens_the_job_ends_when_the_cluster_lets_it(spec: dict[str, 
     world.crash_after = None
     assert world.job is not None
     world.edit(workers=world.job["spec"]["workers"] or 1)
-    world.policy_edit(suspend=False)
+    world.edit_policy(suspend=False)
     for _ in range(PLENTY):
         world.to_running()
         if world.status()["phase"] in ("Succeeded", "Failed"):
@@ -234,7 +234,7 @@ def test_nothing_is_made_for_others_jobs_or_for_jobs_that_go(spec: dict[str, Any
     assert {release.uid for release in plan.release} == held, "nothing of ours keeps a job that goes"
     assert plan == Plan(release=plan.release)
     del world.job["metadata"]["deletionTimestamp"]
-    world.policy_edit(managedBy="kueue.x-k8s.io/multikueue")
+    world.edit_policy(managedBy="kueue.x-k8s.io/multikueue")
     plan = world.plan()
     assert plan == Plan(release=plan.release)
     assert all(world.pods[release.name].deletion is not None for release in plan.release)

@@ -21,7 +21,9 @@ SPOT = {
 }
 
 
-def queued(labels: dict[str, str] | None = None, policy: Policy = POLICY, **spec: Any) -> tuple[Simulated, PlayedKueue]:
+def start_queued(
+    labels: dict[str, str] | None = None, policy: Policy = POLICY, **spec: Any
+) -> tuple[Simulated, PlayedKueue]:
     data = job(**spec)
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team", **(labels or {})}
     world = Simulated(data, policy)
@@ -30,8 +32,8 @@ def queued(labels: dict[str, str] | None = None, policy: Policy = POLICY, **spec
     return world, kueue
 
 
-def admitted(**spec: Any) -> tuple[Simulated, PlayedKueue]:
-    world, kueue = queued(**spec)
+def start_admitted(**spec: Any) -> tuple[Simulated, PlayedKueue]:
+    world, kueue = start_queued(**spec)
     kueue.admit()
     world.to_running()
     assert world.status()["phase"] == "Running"
@@ -39,7 +41,7 @@ def admitted(**spec: Any) -> tuple[Simulated, PlayedKueue]:
 
 
 def test_a_job_with_a_queue_asks_for_admission_and_has_no_pods_until_then() -> None:
-    world, kueue = queued(launcher={"resources": {"requests": {"cpu": "1"}}})
+    world, kueue = start_queued(launcher={"resources": {"requests": {"cpu": "1"}}})
     assert (world.status()["phase"], world.pods, list(world.children)) == ("Suspended", {}, [WORKLOAD])
     assert (world.condition("Suspended")["reason"], world.status().get("attempt")) == ("Queued", 0)
     sets = {pods["name"]: (pods["count"], pods["template"]["spec"]) for pods in kueue.spec["podSets"]}
@@ -57,7 +59,7 @@ def test_a_job_with_a_queue_asks_for_admission_and_has_no_pods_until_then() -> N
 
 
 def test_an_admitted_job_runs_on_the_assigned_nodes_and_reports_that_it_runs() -> None:
-    world, kueue = queued()
+    world, kueue = start_queued()
     update = {"name": "worker", "labels": {"booking": "b-1"}, "nodeSelector": {"zone": "a"}}
     kueue.admit([{"name": "check", "state": "Ready", "podSetUpdates": [update]}])
     world.to_running()
@@ -76,7 +78,7 @@ def test_an_admitted_job_runs_on_the_assigned_nodes_and_reports_that_it_runs() -
 
 @pytest.mark.parametrize(("code", "reason"), [(0, "Succeeded"), (1, "Failed")])
 def test_the_end_gives_the_quota_back_when_no_pod_runs(code: int, reason: str) -> None:
-    world, kueue = admitted(runPolicy={"backoffLimit": 0})
+    world, kueue = start_admitted(runPolicy={"backoffLimit": 0})
     world.end_launcher(code, RANK_FAILED if code else None)
     world.reconcile()
     assert world.status()["phase"] == reason
@@ -93,7 +95,7 @@ def test_the_end_gives_the_quota_back_when_no_pod_runs(code: int, reason: str) -
     ("reason", "requeued"), [("Preempted", "True"), ("PodsReadyTimeout", "False"), ("AdmissionCheck", "False")]
 )
 def test_an_eviction_removes_all_pods_then_gives_the_quota_back(reason: str, requeued: str) -> None:
-    world, kueue = admitted()
+    world, kueue = start_admitted()
     kueue.evict(reason)
     world.reconcile()
     assert kueue.holds_quota(), "until the ranks have saved their state"
@@ -124,14 +126,14 @@ def test_an_eviction_removes_all_pods_then_gives_the_quota_back(reason: str, req
 
 
 def test_suspending_gives_the_quota_back_and_resuming_asks_again() -> None:
-    world, kueue = admitted()
-    world.policy_edit(suspend=True)
+    world, kueue = start_admitted()
+    world.edit_policy(suspend=True)
     world.reconcile()
     assert kueue.holds_quota()
     world.run()
     world.reconcile()
     assert (world.pods, world.children, kueue.holds_quota()) == ({}, {}, False)
-    world.policy_edit(suspend=False)
+    world.edit_policy(suspend=False)
     world.reconcile()
     assert (world.condition("Suspended")["reason"], world.pods) == ("Queued", {})
     kueue.admit()
@@ -140,7 +142,7 @@ def test_suspending_gives_the_quota_back_and_resuming_asks_again() -> None:
 
 
 def test_a_restart_stays_admitted_and_reports_that_it_recovers() -> None:
-    world, kueue = admitted()
+    world, kueue = start_admitted()
     world.end_launcher(1, RANK_FAILED)
     world.end("train-worker-1-1-uid-1", 1)
     world.reconcile()
@@ -155,7 +157,7 @@ def test_a_restart_stays_admitted_and_reports_that_it_recovers() -> None:
 
 
 def test_a_deleted_workload_stops_the_job_which_asks_again() -> None:
-    world, kueue = admitted()
+    world, kueue = start_admitted()
     world.children.pop(WORKLOAD)
     world.reconcile()
     assert world.condition("Suspended")["reason"] == "Queued"
@@ -194,7 +196,7 @@ def test_the_priority_is_that_of_the_jobs_class(
 
 
 def test_a_flavor_that_cannot_be_read_is_named_and_no_pod_is_made() -> None:
-    world, kueue = queued()
+    world, kueue = start_queued()
     world.objects.clear()
     kueue.admit()
     plan = world.reconcile()
@@ -203,7 +205,7 @@ def test_a_flavor_that_cannot_be_read_is_named_and_no_pod_is_made() -> None:
 
 
 def test_a_workload_that_cannot_be_made_is_named() -> None:
-    world, _ = queued()
+    world, _ = start_queued()
     world.children.clear()
     world.troubles[WORKLOAD] = Trouble("Refused", "no right")
     plan = world.plan()
@@ -212,7 +214,7 @@ def test_a_workload_that_cannot_be_made_is_named() -> None:
 
 
 def test_a_queued_job_may_change_its_queue() -> None:
-    world, kueue = queued()
+    world, kueue = start_queued()
     assert world.job is not None
     world.job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "other"
     world.reconcile()
@@ -220,7 +222,7 @@ def test_a_queued_job_may_change_its_queue() -> None:
 
 
 def test_a_colocated_launcher_is_a_pod_set_of_its_own() -> None:
-    world, kueue = queued(launcher={"colocate": True})
+    world, kueue = start_queued(launcher={"colocate": True})
     assert [(pods["name"], pods["count"]) for pods in kueue.spec["podSets"]] == [("launcher", 1), ("worker", 1)]
     kueue.admit()
     world.reconcile()
@@ -230,7 +232,7 @@ def test_a_colocated_launcher_is_a_pod_set_of_its_own() -> None:
 @pytest.mark.parametrize("labels", [{}, {"kueue.x-k8s.io/pod-group-name": "mine"}])
 def test_without_workloads_or_with_a_pod_group_the_pods_have_the_labels(labels: dict[str, str]) -> None:
     policy = POLICY if labels else Policy(seed=b"s" * 32)
-    world, _ = queued(labels, policy)
+    world, _ = start_queued(labels, policy)
     assert world.pods
     assert WORKLOAD not in world.children
     pod = world.manifests["train-worker-0-1-uid-1"]["metadata"]["labels"]
@@ -250,7 +252,7 @@ def test_all_that_is_written_to_a_workload_is_valid_in_kueues_schema(version: st
     }
     world = Simulated(data, Policy(seed=b"s" * 32, workloads=f"kueue.x-k8s.io/{version}"))
     world.objects["PriorityClass", "high"] = {"value": 7}
-    kueue, schema = PlayedKueue(world), _closed(kueue_crds.schema_of("Workload", version))
+    kueue, schema = PlayedKueue(world), _close_schema(kueue_crds.schema_of("Workload", version))
     check = {"name": "c", "state": "Ready", "message": "m", "lastTransitionTime": "2026-01-01T00:00:00Z"}
 
     def validate() -> None:
@@ -281,7 +283,7 @@ def test_all_that_is_written_to_a_workload_is_valid_in_kueues_schema(version: st
     assert kueue.condition("Finished")["reason"] == "Succeeded"
 
 
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+def _close_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema that also refuses what an API server would drop."""
     closed = copy.deepcopy(schema)
 

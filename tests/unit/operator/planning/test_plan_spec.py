@@ -18,18 +18,18 @@ def test_suspended_at_creation_then_resumed_then_suspended_again() -> None:
     assert (world.status()["phase"], world.pods, world.children) == ("Suspended", {}, {})
     assert "startTime" not in world.status()
     world.wait(1000)
-    world.policy_edit(suspend=False)
+    world.edit_policy(suspend=False)
     world.edit(template={"spec": {**job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}})
     world.to_running()
     assert (world.status()["phase"], world.status()["attempt"]) == ("Running", 1)
     assert world.condition("Suspended")["status"] == "False"
     world.wait(90)
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.reconcile()
     world.run()
     world.reconcile()
     assert (world.status()["phase"], world.pods, world.children) == ("Suspended", {}, {})
-    world.policy_edit(suspend=False)
+    world.edit_policy(suspend=False)
     world.to_running()
     world.wait(90)  # the deadline counts from the resumption
     world.reconcile()
@@ -44,7 +44,7 @@ def test_suspended_at_creation_then_resumed_then_suspended_again() -> None:
 def test_network_policies_stay_until_the_pods_of_a_suspended_job_have_ended() -> None:
     world = running()
     guards = set(world.children)
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.reconcile()
     assert all(pod.deletion is not None for pod in world.pods.values())
     assert set(world.children) == guards, "the policies protect pods that still run"
@@ -57,7 +57,7 @@ def test_a_suspended_job_frees_everything_but_its_pod_on_a_lost_node() -> None:
     world = running()
     world.change("train-worker-1-1-uid-1", node="node-x")
     world.lost.add("node-x")
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.reconcile()
     world.run()
     world.reconcile()
@@ -223,12 +223,12 @@ def test_a_change_that_admission_would_refuse_is_refused_with_the_same_message()
 def test_changes_of_policies_take_effect_beside_a_refused_change() -> None:
     world = running()
     world.edit(workers=3)
-    world.policy_edit(suspend=True, backoffLimit=0)
+    world.edit_policy(suspend=True, backoffLimit=0)
     world.reconcile()
     world.run()
     world.reconcile()
     assert (world.status()["phase"], world.pods) == ("Suspended", {})
-    world.policy_edit(suspend=False)
+    world.edit_policy(suspend=False)
     world.to_running()
     assert (world.status()["phase"], world.status()["workersReady"]) == ("Running", "2/2")
     world.end_launcher(1, RANK_FAILED)
@@ -246,15 +246,15 @@ def test_placement_may_change_only_while_the_job_is_suspended() -> None:
     world.edit(template=placed)
     world.reconcile()
     assert "only while the job is suspended" in world.condition("Failed")["message"]
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.reconcile()
     assert world.condition("Failed")["reason"] == "Corrected"
-    world.policy_edit(suspend=False)
+    world.edit_policy(suspend=False)
     world.run()
     world.to_running()
     assert world.status()["acceptedSpec"]["template"] == placed
     world.edit(template=job()["spec"]["template"])  # a removed field is removed from the stored copy too
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.reconcile()
     assert "nodeSelector" not in world.status()["acceptedSpec"]["template"]["spec"]
 
@@ -302,15 +302,15 @@ def test_a_large_spec_does_not_block_its_first_status() -> None:
 
 def test_mutable_fields_of_a_large_spec_may_change() -> None:
     world = running(template=large_template())
-    world.policy_edit(backoffLimit=7)
+    world.edit_policy(backoffLimit=7)
     world.reconcile()
     assert world.condition("Failed") == {}
-    world.policy_edit(suspend=True)
+    world.edit_policy(suspend=True)
     world.reconcile()
     world.edit(template=large_template(nodeSelector={"pool": "spot"}))
     world.reconcile()
     assert world.condition("Failed") == {}
-    world.policy_edit(suspend=False)
+    world.edit_policy(suspend=False)
     world.run()
     world.to_running()
     assert (world.status()["phase"], world.condition("Failed")) == ("Running", {})

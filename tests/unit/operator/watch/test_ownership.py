@@ -66,7 +66,7 @@ def forged_objects(draw: st.DrawFn) -> dict[str, Any]:
     return item
 
 
-def seen(store: WatchCache) -> Observed:
+def observe(store: WatchCache) -> Observed:
     return store.observe(OWNER, Policy(seed=b"s" * 32), None, {}, {})
 
 
@@ -78,16 +78,16 @@ def test_forged_objects_are_neither_stored_nor_planned_with(forged: list[tuple[s
         assert key != OWNER.key or find_owner(item) != OWNER
         name = (item["metadata"]["namespace"], item["metadata"]["name"])
         assert stored.child(kind, name, OWNER) is None
-    assert seen(stored) == seen(empty)
+    assert observe(stored) == observe(empty)
     attempt_runs = running().job
     for world in (job(), attempt_runs):
         assert world is not None
         now = START + timedelta(seconds=60)
-        assert planner.plan(world, seen(stored), now) == planner.plan(world, seen(empty), now)
+        assert planner.plan(world, observe(stored), now) == planner.plan(world, observe(empty), now)
     for kind, item in forged:
         stored.remove(kind, (item["metadata"]["namespace"], item["metadata"]["name"]), item["metadata"]["uid"])
-    assert not seen(stored).removed_at
-    assert not seen(stored).last_seen
+    assert not observe(stored).removed_at
+    assert not observe(stored).last_seen
 
 
 @given(forged_objects(), st.sampled_from(KINDS))
@@ -95,14 +95,14 @@ def test_a_forged_object_neither_replaces_nor_removes_a_real_child(forged: dict[
     store = WatchCache()
     genuine = ended_pod()
     store.put(kind, genuine)
-    before = seen(store)
+    before = observe(store)
     forged["metadata"].update(uid="uid-of-the-forgery", resourceVersion="99")
     same_place = forged["metadata"]["namespace"] == "team" and forged["metadata"]["name"] == "train-launcher-1"
     store.put(kind, forged)
     if not same_place:  # two objects never share kind, namespace and name
-        assert seen(store) == before
+        assert observe(store) == before
         store.remove(kind, (forged["metadata"]["namespace"], forged["metadata"]["name"]), "uid-of-the-forgery")
-        assert seen(store) == before
+        assert observe(store) == before
 
 
 def test_pods_of_a_deleted_job_of_another_namespace_are_not_left_behind() -> None:
@@ -119,7 +119,7 @@ def test_a_child_whose_owner_was_taken_away_is_no_child_any_more() -> None:
     assert store.put("Pod", item) == OWNER.key
     item["metadata"].update(ownerReferences=[], resourceVersion="8")
     assert store.put("Pod", item) == OWNER.key, "the job has to look again"
-    assert seen(store).pods == ()
+    assert observe(store).pods == ()
 
 
 def test_every_version_of_our_group_owns() -> None:

@@ -45,16 +45,16 @@ def node(name: str, ready: str) -> dict[str, Any]:
     return {"metadata": {"name": name}, "status": {"conditions": [{"type": "Ready", "status": ready}]}}
 
 
-def seen(store: WatchCache, owner: str = "uid-1") -> Observed:
+def observe(store: WatchCache, owner: str = "uid-1") -> Observed:
     return store.observe(Owner("team", "train", owner), Policy(), None, {}, {})
 
 
-def ended(name: str, second: int) -> dict[str, Any]:
+def ended_container(name: str, second: int) -> dict[str, Any]:
     at = f"2026-01-01T00:00:{second:02}Z"
     return {"name": name, "state": {"terminated": {"exitCode": 1, "startedAt": at, "finishedAt": at}}}
 
 
-def running(name: str) -> dict[str, Any]:
+def running_container(name: str) -> dict[str, Any]:
     return {"name": name, "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
 
 
@@ -63,7 +63,7 @@ def test_an_older_message_changes_nothing() -> None:
     assert store.put("Pod", child("a", 5, status={"phase": "Running"})) == KEY
     assert store.put("Pod", child("a", 4, status={"phase": "Pending"})) is None
     assert store.put("Pod", child("a", 5)) is None
-    assert seen(store).pods[0].phase == "Running"
+    assert observe(store).pods[0].phase == "Running"
     assert store.put_job(stored(7))
     assert not store.put_job(stored(6))
     assert store.job(KEY) == {
@@ -80,33 +80,33 @@ def test_only_ended_pods_that_are_being_deleted_are_left_behind() -> None:
         store.put("Pod", pod_object)
     store.put("Pod", child("kept", 5, status={"phase": "Failed"}))
 
-    def left() -> list[str]:
+    def list_stuck_pods() -> list[str]:
         return sorted(pod.name for pod in store.find_stuck_pods(KEY))
 
     store.put_job(stored(1))
-    assert left() == ["done", "ended"]
+    assert list_stuck_pods() == ["done", "ended"]
     store.remove_job(KEY, "uid-1")
-    assert left() == ["done", "ended"]
+    assert list_stuck_pods() == ["done", "ended"]
     store.put_job(stored(9, uid="uid-2"))  # the next job of this name
-    assert left() == ["done", "ended"]
+    assert list_stuck_pods() == ["done", "ended"]
     for name in ("runs", "ended", "done", "kept"):
         store.remove("Pod", ("team", name), f"uid-of-{name}")
-    assert left() == []
+    assert list_stuck_pods() == []
 
 
 @pytest.mark.parametrize(
     ("status", "second"),
     [
         # It was asked to end at second 0, and has until second 30.
-        ({"phase": "Failed", "containerStatuses": [ended("worker", 4), ended("sidecar", 7)]}, 12),
-        ({"phase": "Succeeded", "containerStatuses": [ended("worker", 58)]}, 35),
+        ({"phase": "Failed", "containerStatuses": [ended_container("worker", 4), ended_container("sidecar", 7)]}, 12),
+        ({"phase": "Succeeded", "containerStatuses": [ended_container("worker", 58)]}, 35),
         ({"phase": "Failed", "reason": "Evicted"}, 35),
         ({"phase": "Pending", "containerStatuses": [{"name": "worker", "state": {"waiting": {}}}]}, 5),
         ({"phase": "Pending"}, 5),
-        ({"phase": "Pending", "initContainerStatuses": [running("prepare")]}, None),
-        ({"phase": "Pending", "initContainerStatuses": [ended("prepare", 1)]}, None),
-        ({"phase": "Running", "containerStatuses": [running("worker")]}, None),
-        ({"phase": "Running", "containerStatuses": [ended("worker", 4), running("sidecar")]}, None),
+        ({"phase": "Pending", "initContainerStatuses": [running_container("prepare")]}, None),
+        ({"phase": "Pending", "initContainerStatuses": [ended_container("prepare", 1)]}, None),
+        ({"phase": "Running", "containerStatuses": [running_container("worker")]}, None),
+        ({"phase": "Running", "containerStatuses": [ended_container("worker", 4), running_container("sidecar")]}, None),
         ({"phase": "Running"}, None),
         ({"phase": "Unknown"}, None),
     ],
@@ -124,8 +124,8 @@ def test_a_late_answer_does_not_raise_the_dead() -> None:
     store.put("Pod", child("a", 5))
     assert store.remove("Pod", ("team", "a"), "uid-of-a") == KEY
     assert store.put("Pod", child("a", 6)) is None
-    assert not seen(store).pods
-    assert "a" in seen(store).removed_at
+    assert not observe(store).pods
+    assert "a" in observe(store).removed_at
     assert store.put("Pod", child("a", 9, uid="another")) == KEY
     store.put_job(stored(7))
     store.remove_job(KEY, "uid-1")
@@ -137,7 +137,7 @@ def test_a_removal_of_an_earlier_object_of_that_name_does_not_remove_the_later_o
     store = WatchCache()
     store.put("Pod", child("a", 9, uid="later"))
     assert store.remove("Pod", ("team", "a"), "earlier") is None
-    assert [pod.uid for pod in seen(store).pods] == ["later"]
+    assert [pod.uid for pod in observe(store).pods] == ["later"]
     store.put_job(stored(9, uid="uid-2"))
     store.remove_job(KEY, "uid-1")
     assert store.job(KEY) is not None
@@ -151,7 +151,7 @@ def test_a_list_takes_away_what_a_broken_watch_did_not_tell() -> None:
     other["metadata"]["namespace"] = "elsewhere"
     store.put("Pod", other)
     assert store.replace("Pod", "team", [child("b", 5)]) == {KEY}
-    assert {pod.name for pod in seen(store).pods} == {"b"}
+    assert {pod.name for pod in observe(store).pods} == {"b"}
     assert store.replace("Pod", None, []) == {KEY, ("elsewhere", "train")}
 
 
@@ -161,28 +161,28 @@ def test_what_the_job_does_not_control_is_not_seen() -> None:
     pod["metadata"]["ownerReferences"][0]["controller"] = False
     assert store.put("Pod", pod) is None
     store.put("Pod", child("b", 5, owner="uid-of-an-earlier-job"))
-    assert not seen(store).pods
+    assert not observe(store).pods
     assert store.child("Pod", ("team", "b"), Owner("team", "train", "uid-1")) is None
 
 
 def test_secrets_are_kept_as_digests() -> None:
     store = WatchCache()
     store.put("Secret", child("train-credentials", 5, data={"key": "c2VjcmV0"}))
-    assert "c2VjcmV0" not in repr(seen(store).children)
+    assert "c2VjcmV0" not in repr(observe(store).children)
 
 
 def test_a_node_is_lost_when_nobody_hears_from_it_and_not_when_it_is_new() -> None:
     store = WatchCache()
     store.put("Pod", child("a", 5, spec={"nodeName": "node-a"}))
-    assert seen(store).lost_nodes == frozenset()
+    assert observe(store).lost_nodes == frozenset()
     assert store.put_node(node("node-a", "True")) == {KEY}
     assert store.put_node(node("node-a", "False")) == set()  # its kubelet speaks, if only of trouble
-    assert seen(store).lost_nodes == frozenset()
+    assert observe(store).lost_nodes == frozenset()
     assert store.put_node(node("node-a", "Unknown")) == {KEY}
-    assert seen(store).lost_nodes == {"node-a"}
+    assert observe(store).lost_nodes == {"node-a"}
     store.put_node(node("node-a", "True"))
     assert store.replace_nodes([node("node-b", "True")]) == {KEY}
-    assert seen(store).lost_nodes == {"node-a"}
+    assert observe(store).lost_nodes == {"node-a"}
 
 
 def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
@@ -203,7 +203,7 @@ def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
     other = {**stored(2, uid="uid-2", status={"nodeFailures": failures})}
     other["metadata"]["name"] = "other"
     store.put_job(other)
-    observed = seen(store)
+    observed = observe(store)
     assert observed.node_faults == {"node-a": "GpuXidError"}
     assert observed.nodes == 1
     assert observed.hostnames == {"node-a": "host-a", "node-b": "node-b", "node-c": "node-c"}
@@ -212,7 +212,7 @@ def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
     ]
     store.put_node(node("node-a", "True"))
     store.remove_job(("team", "other"), "uid-2")
-    observed = seen(store)
+    observed = observe(store)
     assert (observed.node_faults, observed.node_failures) == ({}, ())
 
 
@@ -275,24 +275,24 @@ def test_jobs_see_the_node_cache_of_their_namespace_and_the_nodes_that_are_warm_
     stored_job["metadata"]["resourceVersion"] = "1"
     store.put_job(stored_job)
 
-    def seen() -> tuple[bool, dict[str, int]]:
+    def observe() -> tuple[bool, dict[str, int]]:
         observed = store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}, stored_job)
         return observed.node_cache, dict(observed.warm)
 
     store.replace_nodes([_node("a"), _node("b"), _node("dead", "Unknown")])
     store.put_cached(_cached(uri, {"a": 100, "b": 20, "dead": 100, "gone": 100}))
-    assert seen() == (False, {})
+    assert observe() == (False, {})
     assert store.put_claim(_claim("team", "Pending")) == set()
     assert store.put_claim(_claim("elsewhere")) == set()
     assert store.put_claim(_claim("team")) == {("team", "train")}, "jobs that wait for it are looked at"
     assert store.put_claim(_claim("team")) == set()
-    assert seen() == (True, {"host-of-a": 100, "host-of-b": 20})
+    assert observe() == (True, {"host-of-a": 100, "host-of-b": 20})
     store.put_cached(_cached("s3://bucket/other", {"b": 100}))
-    assert seen()[1] == {"host-of-a": 100, "host-of-b": 20}
+    assert observe()[1] == {"host-of-a": 100, "host-of-b": 20}
     store.replace_cached(None, [])
-    assert seen() == (True, {})
+    assert observe() == (True, {})
     assert store.put_claim(_claim("team", deletionTimestamp="2026-01-01T00:00:00Z")) == {("team", "train")}
-    assert seen() == (False, {})
+    assert observe() == (False, {})
     store.put_claim(_claim("team"))
     assert store.replace_claims(None, []) == {("team", "train")}
 
@@ -331,15 +331,15 @@ def test_the_queue_keeps_the_earliest_appointment_of_each_key(appointments: list
 
 
 def test_a_hundred_thousand_burials_take_no_longer_each_than_ten_thousand() -> None:
-    def seconds(count: int) -> float:
+    def measure_seconds(count: int) -> float:
         store = WatchCache()
         begun = time.process_time()
         for number in range(count):
             store.remove("Pod", ("team", f"pod-{number}"), f"uid-{number}")
         return time.process_time() - begun
 
-    few = seconds(9_000)
-    assert seconds(27_000) < 20 * few + 0.5
+    few = measure_seconds(9_000)
+    assert measure_seconds(27_000) < 20 * few + 0.5
 
 
 def test_what_went_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,8 +350,8 @@ def test_what_went_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
         store.put("Pod", child(f"pod-{number}", 5))
         store.remove("Pod", ("team", f"pod-{number}"), f"uid-of-pod-{number}")
     assert len(store._removals) == len(store._removals._oldest_first) == 11
-    assert len(seen(store).removed_at) == 11
-    assert "pod-99" in seen(store).removed_at
+    assert len(observe(store).removed_at) == 11
+    assert "pod-99" in observe(store).removed_at
 
 
 def test_nodes_that_were_removed_are_forgotten_unless_a_pod_is_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +364,6 @@ def test_nodes_that_were_removed_are_forgotten_unless_a_pod_is_on_them(monkeypat
     monkeypatch.setattr(known_nodes, "_REMEMBERED", timedelta(0))
     store.remove_node("node-99")
     assert set(store._nodes.names) == set(store._nodes.hostnames) == set(store._nodes._labels) == {"node-0"}
-    assert seen(store).lost_nodes == {"node-0"}
+    assert observe(store).lost_nodes == {"node-0"}
     store.put_node(node("node-0", "True"))
-    assert seen(store).lost_nodes == set()
+    assert observe(store).lost_nodes == set()
