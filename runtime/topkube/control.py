@@ -128,12 +128,12 @@ class Roll:
         places: dict[str, list[int]] = {}
         for rank in sorted(self.answers):
             place = bytes(self.answers[rank]["what"]).decode(errors="replace")
-            if place != shortened(what).decode(errors="replace"):
+            if place != shorten(what).decode(errors="replace"):
                 places.setdefault(place, []).append(rank)
         return places
 
 
-def shortened(what: str) -> bytes:
+def shorten(what: str) -> bytes:
     """Return `what` as an answer stores it: its first 60 bytes."""
     return what.encode()[: ANSWER["what"].itemsize]
 
@@ -164,7 +164,7 @@ class Control:
         with self._lock:
             if self._roll is None:
                 own = np.zeros(1, ANSWER)
-                own[0] = (self._comm.rank, tuple(counts) or (0,) * SERIES, shortened(what))
+                own[0] = (self._comm.rank, tuple(counts) or (0,) * SERIES, shorten(what))
                 self._roll = Roll(own)
                 self._exchange(self._roll)
             return self._roll

@@ -293,7 +293,7 @@ class Launched:
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 
-def launched_rank(environment: Mapping[str, str] | None = None) -> int | None:
+def read_launched_rank(environment: Mapping[str, str] | None = None) -> int | None:
     """Return the rank that an MPI launcher wrote into `environment` (default: that of this process); None if there is
     none."""
     environment = os.environ if environment is None else environment
@@ -301,7 +301,7 @@ def launched_rank(environment: Mapping[str, str] | None = None) -> int | None:
     return next((int(value) for value in values if value.isdigit()), None)
 
 
-def launched_ranks(environment: Mapping[str, str] | None = None) -> Launched:
+def read_launched_ranks(environment: Mapping[str, str] | None = None) -> Launched:
     """Return what started this process, and how many processes it started.
 
     Launchers set variables of their own: PMI_SIZE (MPICH, Intel MPI, Slurm's PMI), OMPI_COMM_WORLD_SIZE (Open MPI),

@@ -11,7 +11,7 @@ Nodes = tuple[tuple[int, ...], ...]
 """The ranks of each node, in rank order; nodes in the order of their first rank."""
 
 
-def nodes_of(homes: Sequence[Hashable]) -> Nodes:
+def group_by_home(homes: Sequence[Hashable]) -> Nodes:
     """Return the nodes of ranks with these homes: ranks with equal homes share a node."""
     ranks: dict[Hashable, list[int]] = {}
     for rank, home in enumerate(homes):
@@ -28,7 +28,7 @@ def node_of_ranks(nodes: Nodes) -> list[int]:
     return homes
 
 
-def declared(text: str, hosts: Sequence[Hashable]) -> list[int]:
+def parse_declared_nodes(text: str, hosts: Sequence[Hashable]) -> list[int]:
     """Return the node of each rank as `TOPKUBE_RANKS_PER_NODE` declares it. Raises WorldError if the number of ranks
     does not fit, or if a node would span several hosts."""
     try:

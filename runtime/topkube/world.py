@@ -28,8 +28,8 @@ from topkube.launch_check import check_launch
 from topkube.mpi_exit import end_together, forget_exit, own_finalize
 from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
-from topkube.settings import Settings, launched_ranks, tune_messages
-from topkube.topology import Nodes, declared, node_of_ranks, nodes_of
+from topkube.settings import Settings, read_launched_ranks, tune_messages
+from topkube.topology import Nodes, group_by_home, node_of_ranks, parse_declared_nodes
 from topkube.waiting import advance_messages, meet, wait_until
 
 _DESCRIPTION_BYTES = 160
@@ -260,7 +260,7 @@ def init(settings: Settings | None = None) -> World:
     meet(MPI.COMM_WORLD, settings.deadline_seconds)
     comm = MPI.COMM_WORLD.Dup()
     library = MPI.Get_library_version().strip("\0").splitlines()[0]
-    check_launch(comm.size, library, launched_ranks(), settings.expected_ranks)
+    check_launch(comm.size, library, read_launched_ranks(), settings.expected_ranks)
     machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
     host, affinity = machine.bcast(comm.rank), frozenset(os.sched_getaffinity(0))
     hosts, affinities = comm.allgather(host), machine.allgather(affinity)
@@ -270,7 +270,7 @@ def init(settings: Settings | None = None) -> World:
     _world = _join(
         MPI,
         comm,
-        declared(settings.ranks_per_node, hosts) if settings.ranks_per_node else hosts,
+        parse_declared_nodes(settings.ranks_per_node, hosts) if settings.ranks_per_node else hosts,
         tuple(range(comm.size)),
         deadline_seconds=settings.deadline_seconds,
         run_directory=settings.run_path,
@@ -314,7 +314,7 @@ def sub_world(parent: World, ranks: Sequence[int]) -> World | None:
 
 def _join(MPI: Any, comm: Any, homes: Sequence[int], members: tuple[int, ...], crowding: float, **more: Any) -> World:
     """Return the world of all ranks of `comm`; `homes` has the node of each rank. All ranks must call this function."""
-    node_ranks = nodes_of(homes)
+    node_ranks = group_by_home(homes)
     node = node_of_ranks(node_ranks)[comm.rank]
     node_comm = comm.Split(node, comm.rank)
     shards = min(map(len, node_ranks))

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from topkube.launch.connection.credentials import pinned
+from topkube.launch.connection.credentials import build_pinned_context
 from topkube.launch.contract import (
     CERTIFICATE_NAME,
     STATUS_PATH,
@@ -250,7 +250,7 @@ class PlayedJob:
 
     @property
     def tls(self) -> ssl.SSLContext:
-        return pinned(self.secret / "tls.crt")
+        return build_pinned_context(self.secret / "tls.crt")
 
     def ranks_of(self, index: int) -> list[int]:
         """Return the pids of the ranks of worker `index`: the processes below the shims."""

@@ -17,7 +17,7 @@ from pods import KEY, PYTHONS, UID, PlayedJob, certificate, wait_until
 from topkube.launch.connection.messages import Hello
 from topkube.launch.connection.rendezvous import UNKNOWN_CALLERS_PER_ADDRESS
 from topkube.launch.contract import JOIN_PATH, STATUS_PATH, worker_token
-from topkube.launch.mpi.mpiexec import listening
+from topkube.launch.mpi.mpiexec import find_listening_addresses
 
 TOKEN = worker_token(KEY, UID, 0, 1)
 UPGRADE = (
@@ -286,7 +286,9 @@ def test_a_thief_with_the_stock_proxy_does_not_become_a_rank(tmp_path: Path, mpi
     with PlayedJob(tmp_path, [str(PYTHONS[mpi]), "-c", script], slots=1, mpi=mpi) as job:
         launcher = job.start()
         wait_until(lambda: (answer := job.status()) and answer.state == "Running", what="running")
-        open_ports = [address for address in listening(launcher.tree()) if not address.endswith(f":{job.port}")]
+        open_ports = [
+            address for address in find_listening_addresses(launcher.tree()) if not address.endswith(f":{job.port}")
+        ]
         assert open_ports, "mpiexec listens nowhere: what do its proxies connect to?"
         outside = own_address()
         for address in open_ports:

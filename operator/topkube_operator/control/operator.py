@@ -106,7 +106,7 @@ class Operator:
             self.metrics.text,
             self.find_health_problem,
             self.find_readiness_problem,
-            tls=options.scrape.context(Authority.derived(self.seed), names),
+            tls=options.scrape.context(Authority.derive(self.seed), names),
             certificate=options.scrape.certificate,
             allows=TokenCheck(self.cluster.call).allows if options.scrape.authentication == "kubernetes" else None,
         )

@@ -37,7 +37,7 @@ class Authority:
     certificate: x509.Certificate
 
     @classmethod
-    def derived(cls, secret: bytes) -> Authority:
+    def derive(cls, secret: bytes) -> Authority:
         """Return the authority of a secret: the same key and the same certificate, byte by byte."""
         seed = hmac.new(secret, b"topkube webhook authority", hashlib.sha512).digest()
         key = ec.derive_private_key(int.from_bytes(seed, "big") % (_ORDER - 1) + 1, ec.SECP256R1())
@@ -58,9 +58,9 @@ class Authority:
     @classmethod
     def random(cls) -> Authority:
         """Return a new authority that nobody else has."""
-        return cls.derived(os.urandom(32))
+        return cls.derive(os.urandom(32))
 
-    def serving(self, names: Iterable[str]) -> ssl.SSLContext:
+    def build_server_context(self, names: Iterable[str]) -> ssl.SSLContext:
         """Return a TLS context with a new key, for a server with these DNS names or addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)

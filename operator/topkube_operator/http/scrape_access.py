@@ -46,7 +46,7 @@ class ScrapeOptions:
         """Return the TLS context of a server with these names; None for plain HTTP. Raises ClusterError."""
         if self.certificate is not None:
             return load_certificate(self.certificate)
-        return authority.serving(names) if self.tls else None
+        return authority.build_server_context(names) if self.tls else None
 
 
 def add_scrape_options(parser: argparse.ArgumentParser) -> None:

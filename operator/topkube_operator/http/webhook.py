@@ -99,8 +99,8 @@ async def serve(
     answer.
     """
     observer = observer or NoObserver()
-    authority = Authority.derived(secret)
-    context = authority.serving(names) if certificate is None else load_certificate(certificate)
+    authority = Authority.derive(secret)
+    context = authority.build_server_context(names) if certificate is None else load_certificate(certificate)
     expires_at = time.time() + SERVING_DAYS * 86400 if certificate is None else read_expiry(certificate)
     observer.set_serving(expires_at, None if certificate else False)
     listener = listen(host, port)

@@ -11,7 +11,7 @@ from typing import Any
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
-from topkube.job.changes import change_problems, in_force, outline, restored
+from topkube.job.changes import find_refused_changes, merge_allowed_changes, outline, restore_spec
 from topkube.job.spec import Spec
 from topkube.job.template import with_nulls_of, without_nulls
 from topkube_operator.model import stored_job
@@ -52,7 +52,7 @@ def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
     data = {name: value for name, value in job.items() if name != "status"}
     accepted, wanted, lost = draft.accepted, without_nulls(job.get("spec")), list[str]()
     if accepted is not None:
-        accepted, lost = restored(accepted, wanted)
+        accepted, lost = restore_spec(accepted, wanted)
     before: TrainingJob | None = None
     if accepted is not None and accepted != wanted:
         with contextlib.suppress(JobError):  # a spec that an older version accepted may be invalid now
@@ -72,15 +72,17 @@ def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
         )
     if lost:
         return AcceptedJob(after)
-    problems = change_problems(before.spec, after.spec) if before is not None else []
+    problems = find_refused_changes(before.spec, after.spec) if before is not None else []
     if not problems or accepted is None:
         draft.accepted = _copy_for_status(wanted)
         return AcceptedJob(after)
     assert before is not None
-    if _count_changes(draft) >= _EDITS_OF_A_RESUMPTION and not change_problems(_suspended(before.spec), after.spec):
+    if _count_changes(draft) >= _EDITS_OF_A_RESUMPTION and not find_refused_changes(
+        _is_suspended(before.spec), after.spec
+    ):
         draft.accepted = _copy_for_status(wanted)
         return AcceptedJob(after, replaced=True)
-    accepted = in_force(accepted, wanted)
+    accepted = merge_allowed_changes(accepted, wanted)
     draft.accepted = _copy_for_status(accepted)
     followed = {**data, "spec": with_nulls_of(accepted, job.get("spec"))}
     return AcceptedJob(TrainingJob.from_cluster(followed), admission.explain_change_refusal(problems))
@@ -92,7 +94,7 @@ def _copy_for_status(spec: dict[str, Any]) -> dict[str, Any]:
     return spec if len(json.dumps(spec)) <= LARGEST_COPY else outline(spec)
 
 
-def _suspended(spec: Spec) -> Spec:
+def _is_suspended(spec: Spec) -> Spec:
     return spec.model_copy(update={"run_policy": spec.run_policy.model_copy(update={"suspend": True})})
 
 

@@ -15,7 +15,7 @@ from topkube.algorithms import DENSITY, compresses
 from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.job.algorithm_name import is_foreign
-from topkube.job.changes import change_problems
+from topkube.job.changes import find_refused_changes
 from topkube.job.failure_policy import USUAL_REASONS
 from topkube.job.template import worker_container
 from topkube_operator.model import names
@@ -69,7 +69,7 @@ def explain_refusal(job: Mapping[str, Any], old: Mapping[str, Any] | None = None
         before = TrainingJob.from_cluster(_user_fields(old))
     except JobError:
         return ""
-    return explain_change_refusal(change_problems(before.spec, new.spec))
+    return explain_change_refusal(find_refused_changes(before.spec, new.spec))
 
 
 def explain_change_refusal(problems: Sequence[str]) -> str:

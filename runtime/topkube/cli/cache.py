@@ -104,7 +104,7 @@ def describe(folder: DatasetFolder) -> dict[str, Any]:
 @cache.command()
 def check(datasets: Which = None, directory: DirectoryOption = None, output: OutputOption = OutputFormat.text) -> None:
     """Read every shard and compare its checksum. Take damaged shards out of use, and exit with code 1."""
-    folders = _chosen(_tier(directory), datasets, all_by_default=True)
+    folders = _choose_datasets(_tier(directory), datasets, all_by_default=True)
     damaged: dict[str, list[str]] = {}
     with _bar("checking", sum(int(folder.entries()["size"].sum()) for folder in folders), output) as advance:
         for folder in folders:
@@ -134,7 +134,7 @@ def evict(
     """Remove datasets from the cache."""
     if not datasets and not everything and idle is None:
         raise DatasetError("nothing to evict", next_step="name datasets, or give --all or --idle DAYS")
-    folders = _chosen(_tier(directory), datasets, all_by_default=True)
+    folders = _choose_datasets(_tier(directory), datasets, all_by_default=True)
     if idle is not None:
         folders = [folder for folder in folders if folder.last_used < time.time() - idle * 86400]
     removed, kept = [], []
@@ -161,7 +161,7 @@ def pin(
     directory: DirectoryOption = None,
 ) -> None:
     """Keep datasets in the cache when others need room."""
-    for folder in _chosen(_tier(directory), datasets):
+    for folder in _choose_datasets(_tier(directory), datasets):
         folder.pin(not off)
 
 
@@ -194,7 +194,7 @@ def _tier(directory: Path | None) -> DiskTier:
     return DiskTier(path, sharing=settings.cache_sharing)
 
 
-def _chosen(tier: DiskTier, names: list[str] | None, *, all_by_default: bool = False) -> list[DatasetFolder]:
+def _choose_datasets(tier: DiskTier, names: list[str] | None, *, all_by_default: bool = False) -> list[DatasetFolder]:
     folders = tier.datasets()
     if not names and all_by_default:
         return folders

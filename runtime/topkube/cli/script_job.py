@@ -104,7 +104,7 @@ def load_job(target: Target) -> TrainingJob:
             before = data["spec"].get("checkpoint") or _checkpoint(job.name)
             data["spec"]["checkpoint"] = {**before, "everySteps": target.checkpoint_every}
         job = TrainingJob.parse(data)
-    return _logged(job, target.loggers)
+    return _add_loggers(job, target.loggers)
 
 
 def _job_of_script(target: Target) -> TrainingJob:
@@ -126,10 +126,10 @@ def _job_of_script(target: Target) -> TrainingJob:
     if target.checkpoint_every is not None:
         spec["checkpoint"] = {**_checkpoint(name), "everySteps": target.checkpoint_every}
     job = TrainingJob.parse({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec})
-    return _logged(job, target.loggers)
+    return _add_loggers(job, target.loggers)
 
 
-def _logged(job: TrainingJob, loggers: str | None) -> TrainingJob:
+def _add_loggers(job: TrainingJob, loggers: str | None) -> TrainingJob:
     """Return the job with the loggers in its container's environment."""
     if loggers is None:
         return job

@@ -19,7 +19,6 @@ from topkube.job.base.problems import describe_problem, show_value
 from topkube.job.spec import Spec
 from topkube.job.template import without_nulls
 
-# Paths below spec, with YAML's names, that cannot change during the life of the job.
 FIXED: tuple[tuple[str, ...], ...] = (
     ("workers",),
     ("slotsPerWorker",),
@@ -33,7 +32,7 @@ FIXED: tuple[tuple[str, ...], ...] = (
     ("topology",),
     ("runPolicy", "managedBy"),
 )
-# The fields of runPolicy that take effect at once.
+"""Paths below spec, with YAML's names, that cannot change during the life of the job."""
 FREE = (
     "suspend",
     "backoffLimit",
@@ -42,9 +41,9 @@ FREE = (
     "ttlSecondsAfterFinished",
     "cleanPodPolicy",
 )
+"""The fields of runPolicy whose changes take effect at once."""
 WHILE_SUSPENDED: tuple[tuple[str, ...], ...] = (("spread",), ("runPolicy", "schedulingPolicy"))
 TEMPLATES: tuple[tuple[str, ...], ...] = (("template",), ("launcher", "template"))
-# The fields of a pod template that place its pods and do not change what they run.
 PLACEMENT: tuple[tuple[str, ...], ...] = (
     ("metadata", "labels"),
     ("metadata", "annotations"),
@@ -53,31 +52,32 @@ PLACEMENT: tuple[tuple[str, ...], ...] = (
     ("spec", "tolerations"),
     ("spec", "schedulingGates"),
 )
+"""The fields of a pod template that place its pods and do not change what they run."""
 
 
 _DIGEST, _REST_DIGEST = "topkube.dev/sha256", "topkube.dev/sha256-without-placement"
 """Digests of a template in an outline."""
 
 
-def change_problems(old: Spec, new: Spec) -> list[str]:
+def find_refused_changes(old: Spec, new: Spec) -> list[str]:
     """Return the changes from `old` to `new` that are not allowed, one line per field, with the next step."""
     before, after = (without_nulls(spec.model_dump(by_alias=True)) for spec in (old, new))
     free = old.run_policy.suspend or new.run_policy.suspend
     refused: list[str] = []
     for path in FIXED:
         if _at(before, path) != _at(after, path):
-            refused += _fixed(path, _at(before, path), _at(after, path))
+            refused += _describe_refused_change(path, _at(before, path), _at(after, path))
     for path in WHILE_SUSPENDED:
         if not free and _at(before, path) != _at(after, path):
-            refused.append(_only_suspended(path))
+            refused.append(_describe_placement_field(path))
     for path in TEMPLATES:
         earlier, later = _at(before, path) or {}, _at(after, path) or {}
         if _without_placement(earlier) != _without_placement(later):
-            differences = _difference(_without_placement(earlier), _without_placement(later))
-            refused += [_again((*path, *below)) for below in differences]
+            differences = _find_differences(_without_placement(earlier), _without_placement(later))
+            refused += [_describe_fixed_field((*path, *below)) for below in differences]
         elif earlier != later and not free:
             moved = [below for below in PLACEMENT if _at(earlier, below) != _at(later, below)]
-            refused += [_only_suspended((*path, *below)) for below in moved]
+            refused += [_describe_placement_field((*path, *below)) for below in moved]
     return refused
 
 
@@ -97,11 +97,11 @@ def outline(spec: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def restored(accepted: Mapping[str, Any], wanted: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the accepted spec of which only an outline may be known, and what keeps it from being known.
+def restore_spec(accepted: Mapping[str, Any], wanted: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the accepted spec with whole templates, and the refused changes of templates, one line each.
 
-    A template that has not changed is taken from `wanted`, and so is one whose placement has changed while that is
-    allowed. What is left is a change that is refused, one line each.
+    `accepted` may be an outline, with digests of templates. A template is taken from `wanted` if it has not changed, or
+    if only its placement has changed and the job is suspended. Any other change of a template is refused.
     """
     spec, problems = copy.deepcopy(dict(accepted)), list[str]()
     free = any(_at(value, ("runPolicy", "suspend")) is True for value in (accepted, wanted))
@@ -114,7 +114,7 @@ def restored(accepted: Mapping[str, Any], wanted: Any) -> tuple[dict[str, Any], 
         if known[_DIGEST] == _digest(template):
             continue
         if not isinstance(template, dict) or known.get(_REST_DIGEST) != _digest(_without_placement(template)):
-            problems.append(_again(path))
+            problems.append(_describe_fixed_field(path))
         elif not free:
             text = "where pods go can be changed only while the job is suspended: set spec.runPolicy.suspend first"
             problems.append(describe_problem(("spec", *path), text, {}))
@@ -125,7 +125,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def in_force(accepted: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def merge_allowed_changes(accepted: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the spec that a job follows if its change from `accepted` to `wanted` is refused, all as plain data: the
     accepted spec with the changes that take effect at once."""
     policy = {key: value for key, value in (accepted.get("runPolicy") or {}).items() if key not in FREE}
@@ -134,18 +134,18 @@ def in_force(accepted: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str
     return {**rest, "runPolicy": policy | changed} if policy or changed else rest
 
 
-def _fixed(path: Path, before: Any, after: Any) -> list[str]:
+def _describe_refused_change(path: Path, before: Any, after: Any) -> list[str]:
     if isinstance(before, dict) and isinstance(after, dict):
-        return [_again((*path, *below)) for below in _difference(before, after)]
+        return [_describe_fixed_field((*path, *below)) for below in _find_differences(before, after)]
     scalars = not isinstance(before, dict) and not isinstance(after, dict)
-    return [_again(path, f" from {show_value(before)} to {show_value(after)}" if scalars else "")]
+    return [_describe_fixed_field(path, f" from {show_value(before)} to {show_value(after)}" if scalars else "")]
 
 
-def _again(path: Path, values: str = "") -> str:
+def _describe_fixed_field(path: Path, values: str = "") -> str:
     return describe_problem(("spec", *path), f"cannot be changed{values}: delete the job and create it again", {})
 
 
-def _only_suspended(path: Path) -> str:
+def _describe_placement_field(path: Path) -> str:
     text = "can be changed only while the job is suspended: set spec.runPolicy.suspend to true first"
     return describe_problem(("spec", *path), text, {})
 
@@ -167,17 +167,17 @@ def _without_placement(template: Any) -> Any:
     return rest
 
 
-def _difference(old: Any, new: Any) -> Iterator[Path]:
+def _find_differences(old: Any, new: Any) -> Iterator[Path]:
     """Yield the innermost paths at which two values differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
             if old.get(key) != new.get(key):
-                for below in _difference(old.get(key), new.get(key)):
+                for below in _find_differences(old.get(key), new.get(key)):
                     yield (key, *below)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (old_item, new_item) in enumerate(zip(old, new, strict=True)):
             if old_item != new_item:
-                for below in _difference(old_item, new_item):
+                for below in _find_differences(old_item, new_item):
                     yield (index, *below)
     else:
         yield ()

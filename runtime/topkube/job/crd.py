@@ -150,16 +150,16 @@ def _root() -> Schema:
 def structural(part: type[Part]) -> Schema:
     """Return the schema of a type in the form that Kubernetes accepts."""
     schema = part.model_json_schema()
-    return _converted(schema, schema.get("$defs", {}))
+    return _convert(schema, schema.get("$defs", {}))
 
 
-def _converted(schema: Schema, named: dict[str, Schema]) -> Schema:
+def _convert(schema: Schema, named: dict[str, Schema]) -> Schema:
     if "$ref" in schema:
         schema = {**named[schema["$ref"].rsplit("/", 1)[1]], **{k: v for k, v in schema.items() if k != "$ref"}}
     options = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
     if len(options) == 1:  # an optional field; null means absent in Kubernetes too
         rest = {key: value for key, value in schema.items() if key != "anyOf"}
-        return _converted({**rest, **options[0]}, named)
+        return _convert({**rest, **options[0]}, named)
     result: Schema = {}
     for key in ("type", "description", *schema):
         if key in schema and key not in ("title", "$defs", "const", "additionalProperties"):
@@ -167,7 +167,7 @@ def _converted(schema: Schema, named: dict[str, Schema]) -> Schema:
     if schema.get("type") == "object":
         result |= _object(schema, named)
     if "items" in schema:
-        result["items"] = _converted(schema["items"], named)
+        result["items"] = _convert(schema["items"], named)
     if "exclusiveMinimum" in schema:
         result |= {"minimum": schema["exclusiveMinimum"], "exclusiveMinimum": True}
     if schema.get("default", ...) is None:
@@ -179,9 +179,9 @@ def _object(schema: Schema, named: dict[str, Schema]) -> Schema:
     result: Schema = {}
     values = schema.get("additionalProperties")
     if isinstance(values, dict):
-        result |= {KEEP: True} if "$ref" in values else {"additionalProperties": _converted(values, named)}
+        result |= {KEEP: True} if "$ref" in values else {"additionalProperties": _convert(values, named)}
     if "properties" in schema:
-        result["properties"] = {name: _converted(below, named) for name, below in schema["properties"].items()}
+        result["properties"] = {name: _convert(below, named) for name, below in schema["properties"].items()}
         if isinstance(schema.get("default"), dict):
             result["default"] = {}  # the fields inside have defaults of their own
     return result

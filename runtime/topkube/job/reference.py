@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from topkube.job.base.part import Part
-from topkube.job.base.problems import bare, describe_allowed, part_of
+from topkube.job.base.problems import bare, describe_allowed, find_part
 from topkube.job.spec import Metadata
 from topkube.job.training_job import TrainingJob
 
@@ -69,7 +69,7 @@ def _summary(part: type[Part]) -> str:
 def _parts(part: type[Part], path: str) -> Iterator[tuple[str, type[Part]]]:
     yield path, part
     for field in part.model_fields.values():
-        below = part_of(field)
+        below = find_part(field)
         if below is not None:
             is_list = typing.get_origin(bare(field.annotation)) is list
             yield from _parts(below, f"{path}.{field.alias}".lstrip(".") + ("[]" if is_list else ""))

@@ -19,12 +19,12 @@ from topkube.launch.dataset import DatasetProcess
 from topkube.launch.host import torch_environment
 from topkube.launch.host.environment import disable_single_copy, set_defaults, set_home
 from topkube.launch.host.memory_kills import memory_kills
-from topkube.launch.host.processes import children, descendants, dies_with_parent, kill_descendants, signal_all
+from topkube.launch.host.processes import descendants, dies_with_parent, kill_descendants, list_children, signal_all
 from topkube.launch.mpi.mpi_library import Mpi
 from topkube.launch.mpi.proxies import proxy_command
 from topkube.launch.output.pod_output import PodOutput
 from topkube.launch.output.rank_report import RankReport, log_path, report_path, tail
-from topkube.launch.rank import commands_among, without_shims, write_command
+from topkube.launch.rank import commands_among, remove_shims, write_command
 from topkube.telemetry.cache_counters import read_totals, reads
 from topkube.telemetry.progress import PROGRESS_FILE, StepRecord, read_records
 
@@ -249,7 +249,7 @@ class Attempt:
         if grace_seconds > 0:
             if self._kill_at == float("inf"):
                 signal_all(
-                    children(self.proxy.pid), signal.SIGTERM
+                    list_children(self.proxy.pid), signal.SIGTERM
                 )  # the front processes of the shims, which pass it on
             self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
         else:
@@ -264,7 +264,7 @@ class Attempt:
         self._kill_at, self._end_at = min(self._kill_at, now), now + _KEEPERS_SECONDS
         self._killed = time.time()
         below = descendants(but=self._dataset.pids())
-        signal_all(without_shims(below), signal.SIGKILL)
+        signal_all(remove_shims(below), signal.SIGKILL)
 
     def kill(self) -> None:
         """Kill every process below this worker now."""

@@ -37,8 +37,8 @@ from topkube.launch.verdict import (
     describe_unexplained_end,
     describe_unfit_worker,
     find_first_failure,
+    find_pod_name,
     is_settled,
-    pod_of,
 )
 from topkube.settings import Settings
 
@@ -240,7 +240,7 @@ class JobLauncher:
             member.tunnel = Tunnel(member.link, port)
             ranks = tuple(range(number * slots, (number + 1) * slots))
             member.link.send(Start(proxy=parameters, ranks=ranks, environment=environment))
-        for warning in self._mpiexec.exposed():
+        for warning in self._mpiexec.find_exposed_ports():
             self._say(warning)
         self.members.steps.start()
 
@@ -277,7 +277,7 @@ class JobLauncher:
         message = steps.describe_stall(self.plan.stall_seconds, self.plan.startup_seconds)
         if message:
             rank = next(iter(steps.ranks_behind()), None)
-            pod = pod_of(self.plan, rank) if rank is not None else None
+            pod = find_pod_name(self.plan, rank) if rank is not None else None
             raise Failed(FirstFailure(pod=pod, rank=rank, reason="Stalled", exit_code=1, message=message))
 
     def _raise_if_stopped(self, now: float) -> None:

@@ -68,7 +68,7 @@ def rank_environment(
         )
     )
     environment[torch_environment.MASTER_ADDRESS] = "127.0.0.1"
-    port = job.plain_environment.get(torch_environment.MASTER_PORT) or str(torch_environment.free_port())
+    port = job.plain_environment.get(torch_environment.MASTER_PORT) or str(torch_environment.find_free_port())
     environment[torch_environment.MASTER_PORT] = port
     if deadline_seconds is not None:
         environment["TOPKUBE_DEADLINE_SECONDS"] = str(deadline_seconds)
@@ -78,13 +78,13 @@ def rank_environment(
 
 def rank_command(job: TrainingJob, environment: Mapping[str, str]) -> list[str]:
     """Return the job's command for this machine: `python` is this Python, and $(NAME) is replaced as in Kubernetes."""
-    command = [expanded(word, environment) for word in job.command]
+    command = [expand_variables(word, environment) for word in job.command]
     if command[0] in ("python", "python3"):
         command[0] = sys.executable
     return command
 
 
-def expanded(word: str, environment: Mapping[str, str]) -> str:
+def expand_variables(word: str, environment: Mapping[str, str]) -> str:
     """Return `word` with $(NAME) replaced by the variable's value. An unknown name stays as it is; $$ becomes a
     dollar."""
 
@@ -191,7 +191,7 @@ class LocalRun:
             what, cause, next_step = diagnose(report, f"node {self.node_of(report.rank)}")
             lines = report.traceback or "\n".join(report.tail)
             return LaunchError(
-                what + (":\n\n" + _indented(lines) + "\n" if lines else ""),
+                what + (":\n\n" + _indent(lines) + "\n" if lines else ""),
                 exit_code=report.exit_code,
                 cause=cause,
                 next_step=next_step.replace("in the run directory", f"in {self.directory}"),
@@ -201,7 +201,7 @@ class LocalRun:
             code = self.mpiexec_code if self.mpiexec_code > 0 else 128 - self.mpiexec_code
             return LaunchError(
                 f"mpiexec ended with exit code {code}, and no rank reports why"
-                + (":\n\n" + _indented("\n".join(text.splitlines()[-20:])) + "\n" if text else ""),
+                + (":\n\n" + _indent("\n".join(text.splitlines()[-20:])) + "\n" if text else ""),
                 exit_code=code,
                 cause="the ranks could not be started, or were killed together with their shims",
                 next_step=f"read {self.directory / MPIEXEC_LOG}; try `topkube doctor`",
@@ -209,7 +209,7 @@ class LocalRun:
         return None
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 

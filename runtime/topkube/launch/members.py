@@ -268,9 +268,9 @@ class Members:
     def receive(self, member: Member, message: AnyMessage) -> None:
         """Take a message of a worker."""
         if isinstance(message, Open) and member.tunnel is not None:
-            member.tunnel.opened(message.stream)
+            member.tunnel.open_stream(message.stream)
         elif isinstance(message, Close) and member.tunnel is not None:
-            member.tunnel.closed(message.stream)
+            member.tunnel.close_stream(message.stream)
         elif isinstance(message, Running):
             member.running = True
         elif isinstance(message, Report):

@@ -24,11 +24,11 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from topkube.errors import LaunchError, SettingsError
-from topkube.launch.host.arguments import check_arguments, shortened
+from topkube.launch.host.arguments import check_arguments, shorten_command
 from topkube.launch.host.environment import source_variables
 from topkube.launch.host.memory_kills import memory_kills
 from topkube.launch.host.network_devices import network_variables
-from topkube.launch.host.processes import dies_with_parent, parent_of
+from topkube.launch.host.processes import dies_with_parent, find_parent
 from topkube.launch.host.torch_environment import accelerate_variables, rank_variables
 from topkube.launch.output.rank_log import Copy, Echo, RankLogWriter
 from topkube.launch.output.rank_report import (
@@ -41,7 +41,7 @@ from topkube.launch.output.rank_report import (
     tail,
 )
 from topkube.roll_call import RollCall
-from topkube.settings import Settings, launched_rank, process_environment
+from topkube.settings import Settings, process_environment, read_launched_rank
 
 COMMAND_FILE = "command.json"
 """The file in the run's directory with the command of the ranks and its working directory."""
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> NoReturn:
         _wait(keeper)
     dies_with_parent_now(front)
     os.setsid()
-    rank = launched_rank() or 0
+    rank = read_launched_rank() or 0
     variables = rank_variables(rank, settings)
     if variables:
         variables |= accelerate_variables(process_environment())
@@ -104,13 +104,13 @@ def _read_command(directory: Path) -> list[str]:
 def commands_among(pids: list[int]) -> list[int]:
     """Return the processes among `pids` that are ranks' commands: children of a shim that are not shims themselves."""
     shims = {pid for pid in pids if _is_shim(pid)}
-    return [pid for pid in pids if pid not in shims and parent_of(pid) in shims]
+    return [pid for pid in pids if pid not in shims and find_parent(pid) in shims]
 
 
-def without_shims(pids: list[int]) -> list[int]:
+def remove_shims(pids: list[int]) -> list[int]:
     """Return the processes among `pids` that are neither shims nor parents of shims."""
     shims = {pid for pid in pids if _is_shim(pid)}
-    parents = {parent_of(pid) for pid in shims}
+    parents = {find_parent(pid) for pid in shims}
     return [pid for pid in pids if pid not in shims and pid not in parents]
 
 
@@ -270,7 +270,7 @@ class Keeper:
         report = RankReport(
             rank=self.rank,
             host=socket.gethostname(),
-            command=shortened(self.command),
+            command=shorten_command(self.command),
             started=started,
             ended=ended,
             exit_code=code,

@@ -19,7 +19,7 @@ TERMINATED = 128 + signal.SIGTERM
 _MESSAGE_CHARACTERS = 1024
 
 
-def reason_of(report: RankReport) -> str:
+def find_reason(report: RankReport) -> str:
     """Return the reason for a rank's end, in one word."""
     if report.not_started is not None:
         return "CommandNotFound" if report.exit_code == 127 else "CommandNotRunnable"
@@ -46,7 +46,7 @@ def describe(report: RankReport, pod: Callable[[int], str], place: str) -> First
     return FirstFailure(
         pod=pod(missing[0] if missing else report.rank),
         rank=missing[0] if missing else report.rank,
-        reason=reason_of(report),
+        reason=find_reason(report),
         exit_code=report.exit_code,
         message=message[:_MESSAGE_CHARACTERS],
         log_tail=tail_of(report.tail),

@@ -110,7 +110,9 @@ def find_first_failure(plan: LaunchPlan, members: Iterable[Member]) -> FirstFail
             candidates.append((0.0, FirstFailure(pod=pod, reason="LaunchFailed", exit_code=code, message=message)))
     report = first_failure(reports)
     if report is not None:
-        failure = describe(report, lambda rank: pod_of(plan, rank), f"worker {plan.worker_of(report.rank).index}")
+        failure = describe(
+            report, lambda rank: find_pod_name(plan, rank), f"worker {plan.worker_of(report.rank).index}"
+        )
         candidates.append((report.ended, failure))
     return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else None
 
@@ -131,7 +133,7 @@ def describe_unexplained_end(code: int | None, members: Iterable[Member], lines:
     )
 
 
-def pod_of(plan: LaunchPlan, rank: int) -> str:
+def find_pod_name(plan: LaunchPlan, rank: int) -> str:
     """Return the name of the pod in which `rank` runs."""
     return plan.worker_of(rank).pod
 

@@ -232,7 +232,7 @@ class Worker:
         socket, welcome = await self._session.call(client, self._build_hello, seconds)
         if self._calls.problem is not None:
             clear_ending(self._termination_log)
-        self._calls.answered()
+        self._calls.note_answer()
         if not welcome.resumed:
             if self._attempt is not None:  # another launcher, which does not know this attempt
                 await socket.close()
@@ -249,7 +249,7 @@ class Worker:
         """Note a failed call. What keeps this worker from the launcher becomes its termination message, however the
         worker ends."""
         before = self._calls.problem
-        self._calls.failed(error, self._ip)
+        self._calls.note_failure(error, self._ip)
         if self._calls.problem is None:
             return
         if before is None or before.reason != self._calls.problem.reason:
@@ -336,7 +336,7 @@ class Worker:
         lost = await self._wait_for_output() if end.over else 0
         if self._session.link is not None:
             self._session.send(Ended(lost_output_bytes=lost))
-            await self._session.link.delivered(2.0)
+            await self._session.link.wait_for_delivery(2.0)
             await self._session.drop_connection()
         self._session.end()
         if self._run_is_over:
@@ -353,7 +353,7 @@ class Worker:
         while not self.output.idle:
             await asyncio.sleep(_TICK_SECONDS)
             late = time.monotonic() - start > _DRAIN_SECONDS
-            if late or self.output.stalled(start) > _STALL_SECONDS or self._terminated is not None:
+            if late or self.output.count_stalled_seconds(start) > _STALL_SECONDS or self._terminated is not None:
                 break
         return self._lost_bytes + self.output.lost_bytes + self.output.waiting_bytes
 
@@ -401,7 +401,7 @@ class Worker:
         if self._session.link is not None:
             self._session.send(Ended())
             if self._session.is_connected:
-                await self._session.link.delivered(1.0)
+                await self._session.link.wait_for_delivery(1.0)
         self._done.set()
 
 

@@ -128,7 +128,7 @@ def from_trace(content: Mapping[str, Any], name: str = "trace") -> StepProfile:
 def _from_events(content: Mapping[str, Any], name: str) -> StepProfile:
     facts, events = content.get("otherData", {}), content["traceEvents"]
     clock = "tdur" if facts.get("device", "cpu") == "cpu" and facts.get("threads", 1) == 1 else "dur"
-    steps = [step for rank in _by_rank(events).values() for step in _steps(rank)]
+    steps = [step for rank in _group_by_rank(events).values() for step in _steps(rank)]
     if not steps:
         raise TraceError(
             f"{name} has no whole training step",
@@ -143,7 +143,7 @@ def _from_events(content: Mapping[str, Any], name: str) -> StepProfile:
     other = max(0.0, whole - computed) if clock == "tdur" else 0.0
     per_rank = [
         median(_step_event(step)["args"]["compute_cpu_ms"] for step in _steps(rank))
-        for rank in _by_rank(events).values()
+        for rank in _group_by_rank(events).values()
     ]
     nodes, slots = int(facts.get("nodes", 1)), max(facts.get("ranksPerNode", [1]))
     return StepProfile(
@@ -177,7 +177,7 @@ _LARGE_ELEMENTS = 1 << 16
 """A bucket with fewer elements shows the fixed cost of a bucket only."""
 
 
-def _by_rank(events: Iterable[Event]) -> dict[int, list[Event]]:
+def _group_by_rank(events: Iterable[Event]) -> dict[int, list[Event]]:
     ranks: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         if "ts" in event and "cat" in event:

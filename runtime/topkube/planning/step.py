@@ -208,7 +208,7 @@ def _window(profile: StepProfile, algorithm: Algorithm) -> int:
 
 def _exchange(bucket: BucketLength, profile: StepProfile, situation: Situation, algorithm: Algorithm) -> _Exchange:
     machines = situation.machines
-    own = _algorithm_of(bucket, algorithm, machines.nodes, situation.density)
+    own = _choose_algorithm(bucket, algorithm, machines.nodes, situation.density)
     is_exact = bucket.small or bucket.itemsize != 4
     exchange = situation.estimate_cost(own, bucket.elements, is_exact)
     scale = bucket.itemsize / 4  # the catalogue counts float32
@@ -218,13 +218,13 @@ def _exchange(bucket: BucketLength, profile: StepProfile, situation: Situation, 
     link = (exchange.between - latency) * (1.0 if own.compresses else scale)
     inside, share = exchange.inside * scale, _share_before(own, situation, bucket.elements)
     if host := profile.host.get(own.name):
-        inside = _measured(host, own, situation, bucket.elements, exchange.inside)
+        inside = _correct_measurement(host, own, situation, bucket.elements, exchange.inside)
         share = host.before
     pieces = bucket.pieces if own.overlaps and profile.on_cpu else 1
     return _Exchange(bucket.name, inside * share, link, latency, inside * (1 - share), pieces)
 
 
-def _algorithm_of(bucket: BucketLength, algorithm: Algorithm, nodes: int, density: float) -> Algorithm:
+def _choose_algorithm(bucket: BucketLength, algorithm: Algorithm, nodes: int, density: float) -> Algorithm:
     if bucket.small and algorithm.compresses:
         return algorithms.resolve(DENSE, nodes, bucket.elements, density)
     return algorithm
@@ -241,7 +241,9 @@ def _share_before(algorithm: Algorithm, situation: Situation, elements: int) -> 
     return (first + (whole - first) / 2 if algorithm.compresses else first) / whole
 
 
-def _measured(host: HostCost, algorithm: Algorithm, situation: Situation, elements: int, inside: float) -> float:
+def _correct_measurement(
+    host: HostCost, algorithm: Algorithm, situation: Situation, elements: int, inside: float
+) -> float:
     """Return the measured seconds of the communication thread, corrected by what the catalogue declares to differ
     between the traced cluster and this cluster."""
     load = dataclasses.replace(situation.workload(algorithm, elements), nodes=host.nodes, slots=host.slots)
@@ -273,7 +275,7 @@ def bucket_lengths(
     """Return the buckets that the runtime plans for the gradients of `profile`, in the order of their exchanges. `rate`
     is the bytes per second that a node sends to other nodes (0: unknown)."""
     largest = _largest(profile, algorithm.compresses, ranks)
-    return _planned(profile.gradients, largest, rate if largest is None else 0.0)
+    return _plan_buckets(profile.gradients, largest, rate if largest is None else 0.0)
 
 
 def _largest(profile: StepProfile, compresses: bool, ranks: int) -> int | None:
@@ -289,7 +291,7 @@ def _largest(profile: StepProfile, compresses: bool, ranks: int) -> int | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _planned(gradients: tuple[Gradient, ...], largest: int | None, rate: float) -> tuple[BucketLength, ...]:
+def _plan_buckets(gradients: tuple[Gradient, ...], largest: int | None, rate: float) -> tuple[BucketLength, ...]:
     import torch
 
     from topkube.training.exchange.buckets import SMALL_ELEMENTS, plan_sizes

@@ -116,7 +116,7 @@ class LogFollower:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > most:
             lines, self._rest = [*lines, self._rest], b""
-        return [_shown(line) for line in lines]
+        return [_as_text(line) for line in lines]
 
     def finish(self) -> Iterator[list[str]]:
         """Yield the remaining lines in parts of about 1 MiB, and then a last line without its end."""
@@ -125,9 +125,9 @@ class LogFollower:
             before = self._offset
             yield self.read()
         rest, self._rest = self._rest, b""
-        yield [_shown(rest)] if rest else []
+        yield [_as_text(rest)] if rest else []
 
 
-def _shown(line: bytes) -> str:
+def _as_text(line: bytes) -> str:
     # The progress bar of a script overwrites its line, so only the last version of the line is shown.
     return line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]

@@ -29,7 +29,7 @@ class Logger(Protocol):
     def close(self) -> None: ...
 
 
-def values_of(record: StepRecord) -> Iterator[tuple[str, float]]:
+def list_values(record: StepRecord) -> Iterator[tuple[str, float]]:
     """Yield the name and the value of each number that loggers get from a step."""
     if record.loss is not None:
         yield "train/loss", record.loss
@@ -52,7 +52,7 @@ class TensorBoard:
         self._writer: Any = Writer(str(folder / "tensorboard"))
 
     def write(self, record: StepRecord) -> None:
-        for name, value in values_of(record):
+        for name, value in list_values(record):
             self._writer.add_scalar(name, value, record.step, wall_time=record.time)
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class MLflow:
         from mlflow.entities import Metric
 
         time = round(record.time * 1000)
-        metrics = [Metric(name, value, time, record.step) for name, value in values_of(record)]
+        metrics = [Metric(name, value, time, record.step) for name, value in list_values(record)]
         self._client.log_batch(self._run, metrics, synchronous=False)
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class WeightsAndBiases:
         )
 
     def write(self, record: StepRecord) -> None:
-        self._run.log(dict(values_of(record)), step=record.step)
+        self._run.log(dict(list_values(record)), step=record.step)
 
     def close(self) -> None:
         self._run.finish()

@@ -51,7 +51,7 @@ def summarize(history: History, nodes: int, ranks: int) -> Summary:
         samples_per_second=history.samples_per_second,
         seconds_per_step={part: sum(history.seconds[part]) / steps for part in PARTS} if steps else {},
         bytes_between_nodes=sum(history.between),
-        count_sent_bytes=sum(history.sent),
+        bytes_sent=sum(history.sent),
         bytes_dense=count_sent_bytes(history, nodes, ranks)[1],
         skipped_steps=history.last.skipped_steps if history.last else 0,
         choice=history.last.choice if history.last else None,

@@ -26,7 +26,7 @@ from topkube.training.optimizer_state import OptimizerState
 from topkube.training.optimizers.layerwise import LayerwiseOptimizer
 from topkube.training.optimizers.mixed_precision import MasterWeights
 from topkube.training.optimizers.momentum import MomentumCorrection
-from topkube.training.optimizers.parameters import named, named_group
+from topkube.training.optimizers.parameters import name_group, name_parameters
 from topkube.training.optimizers.step_guard import StepGuard
 from topkube.training.optimizers.wrapper import OptimizerWrapper
 from topkube.training.reporting.norms import Norms
@@ -107,7 +107,7 @@ class DistributedOptimizer(OptimizerWrapper):
             schedule=None if schedule is None else tuple(schedule),
             bucket_bytes=bucket_bytes,
         )
-        names = [(p.name, p.tensor) for p in named(optimizer, named_parameters, sharded=world is not None)]
+        names = [(p.name, p.tensor) for p in name_parameters(optimizer, named_parameters, sharded=world is not None)]
         self._build(optimizer, names, chosen, settings, world or everyone)
 
     def _build(
@@ -123,7 +123,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.aggregation, self._settings = aggregation, settings
         self._correction = MomentumCorrection(optimizer) if aggregation.momentum_correction else None
         momentum = self._correction.momentum if self._correction else lambda: (0.0, 1.0)
-        parameters = named(optimizer, names, sharded=True)
+        parameters = name_parameters(optimizer, names, sharded=True)
         self._node_weights: NodeWeights | None = None
         node_world = None
         if aggregation.in_weights:
@@ -334,7 +334,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 f"parameters cannot be added with {self.aggregation.algorithm}: nodes already have different weights",
                 next_step="give the optimizer all parameters when you create it, or choose another algorithm",
             )
-        group, parameters = named_group(param_group, self._backward.parameters)
+        group, parameters = name_group(param_group, self._backward.parameters)
         self.inner.add_param_group(group)
         self._backward.add(parameters)
         self._exchanged = self._ids()

@@ -44,7 +44,7 @@ def _forward(module: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tenso
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _training_forward(module: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
     world = _world_of()
-    return _torch_forward(module, x) if world is None else _normalized(module, x, model_collectives(world))
+    return _torch_forward(module, x) if world is None else _normalize(module, x, model_collectives(world))
 
 
 def _world_of() -> World | None:
@@ -59,7 +59,7 @@ def _world_of() -> World | None:
     return world if world.size > 1 else None
 
 
-def _normalized(module: torch.nn.SyncBatchNorm, x: torch.Tensor, collectives: ModelCollectives) -> torch.Tensor:
+def _normalize(module: torch.nn.SyncBatchNorm, x: torch.Tensor, collectives: ModelCollectives) -> torch.Tensor:
     """Return the normalized x. x: (N, C, ...), any floating dtype and device; N may be 0 on some ranks."""
     module._check_input_dim(x)
     module._check_non_zero_input_channels(x)

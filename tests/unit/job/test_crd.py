@@ -18,7 +18,7 @@ from test_job_fuzz import jobs, values
 from topkube.cli.app import run_app
 from topkube.errors import JobError
 from topkube.job import TrainingJob
-from topkube.job.changes import change_problems
+from topkube.job.changes import find_refused_changes
 from topkube.job.crd import cached_dataset_definition, cached_dataset_yaml, crd_yaml, custom_resource_definition
 
 MANIFESTS = Path(__file__).parents[3] / "manifests"
@@ -210,7 +210,7 @@ def test_rules_and_the_webhook_agree_on_what_may_change(
         after = {**after, "spec": {**after["spec"], "template": before["spec"]["template"]}}
     after = {**after, "metadata": before["metadata"]}
     old, new = fill_defaults(before, SCHEMA), fill_defaults(after, SCHEMA)
-    problems = change_problems(TrainingJob.parse(before).spec, TrainingJob.parse(after).spec)
+    problems = find_refused_changes(TrainingJob.parse(before).spec, TrainingJob.parse(after).spec)
     in_rules = [
         problem for problem in problems if "spec.template" not in problem and "spec.launcher.template" not in problem
     ]

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
-from topkube.launch.local import expanded, rank_environment
+from topkube.launch.local import expand_variables, rank_environment
 from topkube.launch.mpi import mpi_library
 from topkube.launch.output.rank_report import RankReport, abort_code, diagnose, first_failure, tail
-from topkube.settings import launched_rank
+from topkube.settings import read_launched_rank
 
 SHIM = [sys.executable, "-m", "topkube.launch.rank"]
 MPICH = mpi_library.Mpi("MPICH", "5.0.2", Path("/x/mpiexec"))
@@ -80,11 +80,11 @@ def test_command_lines() -> None:
     assert "--oversubscribe" in OPEN_MPI.command(4, ["a"])
     assert OPEN_MPI.environment()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
     names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OTHER")
-    assert [launched_rank({name: "3"}) for name in names] == [3, 3, 3, None]
+    assert [read_launched_rank({name: "3"}) for name in names] == [3, 3, 3, None]
 
 
 def test_variables_are_replaced_as_kubernetes_does() -> None:
-    assert expanded("a$(B)c $(NONE) $$(B) $B", {"B": "x"}) == "axc $(NONE) $(B) $B"
+    assert expand_variables("a$(B)c $(NONE) $$(B) $B", {"B": "x"}) == "axc $(NONE) $(B) $B"
 
 
 def test_the_job_outweighs_the_shell_but_not_its_personal_settings(tmp_path: Path) -> None:

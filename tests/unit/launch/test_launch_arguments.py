@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from topkube.errors import LaunchError
 from topkube.launch.contract import Ending, WorkerPlan
-from topkube.launch.host.arguments import STRING_BYTES, check_arguments, shortened
+from topkube.launch.host.arguments import STRING_BYTES, check_arguments, shorten_command
 from topkube.launch.output.rank_report import RankReport
 from topkube.launch.worker import run_worker
 
@@ -98,5 +98,5 @@ def test_a_rank_that_linux_does_not_start_reports_the_sizes(tmp_path: Path) -> N
 
 
 def test_a_command_is_shown_in_short() -> None:
-    assert shortened(["python", "train.py"]) == ["python", "train.py"]
-    assert shortened(["x" * 5000, *["y"] * 500]) == ["x" * 1024 + "…", *["y"] * 63, "…"]
+    assert shorten_command(["python", "train.py"]) == ["python", "train.py"]
+    assert shorten_command(["x" * 5000, *["y"] * 500]) == ["x" * 1024 + "…", *["y"] * 63, "…"]

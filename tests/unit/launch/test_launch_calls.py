@@ -20,7 +20,7 @@ from played_credentials import credentials
 
 from topkube.launch.connection import calls
 from topkube.launch.connection.calls import Calls, rejection_error
-from topkube.launch.connection.credentials import LauncherCredentials, pinned
+from topkube.launch.connection.credentials import LauncherCredentials, build_pinned_context
 from topkube.launch.connection.rendezvous import Rendezvous
 from topkube.launch.contract import (
     REFUSED_REASON,
@@ -44,7 +44,7 @@ def call_and_fail(server: Path, client: Path) -> BaseException:
         port = listening.sockets[0].getsockname()[1]
         try:
             async with aiohttp.ClientSession() as session:
-                await session.get(f"https://127.0.0.1:{port}/", ssl=pinned(client / "tls.crt"))
+                await session.get(f"https://127.0.0.1:{port}/", ssl=build_pinned_context(client / "tls.crt"))
         except aiohttp.ClientError as error:
             return error
         finally:
@@ -56,8 +56,8 @@ def call_and_fail(server: Path, client: Path) -> BaseException:
 
 def collect_messages(error: BaseException, certificate: Path, plan: WorkerPlan = PLAN) -> tuple[str, Calls]:
     messages: list[str] = []
-    calls = Calls(plan, pinned(certificate / "tls.crt"), messages.append)
-    calls.failed(error, "10.0.0.9")
+    calls = Calls(plan, build_pinned_context(certificate / "tls.crt"), messages.append)
+    calls.note_failure(error, "10.0.0.9")
     return messages[-1], calls
 
 
@@ -96,7 +96,7 @@ def test_plain_http_is_not_a_launcher(tmp_path: Path) -> None:
         port = listening.sockets[0].getsockname()[1]
         try:
             async with aiohttp.ClientSession() as session:
-                await session.get(f"https://127.0.0.1:{port}/", ssl=pinned(folder / "tls.crt"))
+                await session.get(f"https://127.0.0.1:{port}/", ssl=build_pinned_context(folder / "tls.crt"))
         except aiohttp.ClientError as error:
             return error
         finally:
@@ -124,7 +124,7 @@ def test_an_absent_launcher_is_reported_with_causes_and_the_next_command(
     messages: list[str] = []
     worker_calls = Calls(PLAN, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), messages.append)
     for _ in range(140):
-        worker_calls.failed(TimeoutError(), "10.0.0.9")
+        worker_calls.note_failure(TimeoutError(), "10.0.0.9")
         clock.now += 1
     assert messages[0] == "the launcher at 10.0.0.1:7077 cannot be reached: no answer; the worker keeps calling"
     assert len(messages) == 1 + 3, "once, then once a minute"
@@ -136,13 +136,13 @@ def test_an_absent_launcher_is_reported_with_causes_and_the_next_command(
     assert worker_calls.problem is not None
     assert (worker_calls.problem.reason, worker_calls.problem.exit_code) == (UNREACHABLE_REASON, UNREACHABLE_CODE)
     assert worker_calls.problem.pod == "j-worker-0-1"
-    worker_calls.failed(OSError(errno.ECONNREFUSED, "refused"), "10.0.0.9")
+    worker_calls.note_failure(OSError(errno.ECONNREFUSED, "refused"), "10.0.0.9")
     assert "Connection refused" in messages[-1], "another trouble is said at once"
-    worker_calls.failed(OSError(errno.EADDRNOTAVAIL, "x"), "10.0.0.9")
+    worker_calls.note_failure(OSError(errno.EADDRNOTAVAIL, "x"), "10.0.0.9")
     assert "from its address 10.0.0.9" in messages[-1]
-    worker_calls.answered()
+    worker_calls.note_answer()
     assert worker_calls.problem is None
-    worker_calls.failed(TimeoutError(), "10.0.0.9")
+    worker_calls.note_failure(TimeoutError(), "10.0.0.9")
     assert messages[-1].endswith("keeps calling"), "the time begins anew"
 
 
@@ -152,7 +152,7 @@ def test_a_worker_that_a_mesh_keeps_out_learns_what_to_do(tmp_path: Path) -> Non
         assert words in str(error)
     plan = PLAN.model_copy(update={"unreachable_seconds": 1e-9})
     _, messages = collect_messages(error, credentials(tmp_path / "c"), plan)
-    messages.failed(error, "10.0.0.9")
+    messages.note_failure(error, "10.0.0.9")
     assert messages.problem is not None
     assert messages.problem.reason == REFUSED_REASON
 

@@ -25,7 +25,7 @@ from topkube.launch.launcher import run_launcher
 from topkube.launch.members import clock_offset
 from topkube.launch.output.rank_report import RankReport
 from topkube.launch.steps import Steps
-from topkube.launch.termination_message import describe, reason_of, tail_of, write_ending
+from topkube.launch.termination_message import describe, find_reason, tail_of, write_ending
 from topkube.launch.worker import run_worker
 from topkube.processors import count_cores
 from topkube.telemetry.progress import StepRecord
@@ -98,13 +98,13 @@ def report(**more: object) -> RankReport:
 
 
 def test_each_way_to_end_has_its_word() -> None:
-    assert reason_of(report(exit_code=127, not_started="the program 'x' is not there")) == "CommandNotFound"
-    assert reason_of(report(exit_code=126, not_started="the program 'x' cannot be run")) == "CommandNotRunnable"
-    assert reason_of(report(signal="SIGKILL", exit_code=137, out_of_memory=True)) == "OOMKilled"
-    assert reason_of(report(signal="SIGSEGV", exit_code=139)) == "SIGSEGV"
-    assert reason_of(report(traceback="Traceback (most recent call last)\n  x\nValueError: no")) == "Error"
-    assert reason_of(report(missing=[3])) == "CollectiveTimeout"
-    assert reason_of(report(aborted=True)) == "MpiAbort"
+    assert find_reason(report(exit_code=127, not_started="the program 'x' is not there")) == "CommandNotFound"
+    assert find_reason(report(exit_code=126, not_started="the program 'x' cannot be run")) == "CommandNotRunnable"
+    assert find_reason(report(signal="SIGKILL", exit_code=137, out_of_memory=True)) == "OOMKilled"
+    assert find_reason(report(signal="SIGSEGV", exit_code=139)) == "SIGSEGV"
+    assert find_reason(report(traceback="Traceback (most recent call last)\n  x\nValueError: no")) == "Error"
+    assert find_reason(report(missing=[3])) == "CollectiveTimeout"
+    assert find_reason(report(aborted=True)) == "MpiAbort"
 
 
 def test_a_hang_is_laid_to_the_rank_that_never_came() -> None:

@@ -105,8 +105,8 @@ async def _exchange(chance: random.Random, breaks: int) -> None:
                     await asyncio.sleep(chance.random() * 0.003)
             if turn < breaks:
                 await break_it()
-        assert await near.delivered(60)
-        assert await far.delivered(60)
+        assert await near.wait_for_delivery(60)
+        assert await far.wait_for_delivery(60)
     assert received["far"] == sent["near"]
     assert received["near"] == sent["far"]
 
@@ -134,9 +134,9 @@ async def _send_through_tunnel() -> None:
     def on(name: str) -> Callable[[AnyMessage], None]:
         def take(message: AnyMessage) -> None:
             if message.kind == "open":
-                ends[name].opened(message.stream)
+                ends[name].open_stream(message.stream)
             elif message.kind == "close":
-                ends[name].closed(message.stream)
+                ends[name].close_stream(message.stream)
 
         return take
 
@@ -170,11 +170,11 @@ def test_the_launcher_opens_no_other_port() -> None:
         messages: list[Any] = []
         end = Link(lambda _: None, lambda *_: None)
         end.send = messages.append  # type: ignore[method-assign]
-        Tunnel(end).opened(3)  # a worker's end is asked to open something
+        Tunnel(end).open_stream(3)  # a worker's end is asked to open something
         launcher = Tunnel(end, 1)  # nothing listens there
-        launcher.opened(4)
-        launcher.opened(4)  # twice
-        launcher.opened(64)  # more than one worker may have
+        launcher.open_stream(4)
+        launcher.open_stream(4)  # twice
+        launcher.open_stream(64)  # more than one worker may have
         async with asyncio.timeout(20):
             while len(messages) < 4:
                 await asyncio.sleep(0.001)

@@ -118,7 +118,7 @@ def test_a_reader_that_does_not_read_stops_nobody(tmp_path: Path, reader: Reader
     assert time.monotonic() - before < 60
     assert printing._lines_bytes <= pod_output._LINES_BYTES
     assert not printing.idle
-    wait_until(lambda: printing.stalled(0) > 0.2)
+    wait_until(lambda: printing.count_stalled_seconds(0) > 0.2)
     reader.start()
     wait_until(lambda: printing.idle)
     assert printing.close(5, 5) == 0

@@ -10,7 +10,7 @@ import pytest
 
 from topkube.job.failure_policy import USUAL_REASONS
 from topkube.launch.output.rank_report import RankReport, tail
-from topkube.launch.termination_message import reason_of
+from topkube.launch.termination_message import find_reason
 
 ARGUMENTS = "import argparse; parser = argparse.ArgumentParser(); parser.parse_args()"
 SCRIPTS = {
@@ -52,5 +52,5 @@ def test_the_reason_of_an_error_comes_from_what_python_prints(
     report = RankReport(
         0, "host", ["python"], started=1.0, ended=2.0, exit_code=ended.returncode, traceback=traceback, tail=lines
     )
-    assert reason_of(report) == reason
+    assert find_reason(report) == reason
     assert reason in USUAL_REASONS

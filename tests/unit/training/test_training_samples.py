@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 import topkube
 from topkube.errors import TrainingError
-from topkube.training.batches.samples import SampleCounter, samples_of
+from topkube.training.batches.samples import SampleCounter, count_samples
 
 Pair = namedtuple("Pair", "images labels")
 
@@ -74,15 +74,15 @@ NOT_CERTAIN: list[tuple[Any, int]] = [
 
 @pytest.mark.parametrize(("batch", "count"), CERTAIN)
 def test_batches_that_can_be_read_in_one_way(batch: Any, count: int) -> None:
-    assert samples_of(batch) == count
-    assert samples_of(batch, drawn=count) == count
+    assert count_samples(batch) == count
+    assert count_samples(batch, drawn=count) == count
 
 
 @pytest.mark.parametrize(("batch", "count"), NOT_CERTAIN)
 def test_batches_that_can_be_read_in_several_ways_need_a_loader_or_the_script(batch: Any, count: int) -> None:
     with pytest.raises(TrainingError, match=r"cannot be counted: .* reads as .*samples=lambda batch: |samples=1"):
-        samples_of(batch)
-    assert samples_of(batch, drawn=count) == count or batch == []
+        count_samples(batch)
+    assert count_samples(batch, drawn=count) == count or batch == []
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_batches_that_can_be_read_in_several_ways_need_a_loader_or_the_script(ba
 )
 def test_a_batch_that_contradicts_its_loader_is_refused(batch: Any, drawn: int) -> None:
     with pytest.raises(TrainingError, match=f"and the DataLoader drew {drawn}"):
-        samples_of(batch, drawn)
+        count_samples(batch, drawn)
 
 
 def test_the_error_names_what_was_seen_and_the_line_to_write() -> None:
     with pytest.raises(TrainingError) as caught:
-        samples_of((images(8), boxes(*[3] * 8)))
+        count_samples((images(8), boxes(*[3] * 8)))
     assert "tuple of 2 [tuple of 8 [Tensor(3, 32, 32), Tensor(3, 32, 32)" in str(caught.value)
     assert "reads as 2 or 3 or 8 samples" in str(caught.value)
     assert "run.progress(loader, samples=lambda batch: len(batch[0]))" in str(caught.value)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from topkube.errors import WorldError
 from topkube.launch_check import check_launch
-from topkube.settings import Launched, launched_ranks
-from topkube.topology import declared, node_of_ranks, nodes_of
+from topkube.settings import Launched, read_launched_ranks
+from topkube.topology import group_by_home, node_of_ranks, parse_declared_nodes
 
 
 def test_accessors_before_init_name_the_call_to_make() -> None:
@@ -45,7 +45,7 @@ def test_without_mpi_the_error_names_the_command_to_install_it() -> None:
     ],
 )
 def test_launchers_are_recognised(environment: dict[str, str], wanted: Launched) -> None:
-    assert launched_ranks(environment) == wanted
+    assert read_launched_ranks(environment) == wanted
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_torchrun_is_refused_with_the_command_to_use() -> None:
 
 @given(st.lists(st.integers(0, 600), min_size=1, max_size=4096))
 def test_nodes_hold_every_rank_once_in_the_order_of_their_first(homes: list[int]) -> None:
-    nodes = nodes_of(homes)
+    nodes = group_by_home(homes)
     assert sorted(rank for ranks in nodes for rank in ranks) == list(range(len(homes)))
     assert [ranks[0] for ranks in nodes] == sorted(ranks[0] for ranks in nodes)
     assert all(list(ranks) == sorted(ranks) and len({homes[rank] for rank in ranks}) == 1 for ranks in nodes)
@@ -102,9 +102,9 @@ def test_nodes_hold_every_rank_once_in_the_order_of_their_first(homes: list[int]
 
 
 def test_declared_nodes_follow_rank_order() -> None:
-    assert declared("3,1", [0, 0, 0, 0]) == [0, 0, 0, 1]
+    assert parse_declared_nodes("3,1", [0, 0, 0, 0]) == [0, 0, 0, 1]
 
 
 def test_a_declared_node_must_share_memory() -> None:
     with pytest.raises(WorldError, match="share no memory"):
-        declared("2,2", [0, 2, 2, 0])
+        parse_declared_nodes("2,2", [0, 2, 2, 0])

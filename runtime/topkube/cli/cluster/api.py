@@ -73,8 +73,8 @@ class Api:
         finally:
             answer.release_conn()
         if answer.status >= 400:
-            raise _refused(answer.status, text, method, path, self.namespace)
-        warnings = [_unquoted(value) for name, value in answer.headers.iteritems() if name.lower() == "warning"]
+            raise _describe_refusal(answer.status, text, method, path, self.namespace)
+        warnings = [_unquote(value) for name, value in answer.headers.iteritems() if name.lower() == "warning"]
         try:
             return Answer(json.loads(text), warnings)
         except ValueError:
@@ -91,7 +91,7 @@ class Api:
 
         answer = self._send("GET", path, query, None, JSON, silent_seconds)
         if answer.status >= 400:
-            raise _refused(answer.status, answer.read(), "GET", path, self.namespace)
+            raise _describe_refusal(answer.status, answer.read(), "GET", path, self.namespace)
         rest = b""
         try:
             for piece in answer.stream(1 << 16, decode_content=False):
@@ -219,7 +219,7 @@ def _context_names(file: str | None) -> list[str]:
         return []
 
 
-def _refused(status: int, text: bytes, method: str, path: str, namespace: str) -> TopKubeError:
+def _describe_refusal(status: int, text: bytes, method: str, path: str, namespace: str) -> TopKubeError:
     """Return the typed error for the server's refusal."""
     try:
         response = json.loads(text)
@@ -268,7 +268,7 @@ def _refused(status: int, text: bytes, method: str, path: str, namespace: str) -
     return ClusterError(message, status=status)
 
 
-def _unquoted(warning: str) -> str:
+def _unquote(warning: str) -> str:
     """Return the text of a Warning header: 299 - "the \\"text\\"" becomes the "text\""""
     match = re.fullmatch(r'\s*\d{3} \S+ "(.*)"\s*', warning, re.DOTALL)
     return re.sub(r"\\(.)", r"\1", match[1]) if match else warning

@@ -51,7 +51,7 @@ def submit_job(options: SubmitOptions) -> int:
         return _print_manifests(job, packed, own or options.where.namespace)
     api = connect(options.where)
     api.namespace = own or api.namespace
-    before = _stored(api, job.name)
+    before = _read_stored(api, job.name)
     applied = apply_job(api, job, packed, dry_run=options.dry_run, force_conflicts=options.force_conflicts)
     if options.json:
         print(json.dumps(applied, indent=1))
@@ -100,7 +100,7 @@ def _read_requirements(path: Path) -> tuple[str, ...]:
 
 def _print_manifests(job: TrainingJob, packed: PackedSource | None, namespace: str | None) -> int:
     """Print what `submit` would apply. kubectl cannot make the job own the ConfigMap, because it has no uid yet."""
-    data = _written(job)
+    data = _select_written_fields(job)
     if namespace:
         data["metadata"]["namespace"] = namespace
     if packed is not None:
@@ -110,7 +110,7 @@ def _print_manifests(job: TrainingJob, packed: PackedSource | None, namespace: s
     return 0
 
 
-def _written(job: TrainingJob) -> dict[str, Any]:
+def _select_written_fields(job: TrainingJob) -> dict[str, Any]:
     """Return the part of a job that people write."""
     data = job.to_dict()
     data.pop("status", None)
@@ -131,7 +131,7 @@ def apply_job(
     The ConfigMap exists before the job, so that no pod waits for it, and then belongs to the job. If the job is
     refused, a ConfigMap that did not exist before is deleted again. Raises ClusterError, JobError.
     """
-    data = _written(job)
+    data = _select_written_fields(job)
     data["metadata"]["namespace"] = api.namespace
     if packed is None:
         return _apply(api, data, dry_run, force_conflicts)
@@ -149,7 +149,7 @@ def apply_job(
     return applied
 
 
-def _stored(api: Api, name: str) -> dict[str, Any] | None:
+def _read_stored(api: Api, name: str) -> dict[str, Any] | None:
     try:
         return api.get(job_path(api, name))
     except ClusterError as error:

@@ -20,7 +20,7 @@ DEEPEST = 100
 """The largest number of levels of a document."""
 
 
-def dotted(path: Path) -> str:
+def format_path(path: Path) -> str:
     """Return ('spec', 'containers', 0, 'nvidia.com/gpu') as spec.containers[0]["nvidia.com/gpu"]"""
     text = ""
     for key in path:
@@ -37,8 +37,8 @@ def describe_problem(path: Path, text: str, lines: Lines) -> str:
     """Return one problem, with the line of the value, or of the mapping that lacks the value."""
     for length in range(len(path), 0, -1):
         if path[:length] in lines:
-            return f"{dotted(path)} (line {lines[path[:length]]}): {text}"
-    return f"{dotted(path)}: {text}"
+            return f"{format_path(path)} (line {lines[path[:length]]}): {text}"
+    return f"{format_path(path)}: {text}"
 
 
 def list_problems(error: ValidationError, model: type[Part], lines: Lines) -> list[str]:
@@ -86,7 +86,7 @@ def _nearest(name: str, names: Sequence[str]) -> str:
 
 def _moved(name: str, model: type[Part]) -> str:
     place = _elsewhere(to_camel(name), model)
-    return f"; it belongs to {dotted(place)}" if place else ""
+    return f"; it belongs to {format_path(place)}" if place else ""
 
 
 def show_value(value: Any) -> str:
@@ -182,14 +182,14 @@ def _part(path: Path, model: type[Part]) -> type[Part] | None:
         if isinstance(key, int):
             continue
         field = _named(key, model)
-        below = part_of(field) if field else None
+        below = find_part(field) if field else None
         if below is None:
             return None
         model = below
     return model
 
 
-def part_of(field: FieldInfo) -> type[Part] | None:
+def find_part(field: FieldInfo) -> type[Part] | None:
     """Return the `Part` that a field holds, itself or in a list; None if it holds none."""
     kind = bare(field.annotation)
     if typing.get_origin(kind) is list:
@@ -203,7 +203,7 @@ def _elsewhere(name: str, model: type[Part], path: Path = ()) -> Path | None:
         own_path = (*path, str(field.alias))
         if field.alias == name:
             return own_path
-        below = part_of(field)
+        below = find_part(field)
         path_below = _elsewhere(name, below, own_path) if below and own_path != ("status",) else None
         if path_below:
             return path_below

@@ -40,7 +40,7 @@ class Calls:
         self._since: float | None = None
         self._printed: tuple[str, float] = ("", 0.0)
 
-    def answered(self) -> None:
+    def note_answer(self) -> None:
         """Note that the launcher has accepted this worker."""
         self.problem, self._since, self._printed = None, None, ("", 0.0)
 
@@ -49,7 +49,7 @@ class Calls:
         """Seconds for which every call has failed; 0 if the last call was answered."""
         return time.monotonic() - self._since if self._since is not None else 0.0
 
-    def failed(self, error: BaseException, source: str) -> None:
+    def note_failure(self, error: BaseException, source: str) -> None:
         """Note a failed call from the address `source`. Print why: the first time, when the reason changes, and once a
         minute."""
         now = time.monotonic()

@@ -42,10 +42,10 @@ class WorkerCredentials:
     @classmethod
     def load(cls, directory: Path) -> WorkerCredentials:
         """Read the files in `directory`. Raises LaunchError, which names the file that is missing or invalid."""
-        return cls(pinned(directory / CERTIFICATE_FILE), _text(directory, TOKEN_FILE))
+        return cls(build_pinned_context(directory / CERTIFICATE_FILE), _text(directory, TOKEN_FILE))
 
 
-def pinned(certificate: Path) -> ssl.SSLContext:
+def build_pinned_context(certificate: Path) -> ssl.SSLContext:
     """Return a client's TLS context that accepts only this certificate, whatever names and addresses it contains."""
     text = _text(certificate.parent, certificate.name)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

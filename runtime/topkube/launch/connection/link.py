@@ -67,7 +67,7 @@ class Link:
         """Wait until few enough bytes are unconfirmed."""
         await self._room.wait()
 
-    async def delivered(self, seconds: float) -> bool:
+    async def wait_for_delivery(self, seconds: float) -> bool:
         """Wait until the other end has confirmed everything, for up to `seconds` or until the connection breaks. Return
         True if everything is confirmed."""
         end = time.monotonic() + seconds

@@ -99,7 +99,7 @@ class Session:
     def _receive(self, message: AnyMessage) -> None:
         if isinstance(message, Close):
             if self.tunnel is not None:
-                self.tunnel.closed(message.stream)
+                self.tunnel.close_stream(message.stream)
         else:
             self._on_message(message)
 

@@ -47,7 +47,7 @@ class Tunnel:
         with contextlib.suppress(asyncio.CancelledError):  # the task of asyncio itself: nothing waits for it
             await self._pump(stream, reader)
 
-    def opened(self, stream: int) -> None:
+    def open_stream(self, stream: int) -> None:
         """Connect a stream to the control port, at the launcher's end."""
         if self._port is None or stream >= _STREAMS or stream in self._writers or stream in self._early:
             self._link.send(Close(stream=stream))
@@ -76,7 +76,7 @@ class Tunnel:
                 await self._link.room()
         if stream in self._writers:
             self._link.send(Close(stream=stream))
-            self.closed(stream)
+            self.close_stream(stream)
 
     def take(self, stream: int, data: bytes) -> None:
         """Write bytes that arrived to the connection of `stream`."""
@@ -85,7 +85,7 @@ class Tunnel:
         elif stream in self._writers:
             self._writers[stream].write(data)
 
-    def closed(self, stream: int) -> None:
+    def close_stream(self, stream: int) -> None:
         """Close the connection of `stream`."""
         self._early.pop(stream, None)
         if writer := self._writers.pop(stream, None):
@@ -97,6 +97,6 @@ class Tunnel:
         if self._server is not None:
             self._server.close()
         for stream in [*self._writers]:
-            self.closed(stream)
+            self.close_stream(stream)
         for task in self._tasks:
             task.cancel()

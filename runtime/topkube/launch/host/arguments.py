@@ -61,7 +61,7 @@ def _too_long(what: str, most: int, whole: str) -> LaunchError:
     )
 
 
-def shortened(command: list[str]) -> list[str]:
+def shorten_command(command: list[str]) -> list[str]:
     """Return the command for reports and messages: long words are cut, and of many words the first are kept."""
     words = [
         word if len(word) <= _SHOWN_CHARACTERS else word[:_SHOWN_CHARACTERS] + "…" for word in command[:_SHOWN_WORDS]

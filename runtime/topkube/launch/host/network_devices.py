@@ -48,8 +48,8 @@ def nearest_devices(gpu: str, devices: list[str], root: Path = Path("/")) -> lis
     if not own.exists():
         return []
     places = {name: root / "sys/class/infiniband" / name / "device" for name in devices}
-    shared = {name: _shared_parents(own, place) for name, place in places.items()}
-    same_node = {name: _node_of(place) == _node_of(own) for name, place in places.items()}
+    shared = {name: _count_shared_parents(own, place) for name, place in places.items()}
+    same_node = {name: _find_node(place) == _find_node(own) for name, place in places.items()}
     ranks = {name: (shared[name], same_node[name]) for name in devices}
     if len(set(ranks.values())) < 2:
         return []
@@ -57,7 +57,7 @@ def nearest_devices(gpu: str, devices: list[str], root: Path = Path("/")) -> lis
     return sorted(name for name, distance in ranks.items() if distance == best)
 
 
-def _shared_parents(a: Path, b: Path) -> int:
+def _count_shared_parents(a: Path, b: Path) -> int:
     """Return how many PCI bridges are above both devices. A root bus ("pci0000:3a") is no bridge."""
     pairs = zip(os.path.realpath(a).split("/"), os.path.realpath(b).split("/"), strict=False)
     count = 0
@@ -68,7 +68,7 @@ def _shared_parents(a: Path, b: Path) -> int:
     return count
 
 
-def _node_of(device: Path) -> str:
+def _find_node(device: Path) -> str:
     try:
         return (device / "numa_node").read_text().strip()
     except OSError:

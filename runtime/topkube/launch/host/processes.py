@@ -51,7 +51,7 @@ def descendants(root: int | None = None, but: frozenset[int] = frozenset()) -> l
     return pids
 
 
-def children(parent: int) -> list[int]:
+def list_children(parent: int) -> list[int]:
     """Return the living direct children of `parent`."""
     try:
         listed = [(task / "children").read_text().split() for task in Path(f"/proc/{parent}/task").iterdir()]
@@ -60,7 +60,7 @@ def children(parent: int) -> list[int]:
     return [int(pid) for pids in listed for pid in pids]
 
 
-def parent_of(pid: int) -> int:
+def find_parent(pid: int) -> int:
     """Return the parent's process id; 0 if there is no process `pid`."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -62,7 +62,7 @@ def has_accelerator(devices: Path = Path("/dev")) -> bool:
     return any(any(devices.glob(pattern)) for pattern in _ACCELERATOR_DEVICES)
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a TCP port that no process of this machine listens on now."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -129,14 +129,14 @@ class Mpiexec:
             environment["LD_PRELOAD"] = str(library)
         return environment
 
-    def exposed(self) -> list[str]:
+    def find_exposed_ports(self) -> list[str]:
         """Return a warning for each port of mpiexec that other hosts can reach."""
         if self._process is None:
             return []
         pids = [self._process.pid, *descendants(self._process.pid)]
         return [
             f"warning: mpiexec listens on {address}, which has no authentication; the job's NetworkPolicy must block it"
-            for address in listening(pids)
+            for address in find_listening_addresses(pids)
             if not address.startswith(("127.", "[::1]"))
         ]
 
@@ -167,7 +167,7 @@ def loopback_library() -> Path | None:
     return library if library.exists() else None
 
 
-def listening(pids: list[int]) -> list[str]:
+def find_listening_addresses(pids: list[int]) -> list[str]:
     """Return the addresses (HOST:PORT, [HOST]:PORT) on which these processes listen for TCP."""
     sockets = set[str]()
     for pid in pids:

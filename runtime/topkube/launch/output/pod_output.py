@@ -207,7 +207,7 @@ class PodOutput:
         with self._lock:
             return self._taken + sum(log.waiting_bytes for log in self._logs)
 
-    def stalled(self, since: float) -> float:
+    def count_stalled_seconds(self, since: float) -> float:
         """Return the seconds for which the reader has read nothing, counted from `since` (monotonic) at the
         earliest."""
         return time.monotonic() - max(self._moved, since)
@@ -220,7 +220,7 @@ class PodOutput:
         self._wake.set()
         while self._thread.is_alive() and time.monotonic() - start < most_seconds:
             self._thread.join(_CHECK_SECONDS)
-            if self.stalled(start) > stall_seconds:
+            if self.count_stalled_seconds(start) > stall_seconds:
                 break
         return self._lost + (self.waiting_bytes if self._thread.is_alive() else 0)
 

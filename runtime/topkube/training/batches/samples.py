@@ -41,7 +41,7 @@ class SampleCounter:
         if self._given is not None:
             samples = self._count_given(batch)
         else:
-            samples = samples_of(batch, None if self._items_are_batches else drawn)
+            samples = count_samples(batch, None if self._items_are_batches else drawn)
         return samples, samples if drawn is None else drawn
 
     def _count_given(self, batch: Any) -> int:
@@ -78,7 +78,7 @@ def _sizes_drawn(loader: Iterable[Any]) -> Iterable[int]:
     return (min(size, total - first) for first in range(0, total, size))
 
 
-def samples_of(batch: Any, drawn: int | None = None) -> int:
+def count_samples(batch: Any, drawn: int | None = None) -> int:
     """Return the number of samples in `batch`, for which a DataLoader has `drawn` samples (None: not known).
 
     The number is certain for a tensor or an array (its first dimension), a PackedSequence, and tuples, lists and dicts
@@ -95,7 +95,7 @@ def samples_of(batch: Any, drawn: int | None = None) -> int:
     numbers = " or ".join(str(number) for number in sorted(readings)) or "an unknown number of"
     against = f", and the DataLoader drew {drawn}" if drawn is not None else ""
     raise TrainingError(
-        f"the samples of a batch cannot be counted: {_described(batch)} reads as {numbers} samples{against}",
+        f"the samples of a batch cannot be counted: {_describe(batch)} reads as {numbers} samples{against}",
         cause="the batch is not a tensor, or a tuple or dict of tensors, with one sample per row",
         next_step=f"pass samples= to run.progress or optimizer.join: run.progress(loader, samples={_example(batch)})",
     )
@@ -147,7 +147,7 @@ def _is_columns(batch: Any) -> bool:
     return len(batch) == 1 or (len(batch) == 2 and all(value.ndim <= 2 for value in batch))
 
 
-def _described(value: Any, depth: int = 2) -> str:
+def _describe(value: Any, depth: int = 2) -> str:
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"{type(value).__name__}{tuple(value.shape)}"
     if isinstance(value, Mapping | list | tuple) and not isinstance(value, PackedSequence):
@@ -159,7 +159,7 @@ def _described(value: Any, depth: int = 2) -> str:
             if isinstance(value, Mapping)
             else (("", entry) for entry in value)
         )
-        shown = [key + _described(entry, depth - 1) for (key, entry), _ in zip(entries, range(3), strict=False)]
+        shown = [key + _describe(entry, depth - 1) for (key, entry), _ in zip(entries, range(3), strict=False)]
         return f"{name} [{', '.join(shown)}{', ...' if len(value) > 3 else ''}]"
     return type(value).__name__
 

@@ -40,7 +40,7 @@ def aside(step: int, run: int) -> str:
     return f".step-{step:08d}.run-{run:05d}.tmp"
 
 
-def published(directory: Path) -> list[Place]:
+def list_published(directory: Path) -> list[Place]:
     """Return the published checkpoints of `directory`, in no order."""
     return _places(path.name for path in directory.glob("step-*"))
 
@@ -48,10 +48,10 @@ def published(directory: Path) -> list[Place]:
 def last_run(directory: Path) -> int:
     """Return the highest run that has left a checkpoint in `directory`, damaged ones included; 0 if there is none."""
     set_aside = (path.name.removeprefix(_DAMAGED) for path in directory.glob(f"{_DAMAGED}step-*"))
-    return max((place.run for place in [*published(directory), *_places(set_aside)]), default=0)
+    return max((place.run for place in [*list_published(directory), *_places(set_aside)]), default=0)
 
 
-def unfinished(directory: Path, run: int) -> list[Path]:
+def list_unfinished(directory: Path, run: int) -> list[Path]:
     """Return the folders of saves and removals that `run` and earlier runs did not finish."""
     folders = []
     for path in directory.glob(".step-*.tmp"):

@@ -31,12 +31,12 @@ def recut(saved: Iterable[Mapping[str, Any]], copy: int, copies: int) -> dict[st
     weighted."""
     weights: dict[int, float] = {}
     owners: list[dict[str, Any]] = []
-    taken = _taken(saved, copy, copies, weights, owners)
+    taken = _take_parts(saved, copy, copies, weights, owners)
     own = {"copy": copy, "copies": copies, "pieces": redistribute(taken, copy, copies)}
     return own | ({"mass": sum(weights.values()), "owners": redistribute(owners, copy, copies)} if weights else {})
 
 
-def _taken(
+def _take_parts(
     saved: Iterable[Mapping[str, Any]],
     copy: int,
     copies: int,
@@ -49,15 +49,15 @@ def _taken(
         share = shares(state["copies"], copy, copies).get(state["copy"])
         if share is None:
             continue
-        owed = _scaled(state.get("owners", {}), share)
+        owed = _scale(state.get("owners", {}), share)
         owners.append({"copy": copy, "copies": copies, "pieces": owed})
         if "weight" in state:  # error feedback in the weights: a copy counts by its node's share of the ranks
             share *= state["weight"]
             weights[state["copy"]] = share
-        yield {"copy": copy, "copies": copies, "pieces": _scaled(state["pieces"], share)}
+        yield {"copy": copy, "copies": copies, "pieces": _scale(state["pieces"], share)}
 
 
-def _scaled(pieces: Pieces, share: float) -> Pieces:
+def _scale(pieces: Pieces, share: float) -> Pieces:
     return {
         name: [(first, values if share == 1.0 else values * share) for first, values in entries]
         for name, entries in pieces.items()

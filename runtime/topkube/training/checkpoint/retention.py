@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from topkube.training.checkpoint.format.manifest import is_whole
-from topkube.training.checkpoint.place import Place, published, unfinished
+from topkube.training.checkpoint.place import Place, list_published, list_unfinished
 
 
 class Retention:
@@ -32,7 +32,7 @@ class Retention:
 
     def apply(self) -> None:
         """Rename damaged checkpoints and remove superseded checkpoints. If that fails, print a warning."""
-        places = published(self._directory)
+        places = list_published(self._directory)
         for place in self.damaged.intersection(places):
             self._set_aside(place)
         self.proven.intersection_update(places)
@@ -46,7 +46,7 @@ class Retention:
     def sweep(self, run: int, current: Path) -> None:
         """Remove the folders that unfinished saves and removals of `run` and earlier runs have left, except
         `current`."""
-        for folder in unfinished(self._directory, run):
+        for folder in list_unfinished(self._directory, run):
             if folder != current:
                 shutil.rmtree(folder, ignore_errors=True)
 

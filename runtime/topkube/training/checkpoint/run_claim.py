@@ -43,9 +43,9 @@ class Claim:
         """Return the next claim. Raises CheckpointError if a later attempt of the same job has claimed the directory,
         and OSError if the directory cannot be written."""
         while True:
-            claims = _claims(directory)
+            claims = _list_claims(directory)
             for path in claims.values():
-                about = _about(path)
+                about = _read_claim(path)
                 if about.get("job") == job and about.get("attempt", 0) > attempt:
                     raise CheckpointError(
                         f"attempt {about['attempt']} of this job uses {directory}, and this is attempt {attempt}",
@@ -67,10 +67,10 @@ class Claim:
 
     def check(self) -> None:
         """Raise CheckpointError if a later run has claimed the directory."""
-        claims = _claims(self.directory)
+        claims = _list_claims(self.directory)
         latest = max(claims, default=self.run)
         if latest > self.run:
-            about = _about(claims[latest])
+            about = _read_claim(claims[latest])
             raise CheckpointError(
                 f"attempt {about.get('attempt', '?')} of {about.get('job') or 'a run'} has taken over {self.directory}"
                 f" (on {about.get('host', 'another host')}); nothing was written",
@@ -80,11 +80,11 @@ class Claim:
             )
 
 
-def _claims(directory: Path) -> dict[int, Path]:
+def _list_claims(directory: Path) -> dict[int, Path]:
     return {int(match[1]): path for path in directory.glob(".run-*") if (match := _NAME.fullmatch(path.name))}
 
 
-def _about(path: Path) -> dict[str, Any]:
+def _read_claim(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         about = json.loads((path / "claim.json").read_text(encoding="utf-8"))
         if isinstance(about, dict):

@@ -27,7 +27,7 @@ from topkube.training.checkpoint.format.encoding import encode
 from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, Manifest, rank_file, read_manifest
 from topkube.training.checkpoint.format.state_file import Damaged, FileDigest, read_state, write_new_text
 from topkube.training.checkpoint.host_copies import HostCopies, NoRoom
-from topkube.training.checkpoint.place import Place, aside, published
+from topkube.training.checkpoint.place import Place, aside, list_published
 from topkube.training.checkpoint.residual_shares import recut, shares
 from topkube.training.checkpoint.retention import Retention, warn
 from topkube.training.checkpoint.run_claim import Claim
@@ -91,7 +91,7 @@ class CheckpointStore:
         Warns of each damaged checkpoint. Raises CheckpointError if all checkpoints are damaged, if a checkpoint cannot
         be read at the moment, or if a newer TopKube wrote the newest checkpoint.
         """
-        places = sorted(published(self.directory), reverse=True) if self._lead else []
+        places = sorted(list_published(self.directory), reverse=True) if self._lead else []
         count = int(self._stages.gather([len(places)])[0, 0])
         for number in range(count):
             mine = [places[number].run, places[number].step, places[number].again] if self._lead else [0, 0, 0]
@@ -274,7 +274,7 @@ class CheckpointStore:
         write_new_text(save.aside / NAME, manifest.text(save.step, self._job, self._attempt, time.time()))
         sync_directory(save.aside)
         self._claim.check()
-        same = [place for place in published(self.directory) if (place.run, place.step) == (self._run, save.step)]
+        same = [place for place in list_published(self.directory) if (place.run, place.step) == (self._run, save.step)]
         place = Place(self._run, save.step, 1 + max((place.again for place in same), default=-1))
         save.aside.rename(self.directory / place.name)
         sync_directory(self.directory)

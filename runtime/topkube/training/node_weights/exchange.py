@@ -31,7 +31,7 @@ from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Parameter
 from topkube.training.node_weights.guard import Squares
-from topkube.training.node_weights.layout import Chunk, chunks_of
+from topkube.training.node_weights.layout import Chunk, cut_into_chunks
 from topkube.training.node_weights.outer_momentum import OuterMomentum
 from topkube.world import World
 
@@ -43,7 +43,7 @@ class WeightExchange:
 
     def __init__(self, world: World, parameters: Sequence[Parameter], aggregation: AggregationSettings) -> None:
         self.world, self.algorithm, self._wire = world, find_algorithm(aggregation.algorithm), aggregation.wire
-        self.chunks = chunks_of(parameters, world)
+        self.chunks = cut_into_chunks(parameters, world)
         self.agreed: list[Array] = []
         self.weights = [len(ranks) / world.size for ranks in world.node_ranks]
         """The weight of each node in means: its share of the ranks."""

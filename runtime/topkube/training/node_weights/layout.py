@@ -63,7 +63,7 @@ class Chunk:
 
     def close(self, world: World) -> None:
         """Note that the chunk has all its parameters, and find this rank's shard."""
-        self.length = _rounded_up(self.length, SIGN_BLOCK * world.shards)
+        self.length = _round_up(self.length, SIGN_BLOCK * world.shards)
         self.first, self.last = own_shard(world, self.length)
         self.pieces = list(self._pieces())
 
@@ -74,7 +74,7 @@ class Chunk:
                 yield Piece(parameter, low - start, high - start, low - self.first)
 
 
-def chunks_of(parameters: Sequence[Parameter], world: World, chunk_bytes: int = BUCKET_BYTES) -> list[Chunk]:
+def cut_into_chunks(parameters: Sequence[Parameter], world: World, chunk_bytes: int = BUCKET_BYTES) -> list[Chunk]:
     """Return the chunks of `parameters`, of at most `chunk_bytes` (float32) each; a larger tensor has its own chunk."""
     chunks: list[Chunk] = []
     for small in (False, True):
@@ -82,7 +82,7 @@ def chunks_of(parameters: Sequence[Parameter], world: World, chunk_bytes: int = 
         for parameter in parameters:
             if parameter.small is not small or parameter.length == 0:
                 continue
-            room = _rounded_up(parameter.length, SIGN_BLOCK)
+            room = _round_up(parameter.length, SIGN_BLOCK)
             if current is None or _ELEMENT_BYTES * (current.length + room) > chunk_bytes:
                 current = Chunk(len(chunks), small)
                 chunks.append(current)
@@ -94,5 +94,5 @@ def chunks_of(parameters: Sequence[Parameter], world: World, chunk_bytes: int = 
     return chunks
 
 
-def _rounded_up(length: int, multiple: int) -> int:
+def _round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple

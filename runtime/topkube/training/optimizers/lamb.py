@@ -10,8 +10,8 @@ import torch
 
 from topkube.training.optimizers.layerwise import (
     LayerwiseOptimizer,
-    adapted,
     check,
+    is_adapted,
     state_of,
     trust_ratio,
     with_gradients,
@@ -60,7 +60,7 @@ class LAMB(LayerwiseOptimizer):
         torch._foreach_add_(roots, group["eps"])
         update = list(torch._foreach_div(means, 1 - first ** group["steps"]))
         torch._foreach_div_(update, roots)
-        layers = sum(adapted(weight) for weight in weights)
+        layers = sum(is_adapted(weight) for weight in weights)
         if group["weight_decay"] and layers:
             torch._foreach_add_(
                 update[:layers], [weight.float() for weight in weights[:layers]], alpha=group["weight_decay"]

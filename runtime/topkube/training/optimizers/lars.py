@@ -10,8 +10,8 @@ import torch
 
 from topkube.training.optimizers.layerwise import (
     LayerwiseOptimizer,
-    adapted,
     check,
+    is_adapted,
     state_of,
     trust_ratio,
     with_gradients,
@@ -49,7 +49,7 @@ class LARS(LayerwiseOptimizer):
         weights, gradients = with_gradients(group)
         if not weights:
             return
-        layers = sum(adapted(weight) for weight in weights)
+        layers = sum(is_adapted(weight) for weight in weights)
         decay, rate = group["weight_decay"], group["lr"]
         weight_norms, gradient_norms = norms(weights[:layers], gradients[:layers], parallel=self.parallel)
         rates = [

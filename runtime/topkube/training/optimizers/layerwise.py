@@ -18,7 +18,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all groups. `closure` is called first, with gradients on; the step returns its result."""
-        loss = evaluated(closure)
+        loss = evaluate_closure(closure)
         for group in self.param_groups:
             self._update(group)
         return loss
@@ -27,7 +27,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any]) -> None: ...
 
 
-def evaluated(closure: Callable[[], Any] | None) -> Any:
+def evaluate_closure(closure: Callable[[], Any] | None) -> Any:
     """Return the result of the closure of an optimizer's `step`; None if there is no closure."""
     if closure is None:
         return None
@@ -35,7 +35,7 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def adapted(parameter: torch.Tensor) -> bool:
+def is_adapted(parameter: torch.Tensor) -> bool:
     """Return True if a parameter has more than one dimension. Biases and the weights of norms are neither adapted nor
     decayed, as in the code of both papers' authors."""
     return parameter.ndim > 1
@@ -56,7 +56,7 @@ def check(name: str, value: float, *, least: float = 0.0, below: float = math.in
 def with_gradients(group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the group's parameters that have a gradient, with the adapted parameters first, and their gradients."""
     tensors: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
-    tensors.sort(key=lambda p: not adapted(p))
+    tensors.sort(key=lambda p: not is_adapted(p))
     return tensors, [p.grad for p in tensors if p.grad is not None]
 
 

@@ -23,7 +23,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from topkube.errors import ArgumentError, TrainingError
-from topkube.training.optimizers.layerwise import evaluated
+from topkube.training.optimizers.layerwise import evaluate_closure
 from topkube.training.optimizers.wrapper import OptimizerWrapper
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -131,7 +131,7 @@ class MasterWeights(OptimizerWrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step. Raises TrainingError if gradients of the 16-bit parameters were changed after GradScaler had
         unscaled those of the masters."""
-        loss = evaluated(closure)
+        loss = evaluate_closure(closure)
         self._take_gradients()
         if any(pair.parameter._version != pair.rounded for pair in self._pairs):
             self.take_weights()

@@ -15,7 +15,7 @@ from topkube.training.optimizers.wrapper import exchanged_parameters
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 
 
-def named(
+def name_parameters(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
     sharded: bool = False,
@@ -24,7 +24,7 @@ def named(
     DTensors. Raises ArgumentError if a parameter has no name, two names, the name of another parameter, or cannot be
     exchanged."""
     wanted = {id(tensor): tensor for tensor in exchanged_parameters(optimizer)}
-    names = _checked(named_parameters)
+    names = _check_pairs(named_parameters)
     tensors = {id(tensor) for tensor in names.values()}
     if missing := sum(key not in tensors for key in wanted):
         raise ArgumentError(
@@ -37,7 +37,7 @@ def named(
     return [Parameter(index, name, tensor) for index, (name, tensor) in enumerate(chosen)]
 
 
-def named_group(group: dict[str, Any], existing: list[Parameter]) -> tuple[dict[str, Any], list[Parameter]]:
+def name_group(group: dict[str, Any], existing: list[Parameter]) -> tuple[dict[str, Any], list[Parameter]]:
     """Return a parameter group for a torch optimizer, and its parameters. `group["params"]` holds (name,
     parameter) pairs. Raises ArgumentError as `named` does, and if a name is taken."""
     params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
@@ -46,7 +46,7 @@ def named_group(group: dict[str, Any], existing: list[Parameter]) -> tuple[dict[
             "the parameters of the new group have no names",
             next_step='add them as {"params": list(layer.named_parameters("layer"))}, in the same way on every rank',
         )
-    names = _checked(params)
+    names = _check_pairs(params)
     taken = {parameter.name for parameter in existing}
     for name, tensor in names.items():
         if name in taken:
@@ -60,7 +60,7 @@ def named_group(group: dict[str, Any], existing: list[Parameter]) -> tuple[dict[
     return {**group, "params": list(names.values())}, parameters
 
 
-def _checked(pairs: Iterable[Any]) -> dict[str, torch.nn.Parameter]:
+def _check_pairs(pairs: Iterable[Any]) -> dict[str, torch.nn.Parameter]:
     names: dict[str, torch.nn.Parameter] = {}
     tensors: set[int] = set()
     for entry in pairs:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from children import environment, launcher, stored, worker
 
-from topkube.job.changes import change_problems
+from topkube.job.changes import find_refused_changes
 from topkube.launch import contract
 from topkube_operator.children import inheritance, pods
 from topkube_operator.children.pod_sets import sum_pod_requests
@@ -141,5 +141,5 @@ def test_pods_of_another_source_are_replaced_and_old_jobs_keep_their_shape() -> 
     jobs = [stored(), stored(source=CONFIG_MAP), stored(source=changed), stored(setup={"requirements": ["a"]})]
     assert len({pods.hash_worker(job) for job in jobs}) == 4
     assert pods.hash_worker(stored()) == pods.hash_worker(stored(source=None))
-    problems = change_problems(stored(source=CONFIG_MAP).spec, stored(source=changed).spec)
+    problems = find_refused_changes(stored(source=CONFIG_MAP).spec, stored(source=changed).spec)
     assert "spec.source" in problems[0]

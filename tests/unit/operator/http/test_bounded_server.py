@@ -241,7 +241,7 @@ def test_malformed_requests_are_answered_and_not_logged_but_our_own_faults_are(
 
 def test_a_handshake_that_never_comes_ends() -> None:
     async def scenario() -> None:
-        tls = Authority.derived(b"secret").serving(["127.0.0.1"])
+        tls = Authority.derive(b"secret").build_server_context(["127.0.0.1"])
         async with open_server(Bounds(head_seconds=0.4), say_hello, tls) as (server, port):
             for reader, _ in [await talk(port, b""), await talk(port, b"GET / HTTP/1.1\r\n\r\n")]:
                 with contextlib.suppress(ConnectionError):

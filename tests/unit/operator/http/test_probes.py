@@ -74,7 +74,7 @@ def test_metrics_over_tls_need_a_token_and_probes_need_none() -> None:
     api, authority = ReviewingApi({"prometheus": True, "somebody": False}), Authority.random()
     probes = Probes(
         *(0, OperatorMetrics().text, str, str, "127.0.0.1"),
-        tls=authority.serving(["127.0.0.1"]),
+        tls=authority.build_server_context(["127.0.0.1"]),
         allows=TokenCheck(api.call).allows,
     )
     trust = ssl.create_default_context(cadata=base64.b64decode(authority.bundle).decode())

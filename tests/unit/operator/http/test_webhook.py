@@ -51,8 +51,8 @@ async def post(port: int, body: Any, trust: ssl.SSLContext, host: str = "127.0.0
 
 
 def test_replicas_and_restarts_have_one_authority() -> None:
-    assert Authority.derived(SECRET).bundle == Authority.derived(SECRET).bundle
-    assert Authority.derived(SECRET).bundle != Authority.derived(b"another").bundle
+    assert Authority.derive(SECRET).bundle == Authority.derive(SECRET).bundle
+    assert Authority.derive(SECRET).bundle != Authority.derive(b"another").bundle
 
 
 def test_it_answers_who_trusts_the_published_bundle() -> None:
@@ -75,12 +75,12 @@ def test_it_answers_who_trusts_the_published_bundle() -> None:
 def test_another_name_or_authority_is_not_trusted() -> None:
     async def scenario() -> None:
         async with serve(SECRET, webhook.service_names("hook", "ns"), forget, host="127.0.0.1", port=0) as port:
-            trust = context_trusting(Authority.derived(SECRET).bundle)
+            trust = context_trusting(Authority.derive(SECRET).bundle)
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await post(port, "{}", trust)  # we are called hook.ns.svc, not 127.0.0.1
             trust.check_hostname = False
             assert (await post(port, "{}", trust))[0] == 400
-            stranger = context_trusting(Authority.derived(b"another").bundle)
+            stranger = context_trusting(Authority.derive(b"another").bundle)
             stranger.check_hostname = False
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await post(port, "{}", stranger)
@@ -106,7 +106,7 @@ def test_an_invalid_body_is_answered(body: str) -> None:
 
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
-            trust = context_trusting(Authority.derived(SECRET).bundle)
+            trust = context_trusting(Authority.derive(SECRET).bundle)
             assert (await post(port, body, trust))[0] in (200, 400)
             assert (await post(port, json.dumps(review_of(JOB)), trust))[0] == 200
 
@@ -130,7 +130,7 @@ def test_a_body_that_no_object_can_have_is_refused() -> None:
 
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
-            trust = context_trusting(Authority.derived(SECRET).bundle)
+            trust = context_trusting(Authority.derive(SECRET).bundle)
             assert (await post(port, "x" * (webhook.LARGEST_BODY + 1), trust))[0] == 413
             large = change_field("template.spec.containers.0.args", ["x" * (3 << 19)])
             review = {"request": {"uid": "1", "operation": "UPDATE", "object": large, "oldObject": large}}
@@ -143,7 +143,7 @@ def test_a_body_that_no_object_can_have_is_refused() -> None:
 def test_what_has_no_length_or_is_compressed_is_not_read() -> None:
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
-            trust = context_trusting(Authority.derived(SECRET).bundle)
+            trust = context_trusting(Authority.derive(SECRET).bundle)
             url = f"https://127.0.0.1:{port}"
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session:
                 async with session.post(url + PATH, data=b"{}", ssl=trust, chunked=True) as answer:
@@ -175,7 +175,7 @@ def test_large_reviews_do_not_delay_small_ones(monkeypatch: pytest.MonkeyPatch) 
 
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
-            trust = context_trusting(Authority.derived(SECRET).bundle)
+            trust = context_trusting(Authority.derive(SECRET).bundle)
             large = json.dumps(review_of(JOB)) + " " * webhook.SMALL_BODY
             waiting = [asyncio.create_task(post(port, large, trust)) for _ in range(webhook.LARGE_BODIES + 2)]
             try:
@@ -196,7 +196,7 @@ def test_a_review_that_waits_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
             try:
-                assert (await post(port, "{}", context_trusting(Authority.derived(SECRET).bundle)))[0] == 503
+                assert (await post(port, "{}", context_trusting(Authority.derive(SECRET).bundle)))[0] == 503
             finally:
                 held.set()
 
@@ -284,7 +284,7 @@ def test_every_answer_is_counted_by_its_outcome(monkeypatch: pytest.MonkeyPatch)
 
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], publish, host="127.0.0.1", port=0, observer=recorder) as port:
-            trust = context_trusting(Authority.derived(SECRET).bundle)
+            trust = context_trusting(Authority.derive(SECRET).bundle)
             bad = change_field("template.spec.containers.0.command", None)
             for body in (review_of(JOB), review_of(bad), {"no": "review"}):
                 await post(port, json.dumps(body), trust)
