@@ -117,7 +117,7 @@ def test_the_sample_trains_and_its_checkpoint_holds_the_weights(namespace: Names
     assert sum(tensor.numel() for tensor in final.values()) > 100_000
     assert all(torch.isfinite(tensor).all() for tensor in final.values())
     assert at >= 10
-    print(f"the second attempt's first step was told {took:.1f} s after the kill")
+    print(f"the second attempt's first step was reported {took:.1f} s after the kill")
 
 
 def test_onebit_survives_a_killed_worker_with_equal_weights(namespace: Namespace, checkpoints: Path) -> None:
@@ -152,9 +152,9 @@ def test_onebit_survives_a_killed_worker_with_equal_weights(namespace: Namespace
 
 def test_open_mpi(namespace: Namespace) -> None:
     needs.image(namespace.target, RUNTIME_OPENMPI.name)
-    name_of = job("open", steps(3), workers=2, slots=2, mpiImplementation="OpenMPI")
-    name_of["spec"]["template"]["spec"]["containers"][0]["image"] = RUNTIME_OPENMPI.name
-    name = namespace.create(name_of)
+    spec = job("open", steps(3), workers=2, slots=2, mpiImplementation="OpenMPI")
+    spec["spec"]["template"]["spec"]["containers"][0]["image"] = RUNTIME_OPENMPI.name
+    name = namespace.create(spec)
     namespace.wait_phase(name, "Succeeded", seconds=120)
     logs = "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker"))
     assert all(f"rank {rank} of 4 runs" in logs for rank in range(4)), logs

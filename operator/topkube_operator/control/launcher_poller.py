@@ -113,7 +113,7 @@ class LauncherPoller:
         try:
             token = credentials.derive(self._policy.seed, uid).operator_token
             async with self._limit:
-                endpoint = pods.format_endpoint(shorten_address(launcher.address))
+                endpoint = pods.format_endpoint(check_pod_address(launcher.address))
                 status = await read_status(session, endpoint, token, target.context, target.domains)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TopKubeError) as error:
             target.misses += 1
@@ -140,7 +140,7 @@ def client() -> aiohttp.ClientSession:
     )
 
 
-def shorten_address(text: str) -> str:
+def check_pod_address(text: str) -> str:
     """Return the address of a pod in its shortest form.
 
     Raises LaunchError if the text is not an IP address, or is an address that no pod has: loopback, link-local (clouds

@@ -84,7 +84,7 @@ class OptimizerState:
                 next_step="use the algorithm that saved the state, or load only the model's weights",
             )
         if self._node_weights is not None:
-            self._node_weights.guard.want(self._aggregation.at(self._backward.steps).period)
+            self._node_weights.guard.set_period(self._aggregation.at(self._backward.steps).period)
             self._node_weights.load({**saved, "pieces": pieces})
         elif not is_of_weights:
             self._backward.exchange.residuals.load(pieces)

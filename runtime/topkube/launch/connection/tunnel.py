@@ -18,8 +18,8 @@ _STREAMS = 64
 
 
 class Tunnel:
-    """One end of a worker's tunnelled connections. `take` accepts bytes that arrive; `opened` and `closed` accept the
-    messages about streams."""
+    """One end of a worker's tunnelled connections. `take` accepts bytes that arrive; `open_stream` and `close_stream`
+    accept the messages about streams."""
 
     def __init__(self, link: Link, port: int | None = None) -> None:
         """At the launcher's end, `port` is the loopback port that opened streams connect to; None at the worker's

@@ -39,7 +39,7 @@ def name_parameters(
 
 def name_group(group: dict[str, Any], existing: list[Parameter]) -> tuple[dict[str, Any], list[Parameter]]:
     """Return a parameter group for a torch optimizer, and its parameters. `group["params"]` holds (name,
-    parameter) pairs. Raises ArgumentError as `named` does, and if a name is taken."""
+    parameter) pairs. Raises ArgumentError as `name_parameters` does, and if a name is taken."""
     params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
     if not all(isinstance(entry, tuple) for entry in params):
         raise ArgumentError(

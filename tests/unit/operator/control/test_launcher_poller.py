@@ -135,7 +135,7 @@ def test_a_compressed_answer_is_not_unpacked() -> None:
 
 @pytest.mark.parametrize("address", ["10.1.2.3", "192.168.3.4", "240.1.2.3", "fd00::1", "2001:db8::7"])
 def test_addresses_that_pods_have(address: str) -> None:
-    assert launcher_poller.shorten_address(address) == address
+    assert launcher_poller.check_pod_address(address) == address
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_addresses_that_pods_have(address: str) -> None:
 )
 def test_addresses_that_no_pod_has_are_not_asked(address: str) -> None:
     with pytest.raises(LaunchError, match="is not polled"):
-        launcher_poller.shorten_address(address)
+        launcher_poller.check_pod_address(address)
 
 
 # Words.
