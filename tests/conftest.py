@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from typing import Any
@@ -18,6 +19,18 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
 settings.load_profile("untimed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thorough", action="store_true", help="properties and explorations try more (tests/unit/thorough.py)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("thorough"):
+        os.environ["TEST_THOROUGHLY"] = "1"  # before modules of tests are imported, here and in xdist's processes
+
 
 _WORLD = re.compile(r"(tests/mpi/[^\[]+\[(?:mpich|openmpi)-[0-9+]+)-")
 """The tests that the ranks of one world run (tests/mpi/worlds.py)."""

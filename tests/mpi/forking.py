@@ -96,11 +96,13 @@ def _become(caller: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.argv = request["arguments"]
 
 
 def run() -> None:
-    """Runs the script and ends this fork. The interpreter is not taken down: that would copy all that ranks share."""
+    """Runs the script and ends this fork. The interpreter is not taken down, because that would copy all that ranks
+    share, unless the rank's environment has `FORKS_END_AS_PYTHON_DOES`: then a fork ends as the process of a script."""
     import atexit
     import ctypes
     import runpy
@@ -108,6 +110,9 @@ def run() -> None:
     import memory
 
     memory.at_start = memory.measure_own_memory()
+    if "FORKS_END_AS_PYTHON_DOES" in os.environ:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return
     code = 0
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

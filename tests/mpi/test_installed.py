@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import worlds
 from algorithms.packages import install_page
@@ -10,14 +13,17 @@ MPI = ("mpich", "openmpi")
 
 
 @pytest.fixture(scope="module", params=MPI)
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def outcomes(
+    request: pytest.FixtureRequest, forks: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     """Return the error of each case, "" if the case passed."""
-    if reason := worlds.missing(request.param):
-        pytest.fail(reason)
     directory = tmp_path_factory.mktemp("installed")
     site = directory / "site"
     install_page(site)
-    return worlds.run_cases(request.param, (2, 2), "installed", directory, environment={"PYTHONPATH": str(site)})
+    search_path = {"PYTHONPATH": str(site)}
+    return worlds.run_cases(
+        request.param, (2, 2), "installed", directory, forks=forks(request.param), environment=search_path
+    )
 
 
 @pytest.mark.parametrize("case", worlds.cases_of("installed"))

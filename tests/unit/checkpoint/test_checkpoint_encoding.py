@@ -19,6 +19,7 @@ from checkpointed_runs import build_training, list_names, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from thorough import choose
 from torch import nn
 
 from topkube.errors import CheckpointError
@@ -118,7 +119,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @settings(
-    max_examples=300,
+    max_examples=choose(100, thorough=300),
     suppress_health_check=[*settings.default.suppress_health_check, HealthCheck.function_scoped_fixture],
 )
 @given(state=STATES)

@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_job_fuzz import jobs, values
+from thorough import choose
 
 from topkube.cli.app import run_app
 from topkube.errors import JobError
@@ -180,7 +181,7 @@ def find_broken_rules(data: Any, old: Any, schema: dict[str, Any], path: str) ->
 
 
 @given(jobs)
-@settings(max_examples=150)
+@settings(max_examples=choose(80, thorough=150))
 def test_what_runs_on_a_laptop_can_be_applied_and_means_the_same(data: dict[str, Any]) -> None:
     job = TrainingJob.parse(data)
     stored = fill_defaults(data, SCHEMA)
@@ -191,7 +192,7 @@ def test_what_runs_on_a_laptop_can_be_applied_and_means_the_same(data: dict[str,
 
 
 @given(values)
-@settings(max_examples=200)
+@settings(max_examples=choose(80, thorough=200))
 def test_an_arbitrary_spec_that_is_refused_by_kubernetes_is_refused_here(spec: Any) -> None:
     data = {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
     try:
@@ -202,7 +203,7 @@ def test_an_arbitrary_spec_that_is_refused_by_kubernetes_is_refused_here(spec: A
 
 
 @given(jobs, jobs, st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=choose(80, thorough=200))
 def test_rules_and_the_webhook_agree_on_what_may_change(
     before: dict[str, Any], after: dict[str, Any], same_template: bool
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import choose
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
@@ -56,19 +57,19 @@ def parse_or_refuse(source: Any) -> TrainingJob | None:
 
 
 @given(st.text() | st.binary())
-@settings(max_examples=400)
+@settings(max_examples=choose(150, thorough=400))
 def test_arbitrary_text(text: str | bytes) -> None:
     parse_or_refuse(text)
 
 
 @given(st.lists(st.sampled_from(YAML_TOKENS), max_size=40))
-@settings(max_examples=400)
+@settings(max_examples=choose(150, thorough=400))
 def test_arbitrary_yaml_tokens(tokens: list[str]) -> None:
     parse_or_refuse("".join(tokens))
 
 
 @given(values)
-@settings(max_examples=300)
+@settings(max_examples=choose(120, thorough=300))
 def test_arbitrary_data(data: Any) -> None:
     parse_or_refuse(data)
     parse_or_refuse(yaml.safe_dump(data))

@@ -9,6 +9,7 @@ from cuda_device import DTYPES, NAMES, Device, adversarial_inputs, have_same_bit
 from emulation import launches
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thorough import choose
 
 from topkube import kernels
 from topkube.errors import ArgumentError, WireError
@@ -108,7 +109,7 @@ def test_a_buffer_whose_encoding_failed_is_refused_even_if_it_held_a_valid_shard
 
 
 @settings(
-    max_examples=150,
+    max_examples=choose(50, thorough=150),
     suppress_health_check=[*settings.default.suppress_health_check, HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import choose
 
 from topkube import kernels
 from topkube.errors import ArgumentError, WireError
@@ -62,7 +63,7 @@ def test_decode_add_returns_true_if_values_were_finite() -> None:
         assert not kernels.decode_add_(np.zeros(10, np.float32), buffer)
 
 
-@settings(max_examples=300)
+@settings(max_examples=choose(120, thorough=300))
 @given(st.data())
 def test_a_changed_buffer_is_refused(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 140_000))
@@ -89,14 +90,14 @@ def test_a_changed_buffer_is_refused(data: st.DataObject) -> None:
     assert not dense.any()
 
 
-@settings(max_examples=300)
+@settings(max_examples=choose(120, thorough=300))
 @given(st.binary(max_size=400), st.booleans())
 def test_random_bytes_are_refused(noise: bytes, has_magic: bool) -> None:
     with pytest.raises(WireError):
         kernels.decode(b"TKW1\x01\x00\x00\x00" + noise if has_magic else noise)
 
 
-@settings(max_examples=300)
+@settings(max_examples=choose(120, thorough=300))
 @given(st.data())
 def test_a_buffer_with_wrong_fields_and_a_correct_checksum_cannot_write_out_of_bounds(data: st.DataObject) -> None:
     """Any field may be wrong. An accepted buffer decodes to ascending indices within the length."""

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import job
+from thorough import choose
 
 from topkube.job import TrainingJob
 from topkube.job.template import without_nulls
@@ -110,7 +111,7 @@ SIDECARS = st.lists(
     max_size=2,
     unique_by=lambda item: item["name"],
 )
-quick = settings(max_examples=60)
+quick = settings(max_examples=choose(25, thorough=60))
 
 
 @st.composite

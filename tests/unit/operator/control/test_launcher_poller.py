@@ -156,7 +156,7 @@ def test_addresses_that_no_pod_has_are_not_asked(address: str) -> None:
 # Words.
 
 NUMBERS = st.sampled_from(["1e400", "-1e400", "9" * 40, "-7", "1.5", "NaN", "Infinity", "0", "3", "true", "null"])
-WORDS = st.text(max_size=20) | st.sampled_from(["x" * 900_000, "\x00", "Error", "a b", "\ud800", "12"])
+WORDS = st.text(max_size=20) | st.sampled_from(["x" * 40_000, "\x00", "Error", "a b", "\ud800", "12"])
 VALUES = NUMBERS | WORDS.map(lambda text: json.dumps(text)) | st.sampled_from(["[]", "{}", "[[]]", '{"a": 1}'])
 FIELDS = {
     "progress": ("step", "totalSteps", "percent", "etaSeconds", "loss", "samplesPerSecond", "updatedAt", "other"),

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from thorough import choose
 
 from topkube_operator.control.metrics import OperatorMetrics
 from topkube_operator.http import bounded_server, probes, webhook
@@ -327,7 +328,7 @@ REVIEWS = st.fixed_dictionaries(
 @example(b'{"request": {"uid": "1", "operation": "CREATE", "object": {"spec": {"workers": NaN}}}}')
 @example(b'{"request": {"uid": "1", "operation": "CREATE", "object": {"spec": {"workers": 1e999}}}}')
 @example(b'{"request": {"uid": "1", "operation": "CREATE", "object": {"kind": "\\ud800"}}}')
-@settings(max_examples=300)
+@settings(max_examples=choose(100, thorough=300))
 def test_whatever_comes_the_webhook_answers_with_a_short_review_or_a_400(body: bytes) -> None:
     status, text = webhook.answer_review(body)
     assert status in (200, 400)

@@ -11,16 +11,13 @@ from typing import Any
 
 from played_kueue import WORKLOAD, PlayedKueue
 from simulated import RANK_FAILED, Crash, Simulated, job
+from thorough import choose
 
 from topkube.timestamps import parse_timestamp
 from topkube_operator.model.observed import Container, Pod, Policy
 
-DEPTH = 5
-"""Steps from the beginning. Each further one takes five times as long: 6 takes a minute."""
-DEPTH_WITH_POLICY = 5
-"""The same with a failure policy, which has more kinds of steps."""
-DEPTH_WITH_QUEUE = 5
-"""The same for a job in a queue of Kueue."""
+DEPTH = choose(4, thorough=5)
+"""Steps from the beginning. Each further one takes five times as long."""
 _FAR = 400.0
 """Seconds beyond which times are alike."""
 
@@ -269,7 +266,7 @@ def test_no_order_of_events_breaks_a_promise() -> None:
 
 def test_no_order_of_events_breaks_a_promise_of_a_job_with_a_failure_policy() -> None:
     start = Simulated(job(workers=1, runPolicy={"backoffLimit": 1, "failurePolicy": FAILURE_POLICY}))
-    assert _explore(start, POLICY_STEPS, DEPTH_WITH_POLICY) > 500
+    assert _explore(start, POLICY_STEPS, DEPTH) > 500
 
 
 def test_no_order_of_events_breaks_a_promise_to_kueue() -> None:
@@ -278,7 +275,7 @@ def test_no_order_of_events_breaks_a_promise_to_kueue() -> None:
     start = Simulated(queued, Policy(seed=b"s" * 32, workloads="kueue.x-k8s.io/v1beta2"))
     start.reconcile()
     PlayedKueue(start).admit()
-    assert _explore(start, QUEUE_STEPS, DEPTH_WITH_QUEUE) > 500
+    assert _explore(start, QUEUE_STEPS, DEPTH) > 500
 
 
 def test_the_steps_of_the_failure_policy_reach_its_endings() -> None:

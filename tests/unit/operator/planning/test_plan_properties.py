@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import NODES, Simulated, job
+from thorough import choose
 
 from topkube_operator.model.observed import Container
 from topkube_operator.model.plan import Plan
@@ -123,7 +124,7 @@ SPECS = st.fixed_dictionaries(
         ),
     }
 )
-quick = settings(max_examples=250)
+quick = settings(max_examples=choose(80, thorough=250))
 
 
 def _play(world: Simulated, steps: Steps) -> None:

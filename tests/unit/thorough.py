@@ -1,0 +1,13 @@
+"""How much properties and explorations try: a part in `make test`, all of it with the option `--thorough`
+(tests/conftest.py)."""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "TEST_THOROUGHLY"
+
+
+def choose(usual: int, thorough: int) -> int:
+    """Return the first number, or the second with `--thorough`."""
+    return thorough if VARIABLE in os.environ else usual
