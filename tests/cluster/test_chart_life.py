@@ -25,7 +25,18 @@ from kubernetes.client.exceptions import ApiException
 from localkube import images
 from monitored import Found
 from releases import REPOSITORY, Commands, merge_values, read_commands
-from target import GROUP, OPERATOR, OPERATOR_NAMESPACE, PLURAL, VERSION, Namespace, Target, shared_claim, wait_for
+from target import (
+    GROUP,
+    OPERATOR,
+    OPERATOR_NAMESPACE,
+    PATIENCE,
+    PLURAL,
+    VERSION,
+    Namespace,
+    Target,
+    shared_claim,
+    wait_for,
+)
 
 from conftest import MANIFESTS, apply_manifests
 from monitoring.alerts import ALERTS
@@ -175,7 +186,7 @@ def training(life: Life) -> Iterator[str]:
 
 
 def test_it_is_ready_in_20_seconds_without_a_prometheus_operator(life: Life, training: str) -> None:
-    assert life.seconds < 20
+    assert life.seconds < 20 * PATIENCE
     assert len(life.operators()) == 2
     assert all(status.ready for pod in life.operators() for status in pod.status.container_statuses)
     kinds = {document["kind"] for document in yaml.safe_load_all(life.installed["manifest"]) if document}

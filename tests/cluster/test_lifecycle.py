@@ -8,9 +8,9 @@ from contextlib import suppress
 import pytest
 from jobs import endless, fails, job, steps
 from kubernetes.client.exceptions import ApiException
-from target import KUBELET_SECONDS, Namespace, wait_for
+from target import KUBELET_SECONDS, PATIENCE, Namespace, wait_for
 
-GONE_SECONDS = 15.0
+GONE_SECONDS = 15.0 * PATIENCE
 """Maximum time from the deletion of a job to the removal of all its objects, on reachable nodes."""
 
 

@@ -13,7 +13,7 @@ import kubernetes
 import pytest
 from jobs import job
 from localkube.images import RUNTIME
-from target import PATIENCE, Namespace, wait_for
+from target import Namespace, wait_for
 
 from topkube import TrainingClient
 from topkube.cli.app import run_app
@@ -139,7 +139,7 @@ def test_a_folder_is_sent_trained_with_and_removed_with_its_job(
     assert run_app(["submit", *words, "--", "--epochs", "3"]) == 0, "the same job again changes nothing"
     assert len(list_own_config_maps()) == 1
     namespace.delete("train")
-    wait_for(lambda: not list_own_config_maps(), "the ConfigMap to be removed with its job", PATIENCE)
+    wait_for(lambda: not list_own_config_maps(), "the ConfigMap to be removed with its job")
 
 
 def test_packages_are_installed_without_a_network_for_any_user(namespace: Namespace) -> None:
@@ -175,7 +175,7 @@ def test_another_archive_ends_the_job_and_is_named_in_its_status(namespace: Name
 
 def test_a_config_map_that_comes_late_is_waited_for(namespace: Namespace) -> None:
     name = namespace.create(job("late", ["python", "train.py"], workers=1, source={"configMap": {"name": "code"}}))
-    wait_for(lambda: namespace.pods("worker", name), "the worker's pod", PATIENCE)
+    wait_for(lambda: namespace.pods("worker", name), "the worker's pod")
     _create_config_map(namespace, "code", {"train.py": b"print('it came')\n"})
     namespace.wait_phase(name, "Succeeded", seconds=240)
     assert "it came" in _logs(namespace)
