@@ -9,8 +9,9 @@ that it would see in a real run (benchmarks/convergence.py: same model, same dat
 decides what the nodes exchange and what happens to the rest. The result is the held-out loss after the last step, the
 relative difference to `dense` with the same seed, and the bytes that one node sends per step, headers left out.
 
-The rules `dense` and `hitopk` call the kernels that real ranks call; `tests/mpi/ranks/training/simulated.py` compares
-their weights with those of real ranks. Results are appended to a JSON file; runs that are in it are not repeated.
+The rules `hitopk`, `topk1bit` and those of signs call the kernels that real ranks call;
+`tests/mpi/ranks/training/simulated.py` compares their weights with those of real ranks. Results are appended to a JSON
+file; runs that are in it are not repeated.
 """
 
 from __future__ import annotations

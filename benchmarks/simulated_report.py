@@ -17,10 +17,18 @@ def _label(row: Row) -> str:
 
 
 def section(stored: dict[str, Any]) -> dict[str, str]:
-    """Return the table of all rules and models."""
+    """Return the table of all rules and models at the learning rates of the tasks, and the table of the guard's numbers
+    at all rates."""
     rows = sorted(
         stored["compared"], key=lambda row: (row["model"], row["optimizer"], row["nodes"], row["steps"], _label(row))
     )
+    return {
+        "SIMULATED": _table_of_rules([row for row in rows if row["rate"] == 1]),
+        "GUARD": _table_of_guard([row for row in rows if row["unsent"] is not None]),
+    }
+
+
+def _table_of_rules(rows: list[Row]) -> str:
     cells = []
     for row in rows:
         interval = row["interval_percent"]
@@ -37,7 +45,23 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
             ]
         )
     headings = ["model, optimizer", "nodes", "steps", "rule", "fewer bytes", "seeds", "difference", "95% interval"]
-    return {"SIMULATED": table(headings, cells)}
+    return table(headings, cells)
+
+
+def _table_of_guard(rows: list[Row]) -> str:
+    cells = [
+        [
+            f"{row['model']}, {row['optimizer']}, {row['steps']} steps",
+            _label(row),
+            number(row["rate"]),
+            f"{row['difference_percent']:+.2f}%",
+            *(f"{value:.2f}" for value in row["unsent"]),
+            *(f"{value:.3f}" for value in row["spread"]),
+        ]
+        for row in sorted(rows, key=lambda row: row["difference_percent"])
+    ]
+    headings = ["model, optimizer", "rule", "learning rate ×", "difference", "unsent, median", "largest"]
+    return table([*headings, "spread, median", "largest"], cells)
 
 
 def picture(rows: list[Row], path: Path) -> None:
@@ -46,7 +70,14 @@ def picture(rows: list[Row], path: Path) -> None:
 
     import plots
 
-    colours = {"hitopk": plots.TOPK, "sign-weights": plots.OURS, "sign-weights, every 4 steps": plots.OURS_DENSE}
+    rows = [row for row in rows if row["rate"] == 1]
+    colours = {
+        "hitopk": plots.TOPK,
+        "sign-weights": plots.OURS,
+        "sign-weights, every 4 steps": plots.OURS_DENSE,
+        "topk1bit": "#6a4c93",
+        "topk1bit, every 4 steps": "#b9a3d0",
+    }
     figure, (lengths, models) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for label, colour in colours.items():
         line = sorted(
@@ -77,7 +108,7 @@ def picture(rows: list[Row], path: Path) -> None:
         models.plot([], [], marker=marker, color=plots.INK, linestyle="", label=model)
     models.legend(frameon=False, fontsize=9)
     models.set_xscale("log")
-    models.set_xticks([20, 50, 100], ["20×", "50×", "100×"])
+    models.set_xticks([20, 50, 100, 200], ["20×", "50×", "100×", "200×"])
     models.xaxis.minorticks_off()
     models.set(xlabel="fewer bytes than dense float32", title=f"{STEPS:,} steps, SGD and AdamW")
     for axes in (lengths, models):
