@@ -8,6 +8,7 @@ from typing import Any
 from tables import number, table
 
 Row = dict[str, Any]
+OPTIMIZERS = ("adamw", "sgd")
 STEPS = 2000
 """The length of run at which models are compared."""
 
@@ -24,6 +25,7 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
     )
     return {
         "SIMULATED": _table_of_rules([row for row in rows if row["rate"] == 1]),
+        "POOLED": _table_of_pools([row for row in rows if row["rate"] == 1 and row["steps"] == STEPS]),
         "GUARD": _table_of_guard([row for row in rows if row["unsent"] is not None]),
     }
 
@@ -48,19 +50,38 @@ def _table_of_rules(rows: list[Row]) -> str:
     return table(headings, cells)
 
 
+def _table_of_pools(rows: list[Row]) -> str:
+    """Return the table of the rules that were measured with several seeds and with both optimizers, all pairs of a rule
+    together."""
+    from simulated_nodes import mean_and_interval
+
+    pools: dict[tuple[str, int, str], list[Row]] = {}
+    for row in rows:
+        pools.setdefault((row["model"], row["nodes"], _label(row)), []).append(row)
+    cells = []
+    for (model, nodes, label), pool in pools.items():
+        pairs = [pair for row in pool for pair in row["each_seed"]]
+        mean, interval = mean_and_interval(pairs)
+        if len(pool) == len(OPTIMIZERS) and len(pairs) > len(OPTIMIZERS) and interval:
+            fewest = min(row["times_fewer_bytes"] for row in pool)
+            shown = f"{interval[0]:+.1f} to {interval[1]:+.1f}%"
+            cells.append([model, number(nodes), label, f"{fewest:.1f}×", number(len(pairs)), f"{mean:+.2f}%", shown])
+    return table(["model", "nodes", "rule", "fewer bytes", "pairs", "difference", "95% interval"], cells)
+
+
 def _table_of_guard(rows: list[Row]) -> str:
     cells = [
         [
             f"{row['model']}, {row['optimizer']}, {row['steps']} steps",
             _label(row),
             number(row["rate"]),
-            f"{row['difference_percent']:+.2f}%",
+            *(f"{row[key]:.4f}" for key in ("dense_loss", "loss")),
             *(f"{value:.2f}" for value in row["unsent"]),
             *(f"{value:.3f}" for value in row["spread"]),
         ]
-        for row in sorted(rows, key=lambda row: row["difference_percent"])
+        for row in sorted(rows, key=lambda row: row["spread"][1])
     ]
-    headings = ["model, optimizer", "rule", "learning rate ×", "difference", "unsent, median", "largest"]
+    headings = ["model, optimizer", "rule", "learning rate ×", "dense loss", "loss", "unsent, median", "largest"]
     return table([*headings, "spread, median", "largest"], cells)
 
 
@@ -114,5 +135,5 @@ def picture(rows: list[Row], path: Path) -> None:
     for axes in (lengths, models):
         axes.axhline(0, color=plots.INK, linewidth=1)
         axes.grid(color=plots.FAINT)
-    lengths.legend(frameon=False, fontsize=9)
+    lengths.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.01, 0.385))
     plots.save(figure, path, rows)
