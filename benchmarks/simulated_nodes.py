@@ -9,8 +9,9 @@ that it would see in a real run (benchmarks/convergence.py: same model, same dat
 decides what the nodes exchange and what happens to the rest. The result is the held-out loss after the last step, the
 relative difference to `dense` with the same seed, and the bytes that one node sends per step, headers left out.
 
-The rules `dense` and `hitopk` call the kernels that real ranks call; `tests/mpi/ranks/training/simulated.py` compares
-their weights with those of real ranks. Results are appended to a JSON file; runs that are in it are not repeated.
+The rules `hitopk`, `topk1bit` and those of signs call the kernels that real ranks call;
+`tests/mpi/ranks/training/simulated.py` compares their weights with those of real ranks. Results are appended to a JSON
+file; runs that are in it are not repeated.
 """
 
 from __future__ import annotations
@@ -142,8 +143,6 @@ def _middle_and_largest(values: list[float]) -> list[float] | None:
 
 def differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
     """Return one row per rule and setting: the paired difference to `dense`, in per cent, with its 95% interval."""
-    from scipy.stats import t
-
     dense = {result.task: result.loss for result in results if result.rule == "dense"}
     settings: dict[tuple[object, ...], list[SimulatedRun]] = {}
     for result in results:
@@ -152,11 +151,7 @@ def differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
     rows = []
     for runs in settings.values():
         pairs = [100 * (run.loss / dense[run.task] - 1) for run in runs]
-        mean, count = sum(pairs) / len(pairs), len(pairs)
-        half = None
-        if count > 1:
-            spread = math.sqrt(sum((pair - mean) ** 2 for pair in pairs) / (count - 1))
-            half = float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
+        mean, interval = mean_and_interval(pairs)
         first = runs[0]
         rows.append(
             {
@@ -168,16 +163,29 @@ def differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
                 "period": first.period,
                 "density": first.density,
                 "rate": first.rate,
-                "seeds": count,
+                "seeds": len(pairs),
                 "times_fewer_bytes": first.dense_bytes / first.sent_bytes if first.sent_bytes else None,
+                "loss": statistics.fmean(run.loss for run in runs),
+                "dense_loss": statistics.fmean(dense[run.task] for run in runs),
                 "difference_percent": mean,
-                "interval_percent": None if half is None else [mean - half, mean + half],
+                "interval_percent": interval,
                 "each_seed": pairs,
                 "unsent": _largest_of([run.unsent for run in runs]),
                 "spread": _largest_of([run.spread for run in runs]),
             }
         )
     return rows
+
+
+def mean_and_interval(pairs: list[float]) -> tuple[float, list[float] | None]:
+    """Return the mean and its 95% interval (Student's t); None with one value."""
+    from scipy.stats import t
+
+    count, mean = len(pairs), statistics.fmean(pairs)
+    if count == 1:
+        return mean, None
+    half = float(t.ppf(0.975, count - 1)) * statistics.stdev(pairs) / math.sqrt(count)
+    return mean, [mean - half, mean + half]
 
 
 def _largest_of(values: list[list[float] | None]) -> list[float] | None:

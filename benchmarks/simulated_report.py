@@ -8,6 +8,7 @@ from typing import Any
 from tables import number, table
 
 Row = dict[str, Any]
+OPTIMIZERS = ("adamw", "sgd")
 STEPS = 2000
 """The length of run at which models are compared."""
 
@@ -17,10 +18,19 @@ def _label(row: Row) -> str:
 
 
 def section(stored: dict[str, Any]) -> dict[str, str]:
-    """Return the table of all rules and models."""
+    """Return the table of all rules and models at the learning rates of the tasks, and the table of the guard's numbers
+    at all rates."""
     rows = sorted(
         stored["compared"], key=lambda row: (row["model"], row["optimizer"], row["nodes"], row["steps"], _label(row))
     )
+    return {
+        "SIMULATED": _table_of_rules([row for row in rows if row["rate"] == 1]),
+        "POOLED": _table_of_pools([row for row in rows if row["rate"] == 1 and row["steps"] == STEPS]),
+        "GUARD": _table_of_guard([row for row in rows if row["unsent"] is not None]),
+    }
+
+
+def _table_of_rules(rows: list[Row]) -> str:
     cells = []
     for row in rows:
         interval = row["interval_percent"]
@@ -37,7 +47,42 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
             ]
         )
     headings = ["model, optimizer", "nodes", "steps", "rule", "fewer bytes", "seeds", "difference", "95% interval"]
-    return {"SIMULATED": table(headings, cells)}
+    return table(headings, cells)
+
+
+def _table_of_pools(rows: list[Row]) -> str:
+    """Return the table of the rules that were measured with several seeds and with both optimizers, all pairs of a rule
+    together."""
+    from simulated_nodes import mean_and_interval
+
+    pools: dict[tuple[str, int, str], list[Row]] = {}
+    for row in rows:
+        pools.setdefault((row["model"], row["nodes"], _label(row)), []).append(row)
+    cells = []
+    for (model, nodes, label), pool in pools.items():
+        pairs = [pair for row in pool for pair in row["each_seed"]]
+        mean, interval = mean_and_interval(pairs)
+        if len(pool) == len(OPTIMIZERS) and len(pairs) > len(OPTIMIZERS) and interval:
+            fewest = min(row["times_fewer_bytes"] for row in pool)
+            shown = f"{interval[0]:+.1f} to {interval[1]:+.1f}%"
+            cells.append([model, number(nodes), label, f"{fewest:.1f}×", number(len(pairs)), f"{mean:+.2f}%", shown])
+    return table(["model", "nodes", "rule", "fewer bytes", "pairs", "difference", "95% interval"], cells)
+
+
+def _table_of_guard(rows: list[Row]) -> str:
+    cells = [
+        [
+            f"{row['model']}, {row['optimizer']}, {row['steps']} steps",
+            _label(row),
+            number(row["rate"]),
+            *(f"{row[key]:.4f}" for key in ("dense_loss", "loss")),
+            *(f"{value:.2f}" for value in row["unsent"]),
+            *(f"{value:.3f}" for value in row["spread"]),
+        ]
+        for row in sorted(rows, key=lambda row: row["spread"][1])
+    ]
+    headings = ["model, optimizer", "rule", "learning rate ×", "dense loss", "loss", "unsent, median", "largest"]
+    return table([*headings, "spread, median", "largest"], cells)
 
 
 def picture(rows: list[Row], path: Path) -> None:
@@ -46,7 +91,14 @@ def picture(rows: list[Row], path: Path) -> None:
 
     import plots
 
-    colours = {"hitopk": plots.TOPK, "sign-weights": plots.OURS, "sign-weights, every 4 steps": plots.OURS_DENSE}
+    rows = [row for row in rows if row["rate"] == 1]
+    colours = {
+        "hitopk": plots.TOPK,
+        "sign-weights": plots.OURS,
+        "sign-weights, every 4 steps": plots.OURS_DENSE,
+        "topk1bit": "#6a4c93",
+        "topk1bit, every 4 steps": "#b9a3d0",
+    }
     figure, (lengths, models) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for label, colour in colours.items():
         line = sorted(
@@ -77,11 +129,11 @@ def picture(rows: list[Row], path: Path) -> None:
         models.plot([], [], marker=marker, color=plots.INK, linestyle="", label=model)
     models.legend(frameon=False, fontsize=9)
     models.set_xscale("log")
-    models.set_xticks([20, 50, 100], ["20×", "50×", "100×"])
+    models.set_xticks([20, 50, 100, 200], ["20×", "50×", "100×", "200×"])
     models.xaxis.minorticks_off()
     models.set(xlabel="fewer bytes than dense float32", title=f"{STEPS:,} steps, SGD and AdamW")
     for axes in (lengths, models):
         axes.axhline(0, color=plots.INK, linewidth=1)
         axes.grid(color=plots.FAINT)
-    lengths.legend(frameon=False, fontsize=9)
+    lengths.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.01, 0.385))
     plots.save(figure, path, rows)

@@ -12,10 +12,11 @@ import torch
 
 from message_network import PlayedNetwork
 from topkube import kernels
+from topkube.collectives.codecs import Codec, Signs
 from topkube.collectives.global_top import GlobalTop, TopTree
 from topkube.collectives.sparse import selected_count
 from topkube.collectives.split_top import SplitTop
-from topkube.collectives.top_signs import TOP_SHARE, TopSigns
+from topkube.collectives.top_signs import TopSigns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Bucket, Parameter, plan
 from topkube.training.node_weights.guard import MEASURE_EVERY, Guard
@@ -405,8 +406,7 @@ class TopSignWeights(WeightFeedback):
     has_period = True
 
     def compress_one(self, drift: torch.Tensor) -> torch.Tensor:
-        indices = torch.topk(drift.abs(), selected_count(drift.numel(), TOP_SHARE)).indices.sort().values
-        return torch.zeros_like(drift).index_copy_(0, indices, signs(drift[indices]))
+        return sent_by(TopSigns([slice(0, drift.numel())]), drift)
 
     def payload_bytes(self, elements: int) -> float:
         return float(TopSigns([slice(0, elements)]).row_bytes)
@@ -506,12 +506,15 @@ class AcpSGD(PowerSGD):
 
 def signs(values: torch.Tensor) -> torch.Tensor:
     """Return sign(x) * mean |x| of each block of 256 entries of the 1-D tensor, the mean rounded to bf16."""
-    padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
-    sizes = torch.full((len(padded), 1), float(BLOCK))
-    if len(values) % BLOCK:
-        sizes[-1] = len(values) % BLOCK
-    scale = (padded.abs().sum(1, keepdim=True) / sizes).bfloat16().float()
-    return torch.where(padded < 0, -scale, scale).view(-1)[: len(values)]
+    return sent_by(Signs([slice(0, values.numel())]), values)
+
+
+def sent_by(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    """Return what the codec of a real run sends of the 1-D tensor."""
+    row, sent = np.zeros(codec.row_bytes, np.uint8), np.zeros(values.numel(), np.float32)
+    codec.pack(values.numpy().copy(), row)
+    codec.unpack_add(sent, [row], [1.0])
+    return torch.from_numpy(sent)
 
 
 RULES: dict[str, type[Rule]] = {
