@@ -16,7 +16,8 @@ from topkube.collectives.codecs import Codec, Signs
 from topkube.collectives.global_top import GlobalTop, TopTree
 from topkube.collectives.sparse import selected_count
 from topkube.collectives.split_top import SplitTop
-from topkube.collectives.top_signs import TopSigns
+from topkube.collectives.top_levels import TopLevels
+from topkube.collectives.top_signs import TOP_SHARE, TopSigns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Bucket, Parameter, plan
 from topkube.training.node_weights.guard import MEASURE_EVERY, Guard
@@ -412,6 +413,28 @@ class TopSignWeights(WeightFeedback):
         return float(TopSigns([slice(0, elements)]).row_bytes)
 
 
+class SparseLoCo(LocalAveraging):
+    """The largest 1/32 of the changes with two bits each, error feedback in the weights (sparseloco)."""
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        self._small = [parameter.small for parameter in nodes.named(0)]
+
+    def compress(self, index: int, drift: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._small[index]:
+            return super().compress(index, drift)
+        codec = TopLevels([slice(0, drift[0].numel())])
+        self.sent_bytes += (self.options.nodes - 1) * codec.row_bytes
+        return [self._sent(codec, part) for part in drift]
+
+    @staticmethod
+    def _sent(codec: TopLevels, drift: torch.Tensor) -> torch.Tensor:
+        row, sent = np.zeros(codec.row_bytes, np.uint8), np.zeros(drift.numel(), np.float32)
+        codec.pack(drift.reshape(-1).numpy().copy(), row)
+        codec.unpack_add(sent, [row], [1.0])
+        return torch.from_numpy(sent).view_as(drift)
+
+
 class DiLoCo(LocalAveraging):
     """Local averaging in bf16 with Nesterov momentum of the mean change (Douillard et al., 2023)."""
 
@@ -530,6 +553,7 @@ RULES: dict[str, type[Rule]] = {
     "topk-weights": TopKWeights,
     "topk1bit": TopSignWeights,
     "diloco": DiLoCo,
+    "sparseloco": SparseLoCo,
     "sign-residual": SignResidual,
 }
 """The rules by name."""

@@ -117,7 +117,7 @@ class Settings:
     period: int = _setting(
         "TOPKUBE_PERIOD",
         1,
-        "steps from one exchange of the weights to the next (onebit, topk1bit, localsgd, diloco)",
+        "steps from one exchange of the weights to the next (onebit, topk1bit, localsgd, diloco, sparseloco)",
     )
     outer_learning_rate: float = _setting(
         "TOPKUBE_OUTER_LEARNING_RATE", 0.7, "factor on the mean change of all nodes (diloco)"

@@ -130,6 +130,13 @@ def _localsgd(load: Workload) -> Traffic:
     return _count_change_traffic(load, VALUE_BYTES[load.wire] * load.elements, _AVERAGE_IN_TWO_STAGES_FROM)
 
 
+def _sparseloco(load: Workload) -> Traffic:
+    count = -(-load.elements // 32)
+    levels, bits = 4 * -(-count // _SIGN_BLOCK), 2 * count / 8
+    indices = (5 * count + count + load.elements / 32) / 8  # five low bits of each, and the others in unary
+    return _count_change_traffic(load, levels + bits + indices, _TWO_STAGE_FROM)
+
+
 def _count_change_traffic(load: Workload, message_bytes: float, two_stage_from: int) -> Traffic:
     """Return the traffic of an exchange of weight changes. `message_bytes`: the encoded change of all weights."""
     if load.nodes < two_stage_from:
@@ -322,6 +329,21 @@ DILOCO = Algorithm(
     least_period=2,
     implementation="topkube.collectives.codec_all_reduce:LocalSgd",
 )
+SPARSELOCO = Algorithm(
+    name="sparseloco",
+    summary="every node trains alone for `period` steps, then sends the largest 1/32 of the changes of its weights with"
+    " two bits each",
+    family=Family.LOCAL_UPDATE,
+    sends="the indices of the largest 1/32, two bits for each, and two magnitudes for each 256 of them",
+    route=Route.ALL_GATHER,
+    traffic=_sparseloco,
+    state=(WEIGHT_RESIDUAL,),
+    parameters=(parameters.PERIOD,),
+    in_weights=True,
+    two_stage_from=_TWO_STAGE_FROM,
+    least_period=2,
+    implementation="topkube.collectives.codec_all_reduce:SparseLoCo",
+)
 
 OWN = (
     HIERARCHICAL,
@@ -338,4 +360,5 @@ OWN = (
     ACPSGD,
     LOCALSGD,
     DILOCO,
+    SPARSELOCO,
 )

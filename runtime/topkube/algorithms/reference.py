@@ -41,8 +41,8 @@ def markdown() -> str:
         "",
         f"MB per step for {_ELEMENTS / 1e6:.1f} million parameters, {_SLOTS} ranks per node, density "
         f"{PARAMETERS['density'].default:g}, {PARAMETERS['wire'].default} values, and the smallest period (1, or 2 for "
-        "`diloco`), by the declared costs. With a period of N, an algorithm that reads `period` sends one N-th of the "
-        "bytes of period 1. `topkube plan` computes the bytes for your cluster.",
+        "`diloco` and `sparseloco`), by the declared costs. With a period of N, an algorithm that reads `period` sends "
+        "one N-th of the bytes of period 1. `topkube plan` computes the bytes for your cluster.",
         "",
         "| name | " + " | ".join(f"{nodes} nodes" for nodes in _NODES) + " |",
         "|---|" + "---|" * len(_NODES),

@@ -18,6 +18,7 @@ from topkube.collectives.all_reduce import ShardAllReduce
 from topkube.collectives.call import Call
 from topkube.collectives.codecs import Codec, Rounded, Signs, sign_blocks, sign_row_bytes, sign_views
 from topkube.collectives.shard import Shard
+from topkube.collectives.top_levels import TopLevels
 from topkube.collectives.top_signs import TopSigns
 from topkube.collectives.two_stage import TwoStage
 
@@ -98,6 +99,14 @@ class TopKOneBit(CodecAllReduce):
 
     def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
         return Rounded(length, "bf16") if small else TopSigns(places)
+
+
+class SparseLoCo(CodecAllReduce):
+    """Every node sends the indices of the largest 1/32 of its values, with two bits each (Sarfi et al., "Communication
+    efficient LLM pre-training with SparseLoCo", 2025). Small tensors are rounded to bf16 instead."""
+
+    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
+        return Rounded(length, "bf16") if small else TopLevels(places)
 
 
 class LocalSgd(CodecAllReduce):

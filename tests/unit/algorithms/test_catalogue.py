@@ -96,6 +96,7 @@ def test_the_state_of_a_rank_follows_from_its_scope() -> None:
         "acpsgd": 1_000_000,
         "localsgd": 1_000_000,
         "diloco": 2_000_000,
+        "sparseloco": 1_000_000,
     }
 
 

@@ -131,6 +131,11 @@ def case_diloco_is_simulated(world: World) -> None:
         compare_weights(world, "adamw", 4, 1e-6, "diloco")
 
 
+def case_sparseloco_is_simulated(world: World) -> None:
+    if world.nodes < 8:
+        compare_weights(world, "adamw", 4, 1e-6, "sparseloco")
+
+
 def case_onebit_is_simulated(world: World) -> None:
     compare_weights(world, "sgd", 1, 1e-6)
 
