@@ -61,6 +61,8 @@ class TopKube:
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         algorithm, _, dense_wire = contender.partition("_")
         options = {"density": 0.01, "wire": "bf16", "warmup_steps": 0, "dense_wire": dense_wire or "fp32"}
+        if algorithm == "dear":
+            algorithm, options["overlap"] = "dense", "dear"
         optimizer = self.topkube.DistributedOptimizer(inner, model.named_parameters(), aggregation=algorithm, **options)
         return step_of(model, optimizer, codes, targets), optimizer.unwrap
 

@@ -10,6 +10,8 @@ NAMES = {
     "plain": "no exchange",
     "dense": "**TopKube dense**",
     "dense_bf16": "**TopKube dense, bf16**",
+    "dear": "**TopKube dense, DeAR**",
+    "dear_bf16": "**TopKube dense, DeAR, bf16**",
     "hitopk": "**TopKube hitopk, 1%, bf16**",
     "auto": "**TopKube auto**",
     "ddp": "DDP",

@@ -60,6 +60,12 @@ class Settings:
     dense_wire: str = _setting(
         "TOPKUBE_DENSE_WIRE", "fp32", "type of dense gradients between nodes in training", ("fp32", "bf16", "fp16")
     )
+    overlap: str = _setting(
+        "TOPKUBE_OVERLAP",
+        "backward",
+        "what dense exchanges between nodes overlap with: backward, or dear: also with the next forward",
+        ("backward", "dear"),
+    )
     selection: str = _setting("TOPKUBE_SELECTION", "topk", "how entries of a gradient are selected", ("topk", "mstopk"))
     check_weights: str = _setting(
         "TOPKUBE_CHECK_WEIGHTS",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,18 @@ _CHECK_SECONDS = 0.1
 _MEETING_TAG = 32_000
 """The first tag of a roll call in `meet`, on MPI.COMM_WORLD: a script's own messages have smaller tags. Every MPI has
 tags up to 32,767."""
+
+_advances: dict[int, Callable[[], object]] = {}
+"""What the waits of a thread call, by the thread's identity."""
+
+
+def advance_in_waits(advance: Callable[[], object] | None) -> None:
+    """Call `advance`, which does not wait, again and again in all waits of this thread from now on, so that exchanges
+    continue for which other ranks wait. None ends that."""
+    if advance is None:
+        _advances.pop(threading.get_ident(), None)
+    else:
+        _advances[threading.get_ident()] = advance
 
 
 def advance_messages(advance: Callable[[], bool]) -> bool:
@@ -55,7 +68,10 @@ def wait_until(
     checked, pause, longest = start, 20e-6, _PAUSE_SECONDS * max(1.0, crowding / 2)
     if pause_seconds is not None:
         pause = longest = max(pause_seconds, longest if crowding > 2 else 0.0)
+    advance = _advances.get(threading.get_ident())
     while not ready():
+        if advance is not None:
+            advance()
         now = time.monotonic()
         if now - start < _YIELD_SECONDS and pause_seconds is None:
             os.sched_yield()  # time.sleep(0) would sleep for 50 us, the timers' slack

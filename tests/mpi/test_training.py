@@ -33,12 +33,15 @@ def test_sharded_models(outcome, mpi: str, layout: tuple[int, ...], case: str) -
     assert not (problem := outcome("training.sharded", mpi, layout, case)), problem
 
 
-TUNED: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (1, 1), (2, 2), (3, 1)], "openmpi": [(2, 2)]}
+DENSE_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (1, 1), (2, 2), (3, 1)], "openmpi": [(2, 2)]}
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.tuning", TUNED))
-def test_tuning(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
-    assert not (problem := outcome("training.tuning", mpi, layout, case)), problem
+DENSE = "training.tuning,training.dear"
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), parameters(DENSE, DENSE_LAYOUTS))
+def test_dense(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome(DENSE, mpi, layout, case)), problem
 
 
 EIGHT_NODES = (1,) * 8

@@ -10,7 +10,7 @@ from topkube.algorithms.catalogue import find_algorithm, is_known
 from topkube.algorithms.cost import Machines, Workload, estimate_cost
 from topkube.algorithms.declaration import Algorithm, Family
 from topkube.algorithms.own import OWN
-from topkube.algorithms.parameters import DENSE_WIRE, DENSITY
+from topkube.algorithms.parameters import DENSE_WIRE, DENSITY, OVERLAP
 from topkube.errors import AlgorithmError
 
 AUTO, DENSE = "auto", "dense"
@@ -124,6 +124,18 @@ def explain_dense_wire(name: str) -> str:
         f"{name} does not read it: only dense gradients have this format; choose the algorithm {DENSE} or {AUTO}, or "
         f"leave it at {DENSE_WIRE.default}"
     )
+
+
+def explain_overlap(names: Sequence[str]) -> str:
+    """Return why DeAR does not work with the algorithms called `names`, and what to do; "" if it does."""
+    for name in names:
+        algorithm = None if name in CHOICES else _load_if_known(name)
+        if algorithm is not None and OVERLAP not in algorithm.parameters:
+            return (
+                f"{name} has no reduce-scatter between nodes that could be separate from its all-gather; choose the"
+                f" algorithm {DENSE} or {AUTO}, or leave overlap at {OVERLAP.default}"
+            )
+    return ""
 
 
 def _load_if_known(name: str) -> Algorithm | None:

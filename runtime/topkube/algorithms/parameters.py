@@ -108,6 +108,14 @@ MATRIX_RANK = AlgorithmParameter(
     at_most=1024,
 )
 
+OVERLAP = AlgorithmParameter(
+    "overlap",
+    "what the exchange of dense gradients between nodes overlaps with: backward, or dear: the reduce-scatter with"
+    " backward, and the all-gather and the update of the weights with the next forward",
+    "backward",
+    choices=("backward", "dear"),
+)
+
 PARAMETERS = {
     parameter.name: parameter
     for parameter in (
@@ -121,5 +129,6 @@ PARAMETERS = {
         OUTER_LEARNING_RATE,
         OUTER_MOMENTUM,
         MATRIX_RANK,
+        OVERLAP,
     )
 }

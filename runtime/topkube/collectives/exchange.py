@@ -84,6 +84,19 @@ def pairwise_all_reduce(
     `buffer` (x's type) receives (ranks - 1) segments. `report_finite` is called with True if this rank's segment is
     finite.
     """
+    yield from pairwise_reduce_scatter(comm, x, buffer, tag, report_finite, scale)
+    yield from pairwise_all_gather(comm, x, tag)
+
+
+def pairwise_reduce_scatter(
+    comm: Any,
+    x: Array,
+    buffer: Array,
+    tag: int,
+    report_finite: Callable[[bool], None],
+    scale: float = 1.0,
+) -> Exchange:
+    """Reduce this rank's segment of x (`own_segment`): the first half of `pairwise_all_reduce`."""
     ranks, me = comm.size, comm.rank
     bounds = shard_bounds(x.size, ranks)
     segments = [x[bounds[i] : bounds[i + 1]] for i in range(ranks)]
@@ -95,8 +108,16 @@ def pairwise_all_reduce(
     yield requests
     kernels.sum_(own, [own if p == me else arriving[p] for p in range(ranks)], scale)
     report_finite(kernels.is_finite(own))
+
+
+def pairwise_all_gather(comm: Any, x: Array, tag: int) -> Exchange:
+    """Send this rank's segment of x to all: the second half of `pairwise_all_reduce`."""
+    ranks, me = comm.size, comm.rank
+    bounds = shard_bounds(x.size, ranks)
+    segments = [x[bounds[i] : bounds[i + 1]] for i in range(ranks)]
+    others = [(me + i) % ranks for i in range(1, ranks)]
     requests = [comm.Irecv(as_bytes(segments[p]), p, tag) for p in others]
-    requests += [comm.Isend(as_bytes(own), p, tag) for p in others]
+    requests += [comm.Isend(as_bytes(segments[me]), p, tag) for p in others]
     yield requests
 
 
@@ -130,9 +151,21 @@ def ring_all_reduce(
     """Replace x by the sum over `comm` times `scale`, in two rounds of a ring (Patarasuk & Yuan, "Bandwidth optimal
     all-reduce algorithms for clusters of workstations", 2009). `buffer` holds one segment. Partial sums travel in x's
     type."""
+    yield from ring_reduce_scatter(comm, x, buffer, tag, report_finite, scale)
+    yield from ring_all_gather(comm, x, tag)
+
+
+def ring_reduce_scatter(
+    comm: Any,
+    x: Array,
+    buffer: Array,
+    tag: int,
+    report_finite: Callable[[bool], None],
+    scale: float = 1.0,
+) -> Exchange:
+    """Reduce this rank's segment of x (`own_segment`): the first round of `ring_all_reduce`."""
     ranks, me = comm.size, comm.rank
-    bounds = shard_bounds(x.size, ranks)
-    segments = [x[bounds[i % ranks] : bounds[i % ranks + 1]] for i in range(2 * ranks)]
+    segments = _ring_segments(x, ranks)
     right, left = (me + 1) % ranks, (me - 1) % ranks
     for step in range(ranks - 1):
         outgoing, own = segments[me - step], segments[me - step - 1]
@@ -140,9 +173,29 @@ def ring_all_reduce(
         yield [comm.Irecv(as_bytes(arriving), left, tag), comm.Isend(as_bytes(outgoing), right, tag)]
         kernels.sum_(own, [arriving, own], scale if step == ranks - 2 else 1.0)
     report_finite(kernels.is_finite(segments[me + 1]))
+
+
+def ring_all_gather(comm: Any, x: Array, tag: int) -> Exchange:
+    """Send this rank's segment of x around the ring: the second round of `ring_all_reduce`."""
+    ranks, me = comm.size, comm.rank
+    segments = _ring_segments(x, ranks)
+    right, left = (me + 1) % ranks, (me - 1) % ranks
     for step in range(ranks - 1):
         outgoing, incoming = segments[me + 1 - step], segments[me - step]
         yield [comm.Irecv(as_bytes(incoming), left, tag), comm.Isend(as_bytes(outgoing), right, tag)]
+
+
+def _ring_segments(x: Array, ranks: int) -> list[Array]:
+    """Return the segments of x, twice, so that a number may be one or two below 0 or above the last."""
+    bounds = shard_bounds(x.size, ranks)
+    return [x[bounds[i % ranks] : bounds[i % ranks + 1]] for i in range(2 * ranks)]
+
+
+def own_segment(comm: Any, length: int, is_ring: bool) -> tuple[int, int]:
+    """Return the bounds of the segment that this rank has reduced after a reduce-scatter of `length` elements."""
+    number = (comm.rank + is_ring) % comm.size
+    bounds = shard_bounds(length, comm.size)
+    return bounds[number], bounds[number + 1]
 
 
 def all_reduce_buffer_length(length: int, ranks: int) -> int:

@@ -37,14 +37,14 @@ PIECES = 8
 behind."""
 LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 2 << 20, 8 << 20
 """The bounds of the size of a piece. Smaller pieces cost more time than they hide."""
-_TAGS = 4096
+TAGS = 4096
 """The tags of pieces count up to this number, and start again."""
 _PAUSE_BYTES = 128 << 10
 """A wait for messages sleeps for as long as the link needs for these bytes: the buffers of a connection hold them, so
 the link does not idle."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 4e-3
 """The bounds of that sleep, in seconds, while gradients are computed on the same processor."""
-_HURRY = 8
+HURRY = 8
 """A wait that nothing hides checks this many times more often."""
 _RATE = "bytes per second between nodes"
 _NARROW = {"bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
@@ -71,7 +71,7 @@ def pause_seconds(world: World) -> float:
 
 
 @dataclass(eq=False)
-class _Piece:
+class Piece:
     """A piece whose exchange between nodes has started."""
 
     call: Call
@@ -84,9 +84,12 @@ class OverlappedAllReduce:
     """Dense all-reduces over several nodes, one thread of one rank. `begin` takes arrays one after another. `advance`
     moves what is under way without waiting; `finish` waits for it."""
 
+    rounds = 2
+    """How many times an exchange sends all segments but one: a reduce-scatter and an all-gather."""
+
     def __init__(self, world: World) -> None:
         self.world = world
-        self._under_way: deque[_Piece] = deque()
+        self._under_way: deque[Piece] = deque()
         self._exchanges = Exchanges()
         self._finite = True
         self._number = 0
@@ -108,7 +111,7 @@ class OverlappedAllReduce:
         for piece in pieces:
             scale = self._reduce_inside(call, piece, factor)
             self._start(call, piece, scale, sent_type)
-            self._under_way.append(_Piece(call, self._number, piece, finished if piece is pieces[-1] else None))
+            self._under_way.append(Piece(call, self._number, piece, finished if piece is pieces[-1] else None))
             self._number += 1
             if len(self._under_way) > UNDER_WAY:
                 self._finish_oldest(pause_seconds(self.world))
@@ -125,7 +128,7 @@ class OverlappedAllReduce:
     def finish(self) -> None:
         """Return when nothing is under way. Raises CollectiveTimeout after the world's deadline."""
         while self._under_way:
-            self._finish_oldest(pause_seconds(self.world) / _HURRY)
+            self._finish_oldest(pause_seconds(self.world) / HURRY)
 
     def take_finite(self) -> bool:
         """Return True if everything that this rank saw since the last call was finite."""
@@ -154,20 +157,24 @@ class OverlappedAllReduce:
         shard = piece[first:last]
         length = all_reduce_buffer_length(shard.size, world.nodes)
         # Pieces under way use buffers of their own.
-        place = self._number % (UNDER_WAY + 1)
-        buffer, tag = workspace(world, f"shard {place}", length, sent_type), self._number % _TAGS
-        if sent_type != piece.dtype:
-            narrow = workspace(world, f"narrow shard {place}", shard.size, sent_type)
-            exchange = narrow_all_reduce(world.cross_comm, shard, narrow, buffer, tag, self._saw, scale)
-        else:
-            reduce = ring_all_reduce if world.nodes > PAIRWISE_LIMIT else pairwise_all_reduce
-            exchange = reduce(world.cross_comm, shard, buffer, tag, self._saw, scale)
-        sent = 2 * (world.nodes - 1) * shard.size * sent_type.itemsize // world.nodes
+        buffer = workspace(world, f"shard {self._number % (UNDER_WAY + 1)}", length, sent_type)
+        exchange = self._exchange(world.cross_comm, shard, buffer, scale)
+        sent = self.rounds * (world.nodes - 1) * shard.size * sent_type.itemsize // world.nodes
         phases.current.sent(inter=sent)
         if not self._exchanges.are_running:
             self._busy_since, self._busy_bytes = time.perf_counter(), 0
         self._busy_bytes += sent
         self._exchanges.start(self._number, _after_greeting(call, exchange))
+
+    def _exchange(self, comm: Any, shard: Array, buffer: Array, scale: float) -> Exchange:
+        """Return the exchange of the shard with its equals, in the type of `buffer`."""
+        tag = self._number % TAGS
+        if buffer.dtype != shard.dtype:
+            place = self._number % (UNDER_WAY + 1)
+            narrow = workspace(self.world, f"narrow shard {place}", shard.size, buffer.dtype)
+            return narrow_all_reduce(comm, shard, narrow, buffer, tag, self._saw, scale)
+        reduce = ring_all_reduce if self.world.nodes > PAIRWISE_LIMIT else pairwise_all_reduce
+        return reduce(comm, shard, buffer, tag, self._saw, scale)
 
     def _advance(self) -> None:
         was_running = self._exchanges.are_running
@@ -188,6 +195,10 @@ class OverlappedAllReduce:
 
         piece.call.wait(complete, pause)
         self._under_way.popleft()
+        self._end_piece(piece)
+
+    def _end_piece(self, piece: Piece) -> None:
+        """Complete a piece whose exchange between nodes has ended."""
         if self.world.local_size > 1:
             piece.call.all_gather(piece.values)
         if piece.finished is not None:

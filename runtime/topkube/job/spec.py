@@ -29,6 +29,7 @@ from topkube.algorithms import (
     MOST_STAGES,
     OUTER_LEARNING_RATE,
     OUTER_MOMENTUM,
+    OVERLAP,
     PERIOD,
     SELECTION,
     WARMUP_STEPS,
@@ -37,6 +38,7 @@ from topkube.algorithms import (
     Stage,
     check_schedule,
     explain_dense_wire,
+    explain_overlap,
     find_algorithm,
     reads_dense_wire,
 )
@@ -184,6 +186,7 @@ class Aggregation(Part):
     outer_learning_rate: float = _parameter(OUTER_LEARNING_RATE)
     outer_momentum: float = _parameter(OUTER_MOMENTUM)
     matrix_rank: int = _parameter(MATRIX_RANK)
+    overlap: Annotated[str, OneOf(OVERLAP.choices)] = _parameter(OVERLAP)
     schedule: list[ScheduleStage] = Field(
         default=[],
         max_length=MOST_STAGES,
@@ -209,11 +212,13 @@ class Aggregation(Part):
         return self
 
     @model_validator(mode="after")
-    def _reads_dense_wire(self) -> Aggregation:
+    def _has_dense_settings_that_work(self) -> Aggregation:
         used = [self.algorithm, *(stage.algorithm for stage in self.schedule if stage.algorithm)]
         if self.dense_wire != DENSE_WIRE.default and not any(map(reads_dense_wire, used)):
             text = f"'{self.dense_wire}' has no effect: {explain_dense_wire(self.algorithm)}"
             raise_problems([(("denseWire",), text)])
+        if self.overlap != OVERLAP.default and (reason := explain_overlap(used)):
+            raise_problems([(("overlap",), f"'{self.overlap}' does not work: {reason}")])
         return self
 
 

@@ -18,6 +18,8 @@ from topkube.training.batches.samples import Samples
 from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.backward import Backward
+from topkube.training.exchange.buckets import Parameter, is_sharded
+from topkube.training.exchange.late_updates import LateUpdates, check_optimizer
 from topkube.training.exchange.loss_scale import watch_scalers
 from topkube.training.exchange.tuning import Tuning
 from topkube.training.node_weights.guard import Guard
@@ -48,7 +50,8 @@ class DistributedOptimizer(OptimizerWrapper):
     `matrix_rank` the rank of the approximation of each matrix (powersgd, acpsgd); `schedule` the stages
     (`topkube.algorithms.Stage`) of algorithms, densities and periods that follow;
     `bucket_bytes` the most bytes of a fused bucket (by default chosen from the sizes of the tensors and the link);
-    `dense_wire` "fp32", "bf16" or "fp16", the format of dense gradients between nodes. Arguments that are None come
+    `dense_wire` "fp32", "bf16" or "fp16", the format of dense gradients between nodes; `overlap` "backward" or "dear",
+    which updates parameters during the next forward (see `finish_step`). Arguments that are None come
     from the job's spec.aggregation (`Settings`). `world` holds the ranks that exchange: all ranks by default, or a
     part of them (`topkube.new_world`) if another library already reduces among the others. Parameters that are
     DTensors (FSDP2, tensor parallelism) need such a world, of ranks that hold the same shard.
@@ -77,6 +80,7 @@ class DistributedOptimizer(OptimizerWrapper):
         outer_learning_rate: float | None = None,
         outer_momentum: float | None = None,
         matrix_rank: int | None = None,
+        overlap: str | None = None,
         schedule: Sequence[Stage] | None = None,
         bucket_bytes: int | None = None,
         settings: Settings | None = None,
@@ -104,6 +108,7 @@ class DistributedOptimizer(OptimizerWrapper):
             outer_learning_rate=outer_learning_rate,
             outer_momentum=outer_momentum,
             matrix_rank=matrix_rank,
+            overlap=overlap,
             schedule=None if schedule is None else tuple(schedule),
             bucket_bytes=bucket_bytes,
         )
@@ -139,8 +144,24 @@ class DistributedOptimizer(OptimizerWrapper):
         self._reports = StepReports(world)
         self._exchanged = self._ids()
         self._step_guard = StepGuard(optimizer)
+        self._late = self._backward.late = self._make_late_updates(parameters)
         self._own_state = OptimizerState(optimizer, aggregation, self._backward, self._node_weights)
         watch_scalers()
+
+    def _make_late_updates(self, parameters: list[Parameter]) -> LateUpdates | None:
+        """Return what updates parameters during the next forward, None if step() updates them. Raises ArgumentError."""
+        if not self.aggregation.is_decoupled:
+            return None
+        if self._backward.exchange.on_device is not None or any(is_sharded(p.tensor) for p in parameters):
+            raise ArgumentError(
+                "the overlap dear needs whole parameters in host memory",
+                cause="the model is on a GPU, or sharded",
+                next_step="leave overlap at backward",
+            )
+        check_optimizer(self.inner)
+        if not self._backward.exchange.is_decoupled:  # one node has no exchange between nodes
+            return None
+        return LateUpdates(self._backward.exchange, self.inner, self._step_guard.allowed)
 
     # ---- what the script calls
 
@@ -199,6 +220,18 @@ class DistributedOptimizer(OptimizerWrapper):
         """The number of the residual copy of which this rank holds a part, and the number of copies in the world."""
         return self._own_state.residual_copy
 
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state by parameter, after the last step."""
+        self.finish_step()
+        return self.inner.state
+
+    def finish_step(self) -> None:
+        """Finish the last step now. Only needed with `overlap="dear"`, before code reads parameters in a way that torch
+        does not see in Python: TorchScript, another thread, a pointer that was taken before. Everything else finishes a
+        parameter at its first use: a layer's forward, `state_dict()`, `parameter.data`, a checkpoint."""
+        self._backward.finish_late()
+
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Return a context in which the parameters hold the weights that all nodes agree on: use it to evaluate or save
@@ -225,6 +258,11 @@ class DistributedOptimizer(OptimizerWrapper):
         root of the mean of the squares of the nodes' norms, weighted by ranks: the same on all nodes, and at least the
         norm of the mean gradient. `torch.nn.utils.clip_grad_norm_` would clip each node by its own norm."""
         gradients = [p.tensor.grad for p in self._backward.parameters if p.tensor.grad is not None]
+        if self._late is not None:
+            norm = self._late.clip(max_norm, self._backward.world.rank == 0, gradients, self.turns.sums)
+            if norm is not None:
+                return norm
+            self._late.finish()
         if self._node_weights is None:
             return float(torch.nn.utils.clip_grad_norm_([p.tensor for p in self._backward.parameters], max_norm))
         own = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients)
@@ -250,6 +288,7 @@ class DistributedOptimizer(OptimizerWrapper):
     def synchronize(self) -> None:
         """Exchange the gradients that no backward() has exchanged: those that a script assigned to `.grad`, or that
         accumulated under `no_sync()`. All ranks call it together, before `step()`."""
+        self._backward.finish_late()
         self._backward.synchronize_now()
 
     @property
@@ -308,8 +347,10 @@ class DistributedOptimizer(OptimizerWrapper):
                         self.inner.step()
                 elif self._correction is not None:
                     self._correction.step(self._backward.sparse_parameters())
-                else:
+                elif self._late is None:
                     self.inner.step()
+            if self._late is not None:
+                self._late.step()
             if self._node_weights is not None:
                 self._node_weights.end_step(self.steps + 1)
             self._backward.note_step()
@@ -323,7 +364,9 @@ class DistributedOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. If no step used them, the residuals of their exchange are undone."""
         self._backward.wait_for_exchanges()
-        self.inner.zero_grad(set_to_none)
+        if not (set_to_none and self._late is not None and self._late.zero_gradients()):
+            self._backward.finish_late()
+            self.inner.zero_grad(set_to_none)
         self._backward.forget_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -334,6 +377,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 f"parameters cannot be added with {self.aggregation.algorithm}: nodes already have different weights",
                 next_step="give the optimizer all parameters when you create it, or choose another algorithm",
             )
+        self._backward.finish_late()
         group, parameters = name_group(param_group, self._backward.parameters)
         self.inner.add_param_group(group)
         self._backward.add(parameters)
@@ -345,6 +389,8 @@ class DistributedOptimizer(OptimizerWrapper):
         on."""
         if self._node_weights is not None:
             self._node_weights.end()
+        if self._late is not None:
+            self._late.end()
         self._backward.end()
         self._step_guard.remove()
         return self.inner
@@ -354,6 +400,7 @@ class DistributedOptimizer(OptimizerWrapper):
         parameter name, the order of the buckets, steps (the position in the warm-up) and skipped steps. Every rank must
         save its own state.
         """
+        self._backward.finish_late()
         return self._own_state.save()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -363,14 +410,17 @@ class DistributedOptimizer(OptimizerWrapper):
         From a state that another rank saved, the residuals are not loaded, with a warning if there are any. Residuals
         are gradients that were not sent yet, and every rank must load its own.
         """
+        self._backward.finish_late()
         self._own_state.load(state_dict)
 
     def shared_state(self) -> dict[str, Any]:
         """Return the state that `topkube.broadcast_optimizer_state` copies to all ranks: everything but residuals."""
+        self._backward.finish_late()
         return self._own_state.save_shared()
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         """Load a state that `shared_state` returned on another rank. Residuals stay as they are."""
+        self._backward.finish_late()
         self._own_state.load_shared(state)
 
     # ---- copies

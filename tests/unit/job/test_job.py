@@ -260,6 +260,16 @@ def test_what_is_cached_in_memory_counts_against_the_workers_limit() -> None:
             job(aggregation={"algorithm": "hitopk", "denseWire": "bf16"}),
             ["spec.aggregation.denseWire: 'bf16' has no effect: hitopk does not read it"],
         ),
+        (
+            job(
+                aggregation={
+                    "algorithm": "dense",
+                    "overlap": "dear",
+                    "schedule": [{"fromStep": 9, "algorithm": "hitopk"}],
+                }
+            ),
+            ["spec.aggregation.overlap: 'dear' does not work: hitopk has no reduce-scatter"],
+        ),
         (job(checkpoint={"path": "../x", "claimName": "c"}), ["spec.checkpoint.path: '../x' leaves the claim"]),
         (
             job(checkpoint={"claimName": "c", "everySteps": 0}),

@@ -17,6 +17,7 @@ from topkube.algorithms import (
     MATRIX_RANK,
     OUTER_LEARNING_RATE,
     OUTER_MOMENTUM,
+    OVERLAP,
     PERIOD,
     SELECTION,
     WARMUP_STEPS,
@@ -24,6 +25,7 @@ from topkube.algorithms import (
     Stage,
     check_schedule,
     explain_dense_wire,
+    explain_overlap,
     find_algorithm,
     reads_dense_wire,
 )
@@ -40,6 +42,7 @@ _CHECKED = (
     OUTER_LEARNING_RATE,
     OUTER_MOMENTUM,
     MATRIX_RANK,
+    OVERLAP,
 )
 
 
@@ -60,6 +63,7 @@ class AggregationSettings:
     outer_learning_rate: float = OUTER_LEARNING_RATE.default
     outer_momentum: float = OUTER_MOMENTUM.default
     matrix_rank: int = MATRIX_RANK.default
+    overlap: str = OVERLAP.default
     schedule: tuple[Stage, ...] = ()
     """What changes at which number of updates, in their order."""
 
@@ -91,8 +95,16 @@ class AggregationSettings:
                 cause=f"with {self.algorithm}, the node's optimizer applies its momentum before anything is sent",
                 next_step="turn off momentum correction",
             )
+        if self.is_decoupled and (problem := explain_overlap(self.algorithms)):
+            reason, _, advice = problem.partition("; ")
+            raise ArgumentError(f"overlap is {self.overlap}, but {reason}", next_step=advice)
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ArgumentError(f"bucket_bytes is {self.bucket_bytes}, below 1", next_step="pass 1 or more")
+
+    @property
+    def is_decoupled(self) -> bool:
+        """True if gradients are gathered, and parameters updated, during the next forward."""
+        return self.overlap == "dear"
 
     @property
     def in_weights(self) -> bool:

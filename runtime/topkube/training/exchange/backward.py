@@ -27,6 +27,7 @@ from topkube.training.exchange.bucket_plan import BucketPlan
 from topkube.training.exchange.buckets import Bucket, Parameter
 from topkube.training.exchange.devices import exchange_device
 from topkube.training.exchange.gradient_hooks import GradientHooks
+from topkube.training.exchange.late_updates import LateUpdates
 from topkube.training.exchange.residuals import Momentum
 from topkube.training.exchange.sparse_gradients import fill_with_nan, is_finite
 from topkube.training.exchange.weights_check import WeightsCheck
@@ -78,6 +79,8 @@ class Backward:
         self._weights_digest = 0.0
         self.traced: StepTrace | None = None
         """The recorder of a trace, None if no trace is recorded."""
+        self.late: LateUpdates | None = None
+        """What the next forward finishes, with DeAR."""
         self._hooks = GradientHooks(self, parameters)
         self.number = 0 if is_copy else backward_pass().register(self)
 
@@ -155,7 +158,13 @@ class Backward:
         for parameter in self.parameters:
             parameter.exchanged = False
         if self.world.size > 1 and self.weights.is_due(self.steps, False):
+            self.finish_late()
             self._weights_digest, self._compares_weights = self.weights.digest(), True
+
+    def finish_late(self) -> None:
+        """Finish the gathers and updates that are left for the next forward."""
+        if self.late is not None:
+            self.late.finish()
 
     def note_skipped_step(self) -> None:
         """Note that the optimizer skipped its step: changes of residuals are undone."""
@@ -278,6 +287,7 @@ class Backward:
         self.turns.forward_ended(self._first_gradient)
         if self.traced is not None:
             self.traced.begin_backward()
+        self.finish_late()  # parameters that forward did not use
         self._loss_scale = backward_pass().loss_scale
         self._undo_discarded()
         if all(parameter.tensor.grad is None for parameter in self.parameters):
@@ -308,6 +318,7 @@ class Backward:
             schedule().submit(self.exchange.flush).result()
             self.exchange.follow()
         self.exchange.residuals.reject()
+        self.exchange.take_halved_parts()
         if handed_over and self.world.size > 1:
             raise TrainingError(
                 f"backward() began after another backward() that did not finish: {len(handed_over)} of"
@@ -363,6 +374,8 @@ class Backward:
         if first:
             self.plan.agree(self._seen)
             self.exchange.adopt(self.plan.tuning.choice)
+            if self.late is not None:
+                self.plan.tuning.settle()  # the times of two halves do not show if the prediction was right
             if self.world.size > 1:  # a rank may have loaded a state for all ranks
                 self.steps = int(self.turns.maximum([self.steps])[0])
             self._first_weights = True
@@ -374,12 +387,12 @@ class Backward:
         futures, self._futures = self._futures, []
         left_out, self._left_out = self._left_out, []
         finite = self._wait(futures)
-        idle = [p for p in self._trainable() if p.weightless or p.created]
+        idle = [p for p in self._trainable() if p.weightless or p.created or self._will_be_created(p)]
         trainable = self.plan.digest_trainable()
         unplanned = any(self.plan.bucket_of(self.parameters[index]) is None for index in self._seen)
         is_saved, self.plan.tuning.is_saved = self.plan.tuning.is_saved, False
         flags = [not finite, bool(idle), trainable, -trainable, weights, -weights, unplanned, self.steps, -self.steps]
-        flags.append(is_saved)
+        flags += [is_saved, not self._can_hold()]
         answers = self.turns.maximum(flags)
         if answers[7] != -answers[8]:
             self._raise_different_steps()
@@ -392,10 +405,26 @@ class Backward:
             finite = self._wait([self._submit(bucket) for bucket in late])
             answers[:2] = self.turns.maximum([nonfinite or not finite, True])
             nonfinite = answers[0] > 0
+            answers[10] = True
+        if self.late is not None and answers[[0, 1, 10]].any():
+            schedule().submit(self.exchange.gather_now).result()
+        elif self.late is not None:
+            self.late.hold(self.exchange.take_halved_parts())
         self._finish_step(nonfinite, answers[1] > 0)
         self._tune(answers[9] > 0)
         if compares:
             self._report_weights(weights, answers[4] == -answers[5], False)
+
+    def _can_hold(self) -> bool:
+        """Return True if every use of the gradients on this rank, before they are gathered, is noticed."""
+        if self.late is None or not self.late.can_hold or backward_pass().several or self._hooks.are_deferred:
+            return False
+        measures = self.norms is not None and self.norms.due
+        return not measures and all(part.is_in_place for part in self.exchange.halved_parts)
+
+    def _will_be_created(self, parameter: Parameter) -> bool:
+        """Return True if a gather that comes later creates this gradient."""
+        return self.late is not None and parameter.tensor.grad is None
 
     def _tune(self, is_saved: bool) -> None:
         """Compare the exchanges so far with their prediction, when that is due, and change what `auto` or `dense`

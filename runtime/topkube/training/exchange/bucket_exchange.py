@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from topkube import algorithms
 from topkube.algorithms import DENSE, MATRIX_RANK, Algorithm, Choice
 from topkube.arrays import flat_view
 from topkube.collectives import AllReduce, Request, load
+from topkube.collectives.decoupled import DecoupledAllReduce, Halved
 from topkube.collectives.dense import Hierarchical
 from topkube.collectives.device.memory import Mark
 from topkube.collectives.device.pipeline import DeviceAllReduce
@@ -30,6 +32,26 @@ from topkube.training.ranks.communication_thread import schedule
 from topkube.world import World
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(eq=False)
+class HalvedPart:
+    """A part of a bucket whose gradients are reduced but not gathered. `flat` holds them side by side."""
+
+    part: Bucket
+    flat: torch.Tensor
+    halved: Halved
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if `flat` is the memory of the gradients themselves, so that nothing is left to deliver."""
+        address = self.flat.data_ptr()
+        for parameter, start in zip(self.part.parameters, self.part.starts, strict=False):
+            if not (parameter.tensor.requires_grad and parameter.local and parameter.stash is None):
+                return False
+            if real_view(parameter.tensor.grad).data_ptr() != address + start * self.flat.itemsize:
+                return False
+        return True
 
 
 class BucketExchange:
@@ -49,7 +71,11 @@ class BucketExchange:
         self.change_to(aggregation)
         self.residuals = Residuals(world, self._keeper(aggregation), momentum, device)
         self.on_device = DeviceAllReduce(world, device) if device is not None else None
-        self._overlapped = OverlappedAllReduce(world) if device is None and world.nodes > 1 else None
+        self._overlapped: OverlappedAllReduce | None = None
+        if device is None and world.nodes > 1:
+            self._overlapped = (DecoupledAllReduce if aggregation.is_decoupled else OverlappedAllReduce)(world)
+        self.halved_parts: list[HalvedPart] = []
+        """What this backward has reduced but not gathered."""
         self._agreement = agreement(world)
         self._staging: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self._scale: tuple[torch.Tensor, float] | None = None
@@ -276,8 +302,13 @@ class BucketExchange:
         request = self._request(whole, bucket, all_reduce, density, loss_scale)
         call = all_reduce.enter(self.world, request)
         for part in bucket.parts:
-            flat = self._collect(part, UNDER_WAY + 2)
+            is_halved = isinstance(pieces, DecoupledAllReduce)
+            flat = self._collect(part, None if is_halved else UNDER_WAY + 2)
             array = flat_view(flat, "bucket", writable=True)
+            if isinstance(pieces, DecoupledAllReduce):
+                halved = pieces.halve(call, array, request.scale(self.world.size), request.dense_wire)
+                self.halved_parts.append(HalvedPart(part, flat, halved))
+                continue
             deliver = partial(self._deliver_part, part, flat)
             pieces.begin(call, array, request.scale(self.world.size), deliver, request.dense_wire)
         schedule().advance_meanwhile(pieces.advance)
@@ -291,6 +322,39 @@ class BucketExchange:
         if self._overlapped is not None:
             self._overlapped.finish()
 
+    @property
+    def is_decoupled(self) -> bool:
+        """True if dense exchanges are made in two halves."""
+        return isinstance(self._overlapped, DecoupledAllReduce)
+
+    def take_halved_parts(self) -> list[HalvedPart]:
+        """Return what this backward has reduced but not gathered. The last part comes first, because the next forward
+        needs it first."""
+        parts, self.halved_parts = self.halved_parts[::-1], []
+        return parts
+
+    def gather(self, parts: Sequence[HalvedPart]) -> None:
+        """Begin to gather the parts, in their order."""
+        assert isinstance(self._overlapped, DecoupledAllReduce)
+        self._overlapped.gather([part.halved for part in parts])
+        schedule().advance_meanwhile(self._overlapped.advance)
+
+    def finish_gather(self, parts: Sequence[HalvedPart]) -> None:
+        """Return when the parts are gathered."""
+        assert isinstance(self._overlapped, DecoupledAllReduce)
+        for part in parts:
+            self._overlapped.finish_gather(part.halved)
+
+    @torch.no_grad()
+    def gather_now(self) -> None:
+        """Gather and deliver all that this backward has reduced."""
+        parts = self.take_halved_parts()
+        if parts:
+            self.gather(parts)
+            self.finish_gather(parts)
+        for part in parts:
+            self._deliver(part.part, part.flat, None)
+
     def _begin(
         self, bucket: Bucket, all_reduce: AllReduce, density: float, mark: Mark | None, loss_scale: float
     ) -> None:
@@ -300,9 +364,9 @@ class BucketExchange:
         with self._frozen_aside(bucket, request.residual):
             self.on_device.begin(all_reduce, request, finished=lambda: self._deliver(bucket, flat, mark))
 
-    def _collect(self, bucket: Bucket, buffers: int = 1) -> torch.Tensor:
+    def _collect(self, bucket: Bucket, buffers: int | None = 1) -> torch.Tensor:
         """Return the bucket's local gradients in one tensor: their own memory if they lie side by side, otherwise a
-        staging buffer, one of `buffers`."""
+        staging buffer, one of `buffers`, or a new buffer for None."""
         if bucket.memory is not None and (values := bucket.memory.whole()) is not None:
             return values
         only = bucket.parameters[0]
@@ -310,12 +374,7 @@ class BucketExchange:
             gradient = real_view(only.tensor.grad)
             if gradient.is_contiguous():
                 return gradient.detach().view(-1)
-        self._number += 1  # on a device two buckets are reduced at the same time
-        place = (bucket.dtype, self._number % (2 if self.on_device is not None else buffers))
-        staging = self._staging.get(place)
-        if staging is None or staging.numel() < bucket.length:
-            staging = torch.empty(bucket.length, dtype=bucket.dtype, device=only.tensor.device)
-            self._staging[place] = staging
+        staging = self._stage(bucket, buffers)
         copies, gradients, absent = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for parameter, start in zip(bucket.parameters, bucket.starts, strict=False):
             piece = staging[start : start + parameter.length]
@@ -329,6 +388,18 @@ class BucketExchange:
         if absent:
             torch._foreach_zero_(absent)
         return staging[: bucket.length]
+
+    def _stage(self, bucket: Bucket, buffers: int | None) -> torch.Tensor:
+        """Return a staging buffer for the bucket's gradients, one of `buffers`, or a new buffer for None."""
+        device = bucket.parameters[0].tensor.device
+        if buffers is None:
+            return torch.empty(bucket.length, dtype=bucket.dtype, device=device)
+        self._number += 1  # on a device two buckets are reduced at the same time
+        place = (bucket.dtype, self._number % (2 if self.on_device is not None else buffers))
+        staging = self._staging.get(place)
+        if staging is None or staging.numel() < bucket.length:
+            staging = self._staging[place] = torch.empty(bucket.length, dtype=bucket.dtype, device=device)
+        return staging
 
     def _deliver(self, bucket: Bucket, flat: torch.Tensor, mark: Mark | None) -> None:
         """Write the means in `flat` into `.grad`, or add them to it, with a few launches for all parameters."""

@@ -46,6 +46,11 @@ _USERS_OF_OWN_STORAGE = _users_of_own_storage()
 """The use count of a storage that a single tensor uses: the tensor, and the handle of the query."""
 
 
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return True if another tensor uses the memory of this tensor."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > _USERS_OF_OWN_STORAGE
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return True for a DTensor: FSDP2 and tensor parallelism keep a part of it on each rank."""
     return hasattr(tensor, "placements") and hasattr(tensor, "to_local")

@@ -96,6 +96,11 @@ class GradientHooks:
             self._deferred[parameter.index] = parameter, dict(hooks)
             hooks.clear()
 
+    @property
+    def are_deferred(self) -> bool:
+        """True if hooks of the script wait for the end of this backward."""
+        return bool(self._deferred)
+
     def restore(self) -> list[Parameter]:
         """Restore the script's hooks. Return the parameters that have hooks."""
         deferred, self._deferred = self._deferred, {}

@@ -1,0 +1,198 @@
+"""Dense all-reduce in two halves, for DeAR (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with
+Fine-Grained All-Reduce Pipelining", 2023): a reduce-scatter now, and the all-gather later, while other work continues.
+
+The first half is that of `OverlappedAllReduce`, piece by piece: the ranks of a node reduce a piece, then each shard is
+reduced among equal local ranks, so that every rank holds the sum of its own segment. The second half consists of
+messages only, between nodes and inside the node. No rank has to be at the same point as another rank for it, so a rank
+can wait for an array while another rank computes. The second half has communicators of its own: other collectives may
+run before it ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from topkube import kernels
+from topkube.algorithms.cost import PAIRWISE_LIMIT
+from topkube.arrays import Array, as_bytes
+from topkube.collectives.call import Call, own_shard, shard_bounds, workspace
+from topkube.collectives.exchange import (
+    Exchange,
+    Exchanges,
+    own_segment,
+    pairwise_all_gather,
+    pairwise_reduce_scatter,
+    ring_all_gather,
+    ring_reduce_scatter,
+)
+from topkube.collectives.overlapped import (
+    HURRY,
+    TAGS,
+    UNDER_WAY,
+    OverlappedAllReduce,
+    Piece,
+    pause_seconds,
+    split,
+)
+from topkube.telemetry import phases
+from topkube.waiting import advance_in_waits
+from topkube.world import World
+
+_COMMUNICATORS = "communicators of gathers"
+
+
+@dataclass(eq=False)
+class Halved:
+    """An array whose reduce-scatter has begun. `ranges` holds the elements [start, stop) that this rank reduces, a
+    range for each piece: all ranks together have every element once. `left` is the number of pieces that are not
+    gathered."""
+
+    call: Call
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    pieces: list[tuple[int, Array, Array | None]] = field(default_factory=list)
+    """The number of each piece, its values, and this rank's shard in 16 bits if it is sent so."""
+    left: int = 0
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if the array holds the whole result."""
+        return self.left == 0
+
+
+class DecoupledAllReduce(OverlappedAllReduce):
+    """Dense all-reduces in two halves over several nodes, one thread of one rank. `halve` begins the first half of an
+    array; `finish` waits for the first half of all arrays. `gather` begins the second half, `finish_gather` waits for
+    it. Between the two, this rank's segments (`Halved.ranges`) hold their results. All ranks create it together."""
+
+    rounds = 1
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._cross, self._node = _communicators(world)
+        self._halved: Halved | None = None
+        self._narrow: dict[int, Array] = {}
+        self._kept = 0
+        self._gathers = Exchanges()
+        self._waiting: deque[tuple[Halved, int]] = deque()
+        self._gathering: dict[int, Halved] = {}
+        self._gathering_since = 0.0
+
+    def halve(self, call: Call, array: Array, factor: float, wire: str = "fp32") -> Halved:
+        """Begin to reduce `array`, in place, to the sum times `factor`: the arguments of `begin`."""
+        self._halved = halved = Halved(call)
+        number, position, nodes = self._number, 0, self.world.nodes
+        self.begin(call, array, factor, wire=wire)
+        for piece in split(array):
+            first, last = own_shard(self.world, piece.size)
+            if self._cross is not None:
+                start, stop = own_segment(self._cross, last - first, nodes > PAIRWISE_LIMIT)
+                halved.ranges.append((position + first + start, position + first + stop))
+            halved.pieces.append((number, piece, self._narrow.pop(number, None)))
+            number, position = number + 1, position + piece.size
+        halved.left = len(halved.pieces)
+        self._halved = None
+        return halved
+
+    def gather(self, arrays: Iterable[Halved]) -> None:
+        """Begin to gather the results of `arrays`, in their order, the same on all ranks. Called after `finish`."""
+        self._kept = 0
+        self._waiting.extend((halved, place) for halved in arrays for place in range(len(halved.pieces)))
+        self._gathering_since = time.perf_counter()
+        advance_in_waits(self.advance)
+        self._start_gathers()
+
+    def advance(self) -> float | None:
+        """Move what is under way as far as messages allow. Return the seconds until the next call should come, None if
+        no messages are awaited."""
+        self._advance()
+        while self._under_way and not self._exchanges.is_running(self._under_way[0].number):
+            self._finish_oldest(0.0)
+        self._gathers.advance()
+        for number in [number for number in self._gathering if not self._gathers.is_running(number)]:
+            self._gathering.pop(number).left -= 1
+        self._start_gathers()
+        return pause_seconds(self.world) if self._exchanges.are_running or self._gathers.are_running else None
+
+    def finish_gather(self, halved: Halved) -> None:
+        """Return when the array is gathered. Raises CollectiveTimeout after the world's deadline."""
+
+        def complete() -> bool:
+            self.advance()
+            return halved.is_gathered
+
+        if not halved.is_gathered:
+            halved.call.wait(complete, pause_seconds(self.world) / HURRY)
+
+    def _start_gathers(self) -> None:
+        while self._waiting and len(self._gathering) < UNDER_WAY:
+            halved, place = self._waiting.popleft()
+            number, piece, narrow = halved.pieces[place]
+            self._gathering[number] = halved
+            self._gathers.start(number, self._gather(number, piece, narrow))
+        if not self._gathering and self._gathering_since:
+            phases.current.add("inter", time.perf_counter() - self._gathering_since)
+            self._gathering_since = 0.0
+            advance_in_waits(None)
+
+    def _end_piece(self, piece: Piece) -> None:
+        pass  # the second half follows later
+
+    def _exchange(self, comm: Any, shard: Array, buffer: Array, scale: float) -> Exchange:
+        tag = self._number % TAGS
+        if buffer.dtype == shard.dtype:
+            reduce = ring_reduce_scatter if self.world.nodes > PAIRWISE_LIMIT else pairwise_reduce_scatter
+            return reduce(comm, shard, buffer, tag, self._saw, scale)
+        narrow = workspace(self.world, f"halved shard {self._kept}", shard.size, buffer.dtype)
+        self._kept += 1
+        self._narrow[self._number] = narrow
+        return self._reduce_narrow(comm, shard, narrow, buffer, tag, scale)
+
+    def _reduce_narrow(self, comm: Any, shard: Array, narrow: Array, buffer: Array, tag: int, scale: float) -> Exchange:
+        """The first half of `narrow_all_reduce`. This rank's segment of the shard also holds its result."""
+        kernels.sum_(narrow, [shard], scale)
+        yield from pairwise_reduce_scatter(comm, narrow, buffer, tag, self._saw)
+        first, last = own_segment(comm, shard.size, False)
+        kernels.cast_(shard[first:last], narrow[first:last])
+
+    def _gather(self, number: int, piece: Array, narrow: Array | None) -> Exchange:
+        """Gather a piece: each shard between nodes, then all shards inside the node."""
+        world, tag = self.world, number % TAGS
+        first, last = own_shard(world, piece.size)
+        shard = piece[first:last]
+        if self._cross is not None:
+            sent = shard if narrow is None else narrow
+            phases.current.sent(inter=(world.nodes - 1) * sent.nbytes // world.nodes)
+            gather = ring_all_gather if world.nodes > PAIRWISE_LIMIT else pairwise_all_gather
+            yield from gather(self._cross, sent, tag)
+            if narrow is not None:
+                kernels.cast_(shard, narrow)
+        if world.local_size > 1:
+            yield self._send_inside(piece, shard, tag)
+
+    def _send_inside(self, piece: Array, shard: Array, tag: int) -> list[Any]:
+        """Send this rank's shard to all ranks of the node, and receive theirs. Return the requests."""
+        world = self.world
+        bounds = shard_bounds(piece.size, world.shards)
+        others = [(world.local_rank + i) % world.local_size for i in range(1, world.local_size)]
+        owners = [other for other in others if other < world.shards]
+        requests = [self._node.Irecv(as_bytes(piece[bounds[p] : bounds[p + 1]]), p, tag) for p in owners]
+        if world.local_rank < world.shards:
+            requests += [self._node.Isend(as_bytes(shard), p, tag) for p in others]
+            phases.current.sent(intra=shard.nbytes)
+        return requests
+
+
+def _communicators(world: World) -> tuple[Any, Any]:
+    """Return the communicators of the second half, between nodes (None for surplus ranks) and inside the node. All
+    ranks create them together, on first use; the optimizers of a world share them."""
+    if _COMMUNICATORS not in world.cache:
+        world.enter()
+        pairs = [comm.Idup() if comm is not None else (None, None) for comm in (world.cross_comm, world.node_comm)]
+        world.wait([request for _, request in pairs if request is not None], "the communicators of gathers")
+        world.cache[_COMMUNICATORS] = tuple(comm for comm, _ in pairs)
+    communicators: tuple[Any, Any] = world.cache[_COMMUNICATORS]
+    return communicators

@@ -1,0 +1,267 @@
+"""Updates during the next forward, for DeAR (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with
+Fine-Grained All-Reduce Pipelining", 2023).
+
+When backward returns, gradients are reduced but not gathered: each rank holds the sums of its own segments. The
+communication thread gathers the parts of buckets in the reverse order of the exchange, the order of the next forward.
+`step()` only notes the hyperparameters. The first use of a parameter waits until its part is gathered, and then updates
+the part's parameters as the step would have done: the same operations on the same bits.
+
+Between backward and step, the first use of a gradient waits for its part. Between step and update, the weights hold
+NaN: a use that nothing notices cannot give a plausible result.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from topkube.errors import ArgumentError
+from topkube.telemetry import phases
+from topkube.training.exchange.bucket_exchange import BucketExchange, HalvedPart
+from topkube.training.exchange.buckets import is_shared
+from topkube.training.exchange.watched_tensors import (
+    Use,
+    forget_tensors,
+    is_watched_thread,
+    is_watching,
+    register_tensors,
+    unwatch,
+    watch,
+)
+from topkube.training.ranks.communication_thread import schedule
+
+_OPTIMIZERS = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+"""The optimizers that update each parameter from its own gradient and state only."""
+SumOverRanks = Callable[[Iterable[float]], Iterable[float]]
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ArgumentError for an optimizer that may need all gradients at the same time."""
+    if type(optimizer) not in _OPTIMIZERS:
+        raise ArgumentError(
+            f"the overlap dear does not work with {type(optimizer).__name__}",
+            cause="a part of the parameters is updated while the gradients of others are still gathered; only"
+            f" {', '.join(kind.__name__ for kind in _OPTIMIZERS)} are known to allow that",
+            next_step="use one of these optimizers, or leave overlap at backward",
+        )
+
+
+@dataclass(eq=False)
+class _LatePart:
+    """Parameters whose gradients are not gathered yet. `hyperparameters` holds those of each group at `step()`, and
+    `weights` the weights meanwhile; both are None before `step()`. `factor` is that of clipping."""
+
+    source: HalvedPart
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    factor: float = 1.0
+    hyperparameters: list[dict[str, Any]] | None = None
+    weights: list[torch.Tensor] | None = None
+
+
+class LateUpdates:
+    """The gathers and updates that one optimizer has not finished. `allowed` returns a context in which `optimizer` may
+    step; it is a single hook of the optimizer. Use it in the thread that trains."""
+
+    def __init__(
+        self,
+        exchange: BucketExchange,
+        optimizer: torch.optim.Optimizer,
+        allowed: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._exchange, self._optimizer, self._allowed = exchange, optimizer, allowed
+        self._parts: list[_LatePart] = []
+        self._held = 0
+        self._begun: Future[None] | None = None
+        watch()
+
+    @property
+    def can_hold(self) -> bool:
+        """True if this thread would notice a use of what is not gathered. Compiled code is not seen."""
+        return is_watched_thread() and not _has_compiled_code()
+
+    @property
+    def is_pending(self) -> bool:
+        """True if something is not finished."""
+        return bool(self._parts)
+
+    def hold(self, parts: Sequence[HalvedPart]) -> None:
+        """Begin to gather `parts`. All ranks call this at the end of the same backward, with parts `is_in_place`."""
+        self._held = len(parts)
+        for source in parts:
+            gradients = [p.tensor.grad for p in source.part.parameters if p.tensor.grad is not None]
+            part = _LatePart(source, [p.tensor for p in source.part.parameters], gradients)
+            self._parts.append(part)
+            register_tensors([*part.parameters, *gradients], partial(self._use, part))
+            for parameter in source.part.parameters:
+                parameter.deliver()
+        self._begun = schedule().submit(lambda: self._exchange.gather(parts))
+
+    def step(self) -> None:
+        """Make the optimizer's step: at once for parameters whose gradients are whole, later for the others."""
+        groups = self._optimizer.param_groups
+        if not is_watching() or self._has_hooks() or any(group.get("differentiable") for group in groups):
+            self.finish()
+        for part in [part for part in self._parts if any(is_shared(tensor) for tensor in part.parameters)]:
+            self._finish(part)  # something else may read the memory of these weights
+        late = {id(tensor) for part in self._parts for tensor in part.parameters}
+        values = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
+        with torch._C.DisableTorchFunction():
+            self._update(lambda tensor: id(tensor) not in late, values)
+            for part in self._parts:
+                _hide_weights(part)
+                part.hyperparameters = values
+        if not self._parts and _has_compiled_code():
+            unwatch()  # torch.compile does not compile what a mode sees
+
+    def finish(self) -> None:
+        """Finish all gathers and updates."""
+        while self._parts:
+            self._finish(self._parts[0])
+
+    def zero_gradients(self) -> bool:
+        """Set the gradients to None if a step has used all that is pending, or will. Return False if they stay, because
+        no step has used them."""
+        if not self._parts or any(part.weights is None for part in self._parts):
+            return False
+        with torch._C.DisableTorchFunction():
+            self._optimizer.zero_grad(set_to_none=True)
+        return True
+
+    def clip(
+        self, max_norm: float, is_counted: bool, gradients: list[torch.Tensor], sums: SumOverRanks
+    ) -> float | None:
+        """Scale all gradients so that their norm is at most `max_norm`, without gathering them; return the norm before.
+
+        `gradients` holds those that are whole, which one rank counts (`is_counted`). `sums` returns sums over ranks.
+        Return None if a rank has gathered a part already: nothing is scaled then. All ranks call this together."""
+        pending = {id(gradient) for part in self._parts for gradient in part.gradients}
+        whole = [gradient for gradient in gradients if id(gradient) not in pending]
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            own = [part.source.flat[start:stop] for part in self._parts for start, stop in part.source.halved.ranges]
+            own += whole if is_counted else []
+            squares = sum(float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2 for values in own)
+            total, differ = sums([squares, float(len(self._parts) < self._held)])
+            if differ:
+                return None
+            norm: float = total**0.5
+            factor = min(1.0, max_norm / (norm + 1e-6))
+            if factor < 1:
+                for part in self._parts:
+                    part.factor *= factor
+                for gradient in whole:
+                    gradient.mul_(factor)
+        return norm
+
+    def end(self) -> None:
+        """Finish everything, and notice no more uses."""
+        self.finish()
+        unwatch()
+
+    # ---- one part
+
+    def _use(self, part: _LatePart, tensor: torch.Tensor, use: Use) -> None:
+        """Finish the part before a call uses one of its tensors, if the call needs that."""
+        is_parameter = any(tensor is parameter for parameter in part.parameters)
+        is_stepped = part.weights is not None
+        if is_parameter and (use is Use.GRADIENT) is is_stepped:
+            return  # the weights of a part without a step are complete; a step keeps the gradients that it uses
+        self._finish(part)
+
+    def _finish(self, part: _LatePart) -> None:
+        self._parts.remove(part)
+        forget_tensors([*part.parameters, *part.gradients])
+        assert self._begun is not None
+        self._begun.result()
+        if not part.source.halved.is_gathered:
+            schedule().submit(lambda: self._exchange.finish_gather([part.source])).result()
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+            if part.factor != 1:
+                torch._foreach_mul_(part.gradients, part.factor)
+            for gradient in part.gradients:
+                torch.autograd.graph.increment_version(gradient)
+            if part.weights is not None and part.hyperparameters is not None:
+                _show_weights(part)
+                self._update_part(part, part.hyperparameters)
+
+    def _update_part(self, part: _LatePart, values: list[dict[str, Any]]) -> None:
+        present = [parameter.grad for parameter in part.parameters]
+        chosen = {id(parameter) for parameter in part.parameters}
+        for parameter, gradient in zip(part.parameters, part.gradients, strict=True):
+            parameter.grad = gradient
+        own: Any = self._optimizer
+        hooks = own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks
+        own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = {}, {}  # new hooks belong to the next step
+        try:
+            self._update(lambda tensor: id(tensor) in chosen, values)
+        finally:
+            own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = hooks
+            for parameter, before in zip(part.parameters, present, strict=True):
+                parameter.grad = before
+
+    def _update(self, is_chosen: Callable[[torch.Tensor], bool], values: list[dict[str, Any]]) -> None:
+        """Make the optimizer's step for the chosen parameters, with these hyperparameters of each group."""
+        groups = self._optimizer.param_groups
+        before = [dict(group) for group in groups]
+        try:
+            for group, own in zip(groups, values, strict=True):
+                group.update(own, params=[tensor for tensor in group["params"] if is_chosen(tensor)])
+            self._optimizer.param_groups = [group for group in groups if group["params"]]
+            with self._allowed(), phases.current.timed("update"):
+                self._optimizer.step()
+        finally:
+            self._optimizer.param_groups = groups
+            for group, own in zip(groups, before, strict=True):
+                group.update(own)
+
+    def _has_hooks(self) -> bool:
+        """Return True if the script has hooks on the optimizer's step: they must run once per step."""
+        own: Any = self._optimizer
+        hooks = len(own._optimizer_step_pre_hooks) + len(own._optimizer_step_post_hooks) - 1  # that of `allowed`
+        anywhere = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+        return bool(hooks or anywhere)
+
+
+def _hide_weights(part: _LatePart) -> None:
+    """Replace the weights by NaN."""
+    part.weights = [parameter.data for parameter in part.parameters]
+    for parameter in part.parameters:
+        torch.autograd.graph.increment_version(parameter)  # a graph that has saved the weights is out of date
+        parameter.data = torch.full((), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+
+
+def _show_weights(part: _LatePart) -> None:
+    assert part.weights is not None
+    for parameter, weights in zip(part.parameters, part.weights, strict=True):
+        parameter.data = weights
+    part.weights = None
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _has_compiled_code() -> bool:
+    """Return True if torch.compile has compiled anything in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])

@@ -1,0 +1,313 @@
+"""DeAR: gradients are gathered, and parameters updated, during the next forward. Every script gets the bits that it
+gets without DeAR, however it reads parameters and gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import topkube
+from ranks.training.scene import distributed, loss_of, own_part, same_on_all_ranks, samples, weights
+from topkube.collectives import decoupled, overlapped
+from topkube.errors import ArgumentError
+from topkube.training.optimizers.lamb import LAMB
+from topkube.world import World
+
+Step = Callable[[nn.Module, topkube.DistributedOptimizer, int], None]
+STEPS = 8
+
+
+class Network(nn.Module):
+    """Large and small tensors; a layer that is used twice, a frozen layer, and layers that some steps do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(24, 64), nn.Linear(64, 64), nn.Linear(64, 1)
+        self.norm, self.frozen, self.odd, self.unused = (nn.LayerNorm(64), *(nn.Linear(64, 64) for _ in range(3)))
+        self.frozen.requires_grad_(False)
+        self.uses_odd = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.middle(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+        x = self.frozen(self.norm(x))
+        return self.last(torch.tanh(self.odd(x) if self.uses_odd else x))
+
+
+def adamw(parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    x, y = samples(8 * topkube.size(), step)
+    loss_of(model, own_part(x), own_part(y)).backward()
+
+
+def plainly(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+    backward(model, step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(overlap: str, script: Step, **options: object) -> tuple[nn.Module, topkube.DistributedOptimizer]:
+    model = Network()
+    del model.unused  # with it, no step would be late
+    optimizer = distributed(model, adamw, overlap=overlap, **options)
+    for step in range(STEPS):
+        script(model, optimizer, step)
+    return model, optimizer
+
+
+def is_late(optimizer: topkube.DistributedOptimizer) -> bool:
+    return optimizer._late is not None and optimizer._late.is_pending
+
+
+def check_equal(script: Step, **options: object) -> None:
+    """Compare a script with DeAR and without, bit for bit: weights, and the optimizer's state."""
+    (late, of_late), (reference, of_reference) = (train(overlap, script, **options) for overlap in ("dear", "backward"))
+    for own, wanted in zip(weights(late), weights(reference), strict=True):
+        assert torch.equal(own, wanted)
+    states = zip(of_late.state_dict()["state"].values(), of_reference.state_dict()["state"].values(), strict=True)
+    for own, wanted in states:
+        assert all(torch.equal(own[name], wanted[name]) for name in wanted)
+    assert same_on_all_ranks(weights(late))
+
+
+def case_updates_come_with_the_next_forward(world: World) -> None:
+    late = []
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        plainly(model, optimizer, step)
+        late.append(is_late(optimizer))
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    for options in ({}, {"bucket_bytes": None}, {"dense_wire": "bf16"}, {"aggregation": "auto"}):
+        late.clear()
+        check_equal(script, **options)
+        assert late == [False, *[world.nodes > 1] * (STEPS - 1), *[False] * STEPS], (options, late)  # the first plans
+
+
+def case_clipping_and_late_updates_work_on_rings(world: World) -> None:
+    """With more nodes, segments travel around a ring, and each rank owns another segment than with pairs."""
+    modules, limits = (decoupled, overlapped), (decoupled.PAIRWISE_LIMIT, overlapped.PAIRWISE_LIMIT)
+    try:
+        for module in modules:
+            module.PAIRWISE_LIMIT = 1
+        check_equal(plainly)
+        case_clipping_by_the_optimizer_needs_no_gather(world)
+    finally:
+        for module, limit in zip(modules, limits, strict=True):
+            module.PAIRWISE_LIMIT = limit
+
+
+def case_late_updates_use_the_learning_rate_of_their_step(world: World) -> None:
+    schedules: dict[int, torch.optim.lr_scheduler.LRScheduler] = {}
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        if step == 0:
+            schedules[id(optimizer)] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        plainly(model, optimizer, step)
+        assert is_late(optimizer) is (step > 0 and optimizer.aggregation.overlap == "dear" and world.nodes > 1)
+        schedules[id(optimizer)].step()
+
+    check_equal(script)
+
+
+def case_clipping_by_torch_gathers_the_gradients(world: World) -> None:
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        backward(model, step)
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+        optimizer.step()
+        model.zero_grad()
+
+    check_equal(script)
+
+
+def case_clipping_by_the_optimizer_needs_no_gather(world: World) -> None:
+    models = []
+    for overlap in ("dear", "backward"):
+        norms: list[float] = []
+
+        def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int, norms=norms) -> None:
+            backward(model, step)
+            norms.append(optimizer.clip_grad_norm_(0.1))
+            assert is_late(optimizer) is (step > 0 and optimizer.aggregation.overlap == "dear" and world.nodes > 1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        models.append((train(overlap, script)[0], norms))
+    (late, own), (reference, wanted) = models
+    assert own == pytest.approx(wanted, rel=1e-5)
+    for mine, other in zip(weights(late), weights(reference), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    assert same_on_all_ranks(weights(late))
+
+
+def case_a_rank_may_read_a_gradient_alone(world: World) -> None:
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        backward(model, step)
+        if world.rank == 0:
+            assert model.first.weight.grad.norm() > 0
+        optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        if world.rank == world.size - 1:
+            assert model.norm.weight.grad.isfinite().all()
+        optimizer.zero_grad()
+
+    check_equal(script)
+
+
+def case_a_late_step_is_skipped_by_all(world: World) -> None:
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        x, y = samples(8 * topkube.size(), step)
+        loss = loss_of(model, own_part(x), own_part(y))
+        (loss * torch.nan if step == 3 and world.rank == world.size - 1 else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.skipped_steps == (step >= 3)
+
+    check_equal(script)
+
+
+def case_a_gradient_scaler_sees_whole_gradients(world: World) -> None:
+    scalers: dict[int, torch.amp.GradScaler] = {}
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        scaler = scalers.setdefault(id(model), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+        x, y = samples(8 * topkube.size(), step)
+        loss = loss_of(model, own_part(x), own_part(y))
+        scaler.scale(loss * torch.inf if step == 4 and world.rank == 0 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    check_equal(script)
+
+
+def case_accumulated_gradients_are_exchanged_late(world: World) -> None:
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        with optimizer.no_sync():
+            backward(model, 100 + step)
+        backward(model, step)
+        if step % 2:
+            backward(model, 200 + step)  # adds to gradients that are exchanged already
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 3 != 0)
+
+    check_equal(script)
+
+
+def case_every_reader_sees_finished_weights(world: World) -> None:
+    """The mean of the weights after each step, by reads of every kind."""
+    readers: list[Callable[[nn.Module], list[torch.Tensor]]] = [
+        lambda model: list(model.state_dict().values()),
+        lambda model: [parameter.data for parameter in model.parameters()],
+        lambda model: [parameter.detach() for parameter in model.parameters()],
+        lambda model: list(nn.utils.parameters_to_vector(model.parameters()).split(64)),
+        lambda model: [torch.from_numpy(parameter.detach().numpy()) for parameter in model.parameters()],
+        lambda model: list(copy.deepcopy(model).parameters()),
+        lambda model: torch._foreach_mul(list(model.parameters()), 1.0),
+        lambda model: [model(samples(8, 1)[0])],
+    ]
+    means: dict[int, list[float]] = {}
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        plainly(model, optimizer, step)
+        with torch.inference_mode() if step % 2 else torch.no_grad():
+            values = readers[step % len(readers)](model)
+            means.setdefault(id(optimizer), []).append(float(sum(value.double().mean() for value in values)))
+
+    check_equal(script)
+    own, wanted = means.values()
+    assert own == wanted
+
+
+def case_layers_that_a_forward_leaves_out_are_updated_too(world: World) -> None:
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        model.uses_odd = step % 3 != 1 if step < 6 else bool(world.rank)
+        plainly(model, optimizer, step)
+
+    check_equal(script)
+
+
+def case_memory_that_something_else_reads_is_updated_at_once(world: World) -> None:
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        alias = model.first.weight.detach()
+        plainly(model, optimizer, step)
+        seen.setdefault(id(optimizer), []).append(alias.clone())
+
+    check_equal(script)
+    own, wanted = seen.values()
+    assert all(torch.equal(a, b) for a, b in zip(own, wanted, strict=True))
+
+
+def case_a_use_that_is_not_noticed_sees_nan(world: World) -> None:
+    model, optimizer = train("dear", plainly)
+    if world.nodes > 1:
+        with torch._C.DisableTorchFunction():
+            assert all(parameter.isnan().all() for parameter in model.parameters() if parameter.requires_grad)
+    optimizer.finish_step()
+    with torch._C.DisableTorchFunction():
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def case_a_graph_from_before_a_late_step_is_refused(world: World) -> None:
+    model = Network()
+    optimizer = distributed(model, adamw, overlap="dear")
+    plainly(model, optimizer, 0)
+    x, y = samples(8, 1)
+    loss = loss_of(model, x, y)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.finish_step()
+    optimizer.unwrap()
+
+
+def case_a_resumed_run_with_late_updates_has_the_same_bits(world: World) -> None:
+    whole, _ = train("dear", plainly)
+    for overlap in ("dear", "backward"):
+        model = Network()
+        del model.unused
+        optimizer = distributed(model, adamw, overlap=overlap)
+        for step in range(STEPS // 2):
+            plainly(model, optimizer, step)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.unwrap()
+        resumed = Network()
+        del resumed.unused
+        again = distributed(resumed, adamw, overlap="dear")
+        resumed.load_state_dict(saved[0])
+        again.load_state_dict(saved[1])
+        for step in range(STEPS // 2, STEPS):
+            plainly(resumed, again, step)
+        assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
+
+
+def case_hooks_of_the_script_run_once_per_step(world: World) -> None:
+    counts: dict[int, int] = {}
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        if step == 2:
+            optimizer.inner.register_step_post_hook(
+                lambda *_: counts.update({id(optimizer): counts.get(id(optimizer), 0) + 1})
+            )
+        plainly(model, optimizer, step)
+
+    check_equal(script)
+    assert list(counts.values()) == [STEPS - 2] * 2
+
+
+def case_optimizers_that_need_all_gradients_are_refused(world: World) -> None:
+    model = Network()
+    with pytest.raises(ArgumentError, match="does not work with LAMB"):
+        distributed(model, lambda p: LAMB(p, lr=1e-3), overlap="dear")
+    with pytest.raises(ArgumentError, match=r"overlap is dear, but hitopk has no reduce-scatter"):
+        distributed(model, aggregation="hitopk", density=0.1, overlap="dear")
