@@ -24,7 +24,7 @@ from topkube.data.cache.row_groups import RowGroups, parquet_rows
 from topkube.data.cache.sample_reader import SampleReader, as_indices
 from topkube.data.cache.shard_cache import ShardCache
 from topkube.data.fill.disk_filler import DiskFiller
-from topkube.data.fill.memory_filler import MemoryFiller
+from topkube.data.fill.memory_filler import MemoryFiller, ReadsInProgress
 from topkube.data.formats.shards import GROUP_BYTES, Format
 from topkube.data.opening import memory_folder, open_cache, resolve_address
 from topkube.data.rank_messages import share_counts, share_failure
@@ -45,6 +45,7 @@ _DESCRIPTION = (
     "_settings",
     "_memory_folder",
     "_memory_limit",
+    "_early_samples",
     "_cache_options",
 )
 """The attributes from which a spawned process opens the dataset again."""
@@ -63,6 +64,8 @@ class CachedDataset:
     size_limit: bytes per node on disk; 0 means no limit. memory_limit: bytes per node in memory; 0 means no memory
     tier.
     prefetch: fill the cache in the background; the ranks share the work.
+    early_samples: request a file alone if it is needed before its shard is in the cache and its bytes can be checked
+    (see `early_samples.py`). The first batches come sooner, and the remote sends these files twice.
     wait_seconds: how long a reader waits for another process that fetches the same shard but makes no progress. Then
     the reader fetches the shard itself.
 
@@ -85,6 +88,7 @@ class CachedDataset:
         free_bytes: int | None = None,
         group_bytes: int = GROUP_BYTES,
         prefetch: bool | None = None,
+        early_samples: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         patience: Patience | None = None,
         wait_seconds: float = 30.0,
@@ -96,6 +100,7 @@ class CachedDataset:
         self._fingerprint = fingerprint if fingerprint is not None else fingerprint_of(decode)
         self._memory_limit = self._settings.cache_memory_limit if memory_limit is None else memory_limit
         self._memory_folder = memory_folder(memory_directory, self._settings)
+        self._early_samples = early_samples
         self._cache_options: dict[str, Any] = {
             "format": format,
             "cache_directory": cache_directory,
@@ -124,6 +129,7 @@ class CachedDataset:
         self.node_state, self.counters = self.cache.node_state, self.cache.counters
         self.filler = DiskFiller(self.cache, place) if prefetch and self.cache.folder is not None else None
         self._memory: MemoryTier | None = None
+        self._reads = ReadsInProgress()
         self._process = os.getpid()
         self._end = weakref.finalize(self, _close, self.cache, self.filler, os.getpid())
         try:
@@ -132,7 +138,7 @@ class CachedDataset:
                 if place.world is not None:  # readers must know that fillers are at work before they read
                     place.world.comm.Barrier()
             field = self.decode.field if isinstance(self.decode, ArrayOf) else None
-            self._reader = SampleReader(self.cache, self._count_samples(), field)
+            self._reader = SampleReader(self.cache, self._count_samples(), field, early=self._early_samples)
             if self._memory_limit:
                 self._memory = self._open_memory_tier()
             self._memory_filler = self._start_memory_filler()
@@ -192,6 +198,7 @@ class CachedDataset:
             self._reader.starts,
             decode.record_bytes,
             self._decode_and_store,
+            self._reads,
         )
 
     def _report_frozen_memory(self, error: OSError) -> None:
@@ -222,6 +229,14 @@ class CachedDataset:
         memory = self._memory
         if memory is None:
             return self._decode(indices)
+        self._reads.begin()
+        try:
+            return self._read_tiers(memory, indices)
+        finally:
+            self._reads.end()
+
+    def _read_tiers(self, memory: MemoryTier, indices: Longs) -> Sequence[Any]:
+        """Return decoded samples from the memory tier; those that it does not have are decoded and stored in it."""
         present = memory.has(indices)
         hits = int(np.count_nonzero(present))
         self.counters.add("memory_requests", indices.size)
@@ -342,12 +357,16 @@ class CachedDataset:
         )
 
     def close(self) -> None:
-        """Stop filling and release the tiers. Without this call that happens when the process ends."""
-        self._end()
-        if self._memory_filler is not None:
-            self._memory_filler.close()
-        if self._memory is not None:
-            self._memory.close()
+        """Stop filling and release the tiers. Without this call that happens when the process ends. Raises Changed if a
+        sample that was read early differs from its shard."""
+        try:
+            self._reader.verify_early()
+        finally:
+            self._end()
+            if self._memory_filler is not None:
+                self._memory_filler.close()
+            if self._memory is not None:
+                self._memory.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _DESCRIPTION}

@@ -4,6 +4,7 @@ loader."""
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from topkube.data import ArrayOf, DistributedSampler, collate
 from topkube.data.base.batch import Batch
 from topkube.data.cache.memory_tier import MemoryTier
+from topkube.data.fill import memory_filler
 from topkube.errors import DatasetError
 
 RECORD = ArrayOf("uint8", (3072,))
@@ -344,6 +346,33 @@ def test_memory_is_filled_in_the_background_with_samples_that_were_not_read(
     wait_until(lambda: np.count_nonzero(memory.has(np.arange(24))) == room)
     np.testing.assert_array_equal(collate(dataset.batch(np.arange(24))).numpy(), data)
     assert dataset.statistics()["memory_misses"] == 24 - room
+
+
+def test_memory_is_filled_when_nobody_reads(
+    tmp_path: Path, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, is_idle = [], threading.Event()
+    are_over = property(lambda self: asked.append(1) or is_idle.is_set())
+    monkeypatch.setattr(memory_filler.ReadsInProgress, "are_over", are_over)
+    write_files(tmp_path / "source", 20)
+    dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=True)
+    assert dataset._memory is not None
+    wait_until(lambda: len(asked) > 3)
+    assert not dataset._memory.used
+    is_idle.set()
+    wait_until(lambda: dataset._memory.has(np.arange(20)).all())
+
+
+def test_reads_are_over_after_the_last_thread_and_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(memory_filler.time, "monotonic", lambda: now)
+    reads = memory_filler.ReadsInProgress()
+    reads.begin()
+    assert not reads.are_over
+    reads.end()
+    assert not reads.are_over
+    now += 2 * memory_filler._IDLE_SECONDS
+    assert reads.are_over
 
 
 def test_a_memory_filler_does_not_keep_its_dataset_alive(tmp_path: Path, open_dataset: Opener) -> None:

@@ -30,8 +30,9 @@ class BatchBuffers:
             return np.empty(size, np.uint8)
         buffers: list[npt.NDArray[np.uint8]] = getattr(self._local, "buffers", [])
         for buffer in buffers:
-            if buffer.size == size and sys.getrefcount(buffer) == _REFERENCES_OF_FREE_BUFFER:
-                return buffer[:]
+            is_close = size <= buffer.size <= 2 * size  # a larger buffer would waste memory
+            if is_close and sys.getrefcount(buffer) == _REFERENCES_OF_FREE_BUFFER:
+                return buffer[:size]
         fresh = np.empty(size, np.uint8)
         self._local.buffers = [*buffers[1 - _MOST_BUFFERS :], fresh]
         return fresh[:]

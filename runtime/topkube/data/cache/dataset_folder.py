@@ -178,14 +178,22 @@ class DatasetFolder:
         size = os.fstat(file).st_size
         return record is not None and int(record["size"]) == size and hash_of(record) == digest(file, size)
 
-    def publish(self, key: str, size: int, fill: Fill, samples: int = -1) -> int:
+    def publish(
+        self,
+        key: str,
+        size: int,
+        fill: Fill,
+        samples: int = -1,
+        *,
+        announce: Callable[[], object] = lambda: None,
+    ) -> int:
         """Write and publish a shard, and return a descriptor for reading.
 
         `fill` writes exactly `size` bytes to the descriptor that it gets, and returns their checksums; None if no
         checksum is known. If `size` is negative, it may write any number of bytes, and calls `reserve_more` before each
-        write. The bytes are read again only if no checksum was computed when they were received. Raises Full, OSError
-        of the volume, StoreError if the checksums differ, and the errors of `fill`. After an error nothing is left on
-        the volume.
+        write. The bytes are read again only if no checksum was computed when they were received. `announce` is called
+        before other processes can open the shard. Raises Full, OSError of the volume, StoreError if the checksums
+        differ, and the errors of `fill`. After an error nothing is left on the volume.
         """
         final = self.shard_path(key)
         final.parent.mkdir(exist_ok=True)
@@ -220,6 +228,7 @@ class DatasetFolder:
                 self.log.append(key, hashed, size, samples)
                 reservation.settle()
             step("recorded")
+            announce()
             os.rename(part, final)
             step("renamed")
             sync_directory(final.parent)

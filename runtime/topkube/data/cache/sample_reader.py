@@ -16,6 +16,7 @@ from topkube import _kernels
 from topkube.data.base.batch import ArrayOf, Batch
 from topkube.data.base.batch_buffers import BatchBuffers
 from topkube.data.base.open_files import limit_open_files
+from topkube.data.cache.early_samples import EarlySamples
 from topkube.data.cache.open_shards import ShardFile
 from topkube.data.cache.row_groups import RowGroups
 from topkube.data.cache.shard_cache import ShardCache
@@ -40,9 +41,10 @@ class _HeldShards:
 
 
 class SampleReader:
-    """Reads the samples of a dataset. Shard i has `counts[i]` samples. `field`: read only this field of tar samples."""
+    """Reads the samples of a dataset. Shard i has `counts[i]` samples. `field`: read only this field of tar samples.
+    `early`: read samples before their shard is in the cache, if that is possible (early_samples.py)."""
 
-    def __init__(self, cache: ShardCache, counts: Longs, field: str | None = None) -> None:
+    def __init__(self, cache: ShardCache, counts: Longs, field: str | None = None, *, early: bool = False) -> None:
         self.cache = cache
         self.starts: Longs = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         self._field = field
@@ -55,6 +57,7 @@ class SampleReader:
         self._known = np.zeros(counts.size, bool)
         self._offsets = np.zeros(len(self), np.int64)
         self._lengths = np.zeros(len(self), np.int64)
+        self._early = EarlySamples(cache) if early and cache.shards.format == "files" else None
         self._row_groups = RowGroups(cache) if cache.shards.format in ("parquet", "arrow") else None
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -126,6 +129,49 @@ class SampleReader:
         """Return the bytes of the samples, one after the other, and the length of each sample. Raises StoreError."""
         numbers = self.shards_of(indices)
         self.cache.counters.add("disk_requests", indices.size)
+        if self._early is not None:
+            self._early.verify()
+            is_early = self._find_early(numbers)
+            if is_early.any() and (read := self._read_partly_early(indices, numbers, is_early)) is not None:
+                return read
+        return self._read_from_shards(indices, numbers)
+
+    def _find_early(self, numbers: Longs) -> npt.NDArray[np.bool_]:
+        """Return, for each sample of these shards, True if it is read before its shard is in the cache."""
+        assert self._early is not None
+        is_open = self._held.descriptors.take(numbers) >= 0
+        early = [number for number in np.unique(numbers[~is_open]).tolist() if self._early.can_read(number)]
+        return np.isin(numbers, early)
+
+    def _read_partly_early(
+        self, indices: Longs, numbers: Longs, is_early: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.uint8], Longs] | None:
+        """Read some of these samples before their shards are in the cache. Return None if that is not possible."""
+        assert self._early is not None
+        for number in np.unique(numbers[is_early]).tolist():
+            self._locate_samples(number)
+        whole = np.flatnonzero(~is_early)
+        data, whole_lengths = self._read_from_shards(indices[whole], numbers[whole])
+        lengths = self._lengths.take(indices)
+        ends = np.cumsum(lengths)
+        starts, out = ends - lengths, np.empty(int(ends[-1]), np.uint8)
+        early = np.flatnonzero(is_early)
+        positions = indices[early] - self.starts[numbers[early]]
+        if not self._early.read(numbers[early], positions, starts[early], out):
+            return None
+        self.cache.counters.add("disk_misses", early.size)
+        at = 0
+        for place, length in zip(whole.tolist(), whole_lengths.tolist(), strict=True):
+            out[starts[place] : starts[place] + length] = data[at : at + length]
+            at += length
+        return out, lengths
+
+    def verify_early(self) -> None:
+        """Compare the samples that were read early with the shards that are in the cache by now. Raises Changed."""
+        if self._early is not None:
+            self._early.verify()
+
+    def _read_from_shards(self, indices: Longs, numbers: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
         most = self._most_held
         if indices.size <= most or np.unique(numbers).size <= most:
             return self._read(indices, numbers)

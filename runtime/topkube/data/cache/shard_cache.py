@@ -21,7 +21,7 @@ from topkube.data.cache.disk_tier import DiskLimits, DiskTier, Full
 from topkube.data.cache.node_state import DROPPED, OPEN, NodeState
 from topkube.data.cache.open_shards import OpenShards, ShardFile
 from topkube.data.cache.record_log import hash_of
-from topkube.data.cache.shard_file import Received, ShardWriter
+from topkube.data.cache.shard_file import ArrivingShard, Received, ShardWriter
 from topkube.data.cache.stored_index import read_index
 from topkube.data.formats.compression import decompress
 from topkube.data.formats.sample_index import SampleIndex, index_files
@@ -58,6 +58,9 @@ class ShardCache:
         """A name for this listing in this directory: 16 hexadecimal digits."""
         self.stall_seconds = stall_seconds
         self.open_shards = OpenShards()
+        self.is_exchanged = False
+        """True if other nodes may read shards while they arrive."""
+        self._arriving: dict[int, ArrivingShard] = {}
         self._cached = CachedShards(shards, tier, node_state, counters)
 
     @property
@@ -162,9 +165,13 @@ class ShardCache:
             return received
 
         before, begun = self.folder.evictions, time.monotonic()
+
+        def announce() -> None:  # a process that waits for the shard opens it at once, and need not read it again
+            self.node_state.set_verified(shard.number, begun)
+
         for turn in range(2):
             try:
-                file = self.folder.publish(shard.key, shard.size, fill)
+                file = self.folder.publish(shard.key, shard.size, fill, announce=announce)
             except FileNotFoundError:  # another process removed the dataset
                 if turn or not self._cached.make_folder_again():
                     return None
@@ -181,7 +188,6 @@ class ShardCache:
                 for index in indexes:
                     self.folder.keep_index(shard.key, index)
             self.counters.add("evictions", self.folder.evictions - before)
-            self.node_state.set_verified(shard.number, begun)
             return ShardFile(shard, file, cached=True)
         return None
 
@@ -265,14 +271,37 @@ class ShardCache:
         objects = self.shards.objects(shard)
         with ShardWriter(file) as writer:
             if len(objects) == 1:
-                self.store.fetch(objects[0], writer.write, progress=progress)
-                return Received(objects[0].checksum, writer.digest(shard.size))
+                with self._show(shard, file, writer) as arriving:
+                    self.store.fetch(objects[0], writer.write, progress=progress)
+                    received = Received(objects[0].checksum, writer.digest(shard.size))
+                    if arriving is not None:
+                        arriving.digest = received.digest
+                    return received
             ends, offsets = 0, []
             for remote_object in objects:
                 offsets.append(ends)
                 ends += remote_object.size
             self.store.fetch_many(objects, offsets, writer.write, progress)
             return Received(digest=writer.digest(shard.size))
+
+    @contextlib.contextmanager
+    def _show(self, shard: DataShard, file: int, writer: ShardWriter) -> Iterator[ArrivingShard | None]:
+        """Let other threads read the shard while it arrives."""
+        arriving = None
+        if self.is_exchanged:
+            with contextlib.suppress(OSError):  # too many open files: other nodes wait for the whole shard
+                arriving = self._arriving[shard.number] = ArrivingShard(file, writer, shard.size)
+        try:
+            yield arriving
+        finally:
+            if arriving is not None:
+                arriving.is_over = True
+                if self._arriving.get(shard.number) is arriving:
+                    del self._arriving[shard.number]
+
+    def find_arriving(self, number: int) -> ArrivingShard | None:
+        """Return the shard if this process is fetching it from the remote."""
+        return self._arriving.get(number)
 
     def digest(self, opened: ShardFile) -> str:
         """Return the xxh3-128 of an open shard: that of its record, else that of its bytes."""

@@ -1,7 +1,8 @@
-"""The writer of a shard whose bytes arrive from another thread."""
+"""The writer of a shard whose bytes arrive from another thread, and the part of the shard that has arrived."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from types import TracebackType
@@ -10,6 +11,9 @@ from typing import Any, NamedTuple
 import xxhash
 
 from topkube.errors import StoreError
+
+_PIECE_BYTES = 256 << 10
+"""The bytes that are hashed and written at once. They stay in the processor's cache between the two."""
 
 
 class Received(NamedTuple):
@@ -37,19 +41,27 @@ class ShardWriter:
         with self._lock:
             if self._ended:
                 raise StoreError("bytes arrived for a shard that is no longer being written")
-            if offset == self._written:  # the checksum is computed while the bytes are in the processor's cache
-                self._state.update(view)
-                self._written += len(view)
-            else:
-                self._written = -1
             while view:
-                done = os.pwrite(self._file, view, offset)
-                view, offset = view[done:], offset + done
+                piece = view[:_PIECE_BYTES]
+                if offset == self._written:  # the checksum is computed while the bytes are in the processor's cache
+                    self._state.update(piece)
+                    self._written += len(piece)
+                else:
+                    self._written = -1
+                while piece:
+                    done = os.pwrite(self._file, piece, offset)
+                    piece, view, offset = piece[done:], view[done:], offset + done
 
     def digest(self, size: int) -> str:
         """Return the xxh3-128 of the shard if exactly `size` bytes were written, in order; otherwise an empty text."""
         with self._lock:
             return self._state.hexdigest() if self._written == size else ""
+
+    @property
+    def written(self) -> int:
+        """The bytes from the start on that have been written; -1 if they were not written in order."""
+        with self._lock:
+            return self._written
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -59,3 +71,25 @@ class ShardWriter:
     ) -> None:
         with self._lock:
             self._ended = True
+
+
+class ArrivingShard:
+    """A shard that is being fetched. Other threads may read the first `written` bytes of `file`; the descriptor is
+    closed when the last reference is gone."""
+
+    def __init__(self, file: int, writer: ShardWriter, size: int) -> None:
+        self.size = size
+        self.file = os.dup(file)
+        self._writer = writer
+        self.digest = ""
+        """The digest of the whole shard, after its bytes were compared with the listing."""
+        self.is_over = False
+        """True after the last byte, and if no more bytes arrive."""
+
+    @property
+    def written(self) -> int:
+        return self._writer.written
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self.file)

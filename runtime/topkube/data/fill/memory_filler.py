@@ -1,7 +1,8 @@
 """Fills the memory tier in the background, after the disk tier has been filled.
 
 A node reads only its part of the samples in an epoch. Without this filler, the other samples are decoded when they are
-first read: after e epochs on N nodes, a share of (1 - 1/N)^e is still missing in memory.
+first read: after e epochs on N nodes, a share of (1 - 1/N)^e is still missing in memory. The filler waits while this
+process reads samples, because the reader stores them too and needs the processor.
 """
 
 from __future__ import annotations
@@ -21,14 +22,37 @@ from topkube.errors import TopKubeError
 _CHUNK_BYTES = 2 << 20
 """The bytes that are decoded at once. The training loop may wait that long for its processor."""
 _LEAST_PAUSE_SECONDS = 0.001
+_IDLE_SECONDS = 0.02
+"""The filler continues if nothing was read for this time. A loop that only reads has shorter gaps between batches."""
+
+
+class ReadsInProgress:
+    """The threads of this process that are reading samples."""
+
+    def __init__(self) -> None:
+        self._threads: set[int] = set()
+        self._last_end = 0.0
+
+    def begin(self) -> None:
+        """Count the calling thread as reading, until it calls `end`."""
+        self._threads.add(threading.get_ident())
+
+    def end(self) -> None:
+        self._threads.discard(threading.get_ident())
+        self._last_end = time.monotonic()
+
+    @property
+    def are_over(self) -> bool:
+        """True if no thread reads and nothing was read for _IDLE_SECONDS."""
+        return not self._threads and time.monotonic() - self._last_end > _IDLE_SECONDS
 
 
 class MemoryFiller:
     """A thread that stores the samples of `shards` in the memory tier. `shards` is this rank's share of the dataset.
 
     starts: the first sample of each shard, (shards + 1,). store: a method that decodes samples and stores them in the
-    tier; only a weak reference to its object is held. The thread sleeps at least half of the time, because training
-    needs the processor.
+    tier; only a weak reference to its object is held. reads: the thread pauses until they are over. It sleeps at least
+    half of the time, because training needs the processor.
     """
 
     def __init__(
@@ -39,7 +63,9 @@ class MemoryFiller:
         starts: Longs,
         record_bytes: int,
         store: Callable[[Longs], object],
+        reads: ReadsInProgress,
     ) -> None:
+        self._reads = reads
         self._tier, self._filler, self._shards, self._starts = tier, filler, shards, starts
         self._store = weakref.WeakMethod(store)
         self._chunk = max(1, _CHUNK_BYTES // max(record_bytes, 1))
@@ -54,6 +80,8 @@ class MemoryFiller:
                 samples = np.arange(self._starts[number], self._starts[number + 1])
                 for at in range(0, samples.size, self._chunk):
                     chunk = samples[at : at + self._chunk]
+                    while not self._reads.are_over and not self._stop.wait(_IDLE_SECONDS):
+                        pass
                     missing = chunk[~self._tier.has(chunk)]
                     store = self._store()
                     if store is None or self._stop.is_set() or self._tier.frozen:

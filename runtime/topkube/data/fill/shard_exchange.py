@@ -1,11 +1,13 @@
 """The exchange of shards between nodes over MPI, so that the remote sends each byte once per job.
 
-A rank requests a shard from the shard's home rank, which fetches it once and sends it. One thread per rank makes all
-MPI calls on its own communicator, with tests and short sleeps and without blocking calls, so the collectives of
-training are not delayed. If the home rank does not answer before a deadline, the shard is read from the remote.
+A rank requests a shard from the shard's home rank, which fetches it once and sends its bytes while they arrive. One
+thread per rank makes all MPI calls on its own communicator, with tests and short sleeps and without blocking calls, so
+the collectives of training are not delayed. If the home rank does not answer before a deadline, the shard is read from
+the remote.
 
 Messages are bounded and typed: they are arrays of known length, the number and size of a shard are checked, and its
-bytes are used only if they have the digest of the sender's copy. Nothing is unpickled.
+bytes are used only if they have the digest of the sender's copy, which follows the bytes. An empty message ends a reply
+early: the home rank could not fetch the rest. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import numpy.typing as npt
 from topkube.data.base.rank_place import RankPlace
 from topkube.data.cache.open_shards import ShardFile
 from topkube.data.cache.shard_cache import ShardSource
-from topkube.data.cache.shard_file import Received, ShardWriter
+from topkube.data.cache.shard_file import ArrivingShard, Received, ShardWriter
 from topkube.data.formats.shards import DataShard
 from topkube.errors import StoreError, TopKubeError
 
@@ -35,12 +37,13 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 2 << 20
 _REQUEST, _GOODBYE, _FIRST_REPLY, _REPLIES = 1, 2, 16, 30_000
-_HEADER = 4
-"""The elements at the start of a reply: the shard's number, its size, and the two halves of its digest."""
+_HEADER = 2
+"""The elements at the start of a reply: the shard's number and its size. The digest at its end has two halves."""
 _NO_SIZE = (1 << 64) - 1
 """The size in a header if this rank cannot send the shard."""
 _IDLE_SECONDS = (0.002, 0.01)
-"""The shortest and the longest sleep between two tests of the requests. The shortest is used while bytes move."""
+"""The shortest and the longest sleep between two tests of the requests. The shortest follows a test that found
+progress."""
 _SPARE_BUFFERS = 8
 _UNDER_WAY = 2
 """The number of chunks of a shard that are posted at the same time."""
@@ -60,17 +63,22 @@ class _Pull:
         self.tag = 0
         self.posted = self.received = 0
         self.header_request: Any = None
+        self.ending: tuple[Any, Words] | None = None
+        """The posted receive of the digest, and its buffer."""
         self.moved = time.monotonic()
 
 
 class _Push:
-    """A shard that this rank sends."""
+    """A shard that this rank sends. `source`: the whole shard, or the shard that arrives."""
 
     def __init__(self, to: int, tag: int, number: int, provided: Future[tuple[ShardFile, str]]) -> None:
         self.to, self.tag, self.number, self.provided = to, tag, number, provided
         self.sends: deque[tuple[Any, Any]] = deque()
+        self.source: ShardFile | ArrivingShard | None = None
         self.sent = 0
         self.size: int | None = None
+        self.is_ended = False
+        """True if nothing more is sent."""
         self.moved = time.monotonic()
 
 
@@ -80,6 +88,7 @@ class ShardExchange:
     def __init__(self, cache: ShardCache, place: RankPlace) -> None:
         self._cache, self._place = cache, place
         self._comm = place.world.comm.Dup()
+        cache.is_exchanged = True
         self._new_pulls: queue.SimpleQueue[_Pull] = queue.SimpleQueue()
         self._gone: set[int] = set()
         self._providers = ThreadPoolExecutor(2, "topkube-provide")
@@ -126,9 +135,8 @@ class ShardExchange:
                 if self._make_progress():
                     idle = _IDLE_SECONDS[0]
                     continue
-                is_moving = any(pull.chunks for pull in self._pulls) or any(push.sends for push in self._pushes)
-                idle = _IDLE_SECONDS[0] if is_moving else min(idle * 1.2, longest)
                 time.sleep(idle)
+                idle = min(idle * 1.2, longest)
         except BaseException as error:  # from now on all shards come from the remote
             self._dead = error
             _report(f"nodes no longer exchange shards ({type(error).__name__}: {error}); every node reads the remote")
@@ -160,7 +168,9 @@ class ShardExchange:
         for push in list(self._pushes):
             if self._send(push):
                 moved, push.moved = True, now
-            elif push.size is not None and now - push.moved > self._cache.stall_seconds:
+            elif not push.sends:  # this rank waits for the remote
+                push.moved = now
+            elif now - push.moved > self._cache.stall_seconds:
                 self._drop(push)
         return moved
 
@@ -206,19 +216,24 @@ class ShardExchange:
         self._pulls.append(pull)
 
     def _receive(self, pull: _Pull) -> bool:
+        from mpi4py import MPI
+
         if pull.header_request is not None:
             if not pull.header_request.Test():
                 return False
             pull.header_request = None
-            if pull.header[:2].tolist() != [pull.shard.number, pull.shard.size]:
+            if pull.header.tolist() != [pull.shard.number, pull.shard.size]:
                 if pull.header[1] != _NO_SIZE:  # the bytes of a shard may follow
                     self._retired.add((pull.home_rank, pull.tag))
                 self._pulls.remove(pull)
                 _fail(pull, StoreError(f"rank {pull.home_rank} has no shard {pull.shard.number}"))
                 return True
-        moved = False
-        while pull.chunks and pull.chunks[0][0].Test():
+        moved, status = False, MPI.Status()
+        while pull.chunks and pull.chunks[0][0].Test(status):
             _, buffer, offset = pull.chunks.popleft()
+            if status.Get_count(MPI.BYTE) != buffer.nbytes:
+                self._give_up(pull, StoreError(f"rank {pull.home_rank} could not fetch shard {pull.shard.number}"))
+                return True
             try:
                 pull.writer.write(offset, buffer)
             except (OSError, StoreError) as error:  # the volume is full, or the writer has ended
@@ -233,18 +248,33 @@ class ShardExchange:
             buffer = self._take_buffer(pull.shard.size - pull.posted)
             pull.chunks.append((self._comm.Irecv(buffer, pull.home_rank, pull.tag), buffer, pull.posted))
             pull.posted += buffer.size
-        if pull.received == pull.shard.size:
-            self._pulls.remove(pull)
-            with contextlib.suppress(InvalidStateError):  # another thread has just cancelled it
-                pull.done.set_result("".join(f"{half:016x}" for half in pull.header[2:].tolist()))
+        return self._receive_digest(pull) if pull.received == pull.shard.size else moved
+
+    def _receive_digest(self, pull: _Pull) -> bool:
+        from mpi4py import MPI
+
+        if pull.ending is None:
+            halves = np.empty(2, np.uint64)
+            pull.ending = (self._comm.Irecv(halves, pull.home_rank, pull.tag), halves)
+        status = MPI.Status()
+        if not pull.ending[0].Test(status):
+            return False
+        halves = pull.ending[1]
+        if status.Get_count(MPI.BYTE) != halves.nbytes:
+            pull.ending = None
+            self._give_up(pull, StoreError(f"rank {pull.home_rank} could not fetch shard {pull.shard.number}"))
             return True
-        return moved
+        self._pulls.remove(pull)
+        with contextlib.suppress(InvalidStateError):  # another thread has just cancelled it
+            pull.done.set_result("".join(f"{half:016x}" for half in halves.tolist()))
+        return True
 
     def _give_up(self, pull: _Pull, error: Exception | None = None) -> None:
         """Stop receiving. MPI may still write to the buffers of matched requests. The tag is not used again, because
         the sender may continue for a while."""
         posted = [(pull.header_request, pull.header)] if pull.header_request is not None else []
         posted += [(request, buffer) for request, buffer, _ in pull.chunks]
+        posted += [pull.ending] if pull.ending is not None else []
         for request, _ in posted:
             request.Cancel()
         self._abandoned += posted
@@ -254,33 +284,77 @@ class ShardExchange:
 
     def _send(self, push: _Push) -> bool:
         if push.size is None:
-            if not push.provided.done():
-                return False
-            try:
-                opened, hashed = push.provided.result()
-                push.size, halves = opened.shard.size, (int(hashed[:16], 16), int(hashed[16:], 16))
-                header = (push.number, push.size, *halves)
-            except Exception as error:  # the other rank reads the remote, and reports its own error
-                if not isinstance(error, TopKubeError):
-                    _report(f"shard {push.number} cannot be sent to another node ({type(error).__name__}: {error})")
-                push.size, header = 0, (push.number, _NO_SIZE, 0, 0)
-            self._post(push, np.array(header, np.uint64))
-            return True
+            return self._begin_reply(push)
         moved = False
         while push.sends and push.sends[0][0].Test():
             self._give_back(push.sends.popleft()[1])
             moved = True
-        while push.sent < push.size and len(push.sends) < _UNDER_WAY:
+        while push.sent < push.size and len(push.sends) < _UNDER_WAY and not push.is_ended:
+            count = min(CHUNK_BYTES, push.size - push.sent)
+            if not self._has_arrived(push, push.sent + count):
+                break
             buffer = self._take_buffer(push.size - push.sent)
-            if not _read_chunk(push.provided.result()[0].file, buffer, push.sent):
-                self._drop(push)  # the other rank gives up after its deadline
-                return True
+            assert push.source is not None
+            if not _read_chunk(push.source.file, buffer, push.sent):
+                self._end_early(push)
+                break
             self._post(push, buffer)
             push.sent += buffer.size
-        if push.sent == push.size and not push.sends:
+            moved = True
+        if push.sent == push.size and not push.is_ended and (hashed := self._find_digest(push)):
+            self._post(push, np.array([int(hashed[:16], 16), int(hashed[16:], 16)], np.uint64))
+            push.is_ended = moved = True
+        if push.is_ended and not push.sends:
             self._pushes.remove(push)
             return True
         return moved
+
+    def _begin_reply(self, push: _Push) -> bool:
+        """Send the header if this rank has the shard, or if the shard arrives in order from now on."""
+        if push.provided.done():
+            try:
+                push.source = push.provided.result()[0]
+            except Exception as error:  # the other rank reads the remote, and reports its own error
+                if not isinstance(error, TopKubeError):
+                    _report(f"shard {push.number} cannot be sent to another node ({type(error).__name__}: {error})")
+                push.size, push.is_ended = 0, True
+                self._post(push, np.array((push.number, _NO_SIZE), np.uint64))
+                return True
+            push.size = push.source.shard.size
+        else:
+            arriving = self._cache.find_arriving(push.number)
+            if arriving is None or arriving.is_over or arriving.written <= 0:
+                return False
+            push.source, push.size = arriving, arriving.size
+        self._post(push, np.array((push.number, push.size), np.uint64))
+        return True
+
+    def _has_arrived(self, push: _Push, end: int) -> bool:
+        """Return True if the shard has its bytes up to `end`. If they do not arrive any more, end the reply."""
+        source = push.source
+        if not isinstance(source, ArrivingShard):
+            return True
+        is_over = source.is_over  # before the number of bytes is read
+        if source.written >= end:
+            return True
+        if is_over or source.written < 0:
+            self._end_early(push)
+        return False
+
+    def _find_digest(self, push: _Push) -> str:
+        """Return the digest of the shard whose bytes were sent; an empty text as long as it is not known. If the bytes
+        were wrong, end the reply."""
+        source = push.source
+        if not isinstance(source, ArrivingShard):
+            return push.provided.result()[1]
+        if source.is_over and not source.digest:
+            self._end_early(push)
+        return source.digest
+
+    def _end_early(self, push: _Push) -> None:
+        """Send an empty message in place of the rest of the shard. The other rank then reads the remote."""
+        push.is_ended = True
+        self._post(push, np.empty(0, np.uint8))
 
     def _take_buffer(self, left: int) -> Bytes:
         """Return a buffer for the next chunk of a shard of which `left` bytes are left."""

@@ -26,7 +26,7 @@ from topkube.data.remote.http_index import walk_index_pages
 from topkube.data.remote.http_reading import Reading, Unfit, describe, read_page, read_range
 from topkube.data.remote.http_sockets import SocketClient
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
-from topkube.data.remote.object_version import changed_error, is_same_version, read_info_version
+from topkube.data.remote.object_version import build_condition, changed_error, is_same_version, read_info_version
 from topkube.data.remote.retry import Absent, Patience, build_final_error, is_worth_a_retry
 from topkube.data.remote.s3_reading import check_object
 from topkube.data.remote.transfer import Transfer, Write
@@ -244,6 +244,11 @@ class ObjectStore:
             write,
             progress,
         )
+
+    def can_check(self, remote_object: RemoteObject) -> bool:
+        """Return True if the object is checked when it is read alone: the listing has its checksum, or the store sends
+        only its listed version."""
+        return bool(remote_object.checksum) or (self._conditional and bool(build_condition(remote_object.version)))
 
     def _fetch(self, transfers: Sequence[Transfer], write: Write, progress: Callable[[int], None] | None) -> None:
         progress = progress or _ignore

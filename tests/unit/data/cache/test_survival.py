@@ -276,6 +276,24 @@ def test_a_shard_is_verified_once_per_node(
     check_samples(second, data)
 
 
+def test_a_shard_counts_as_verified_before_others_can_open_it(
+    remote: Remote, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that waits for the shard opens it at once. It must not read all of it again."""
+    write_files(remote.folder, 10)
+    dataset = open_dataset(remote.uri, prefetch=False)
+    rename, verified = os.rename, []
+
+    def note_and_rename(source: Path, target: Path) -> None:
+        if target.parent.parent.name == "shards":
+            verified.append(dataset.node_state.is_verified(0))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", note_and_rename)
+    dataset.cache.open(0)
+    assert verified == [True]
+
+
 def test_a_damaged_record_or_index_costs_a_fetch_and_nothing_else(remote: Remote, open_dataset: Opener) -> None:
     data = write_tars(remote.folder, [20, 20])
     decode = ArrayOf("uint8", (3072,), field="bin")

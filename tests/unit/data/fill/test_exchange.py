@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
+from mpi4py import MPI
 from openers import wait_until
 
-from topkube.data.cache.shard_file import Received, ShardWriter
+from topkube.data.cache.shard_file import ArrivingShard, Received, ShardWriter
 from topkube.data.fill import shard_exchange
 from topkube.data.fill.shard_exchange import ShardExchange
 from topkube.data.formats.shards import DataShard
@@ -31,10 +33,13 @@ class Request:
         self.comm, self.buffer, self.data = comm, buffer, data
         self.done = self.cancelled = False
 
-    def Test(self) -> bool:
+    def Test(self, status: Any = None) -> bool:
         if not self.done and self.comm.allow():
-            self.buffer.view(np.uint8)[:] = np.frombuffer(self.data, np.uint8)
+            if self.buffer is not None:
+                self.buffer.view(np.uint8)[: len(self.data)] = np.frombuffer(self.data, np.uint8)
             self.done = True
+        if status is not None:
+            status.Set_elements(MPI.BYTE, len(self.data))
         return self.done
 
     def Cancel(self) -> None:
@@ -48,11 +53,17 @@ class Request:
 
 
 class Comm:
-    """Rank 1 has BYTES as every shard, and answers with `header`."""
+    """Rank 1 has BYTES as every shard, and sends `words` with it."""
 
     def __init__(self) -> None:
         digest = xxhash.xxh3_128_hexdigest(BYTES)
-        self.header: list[int] = [SHARD.number, SHARD.size, int(digest[:16], 16), int(digest[16:], 16)]
+        self.words: list[int] = [SHARD.number, SHARD.size, int(digest[:16], 16), int(digest[16:], 16)]
+        """What it sends before and after the bytes: the header and the digest."""
+        self.words_sent = 0
+        self.ends_after = len(BYTES) + 1
+        """An empty message follows after this many bytes: the sender cannot continue."""
+        self.messages: list[npt.NDArray[Any]] = []
+        """What rank 0 has sent."""
         self.slots = threading.Semaphore(0)
         self.open = True
         self.sent = 0
@@ -75,13 +86,18 @@ class Comm:
     def Recv(self, buffer: Any, source: int, tag: int) -> None:
         buffer[:] = self.requests.pop(0)
 
-    def Isend(self, *_: object) -> Request:
+    def Isend(self, buffer: npt.NDArray[Any], rank: int, tag: int) -> Request:
+        if tag >= shard_exchange._FIRST_REPLY:
+            self.messages.append(buffer.copy())
         return Request(self, None, b"")
 
     def Irecv(self, buffer: Any, rank: int, tag: int) -> Request:
+        if self.sent >= self.ends_after:
+            return Request(self, buffer, b"")
         if buffer.dtype != np.uint8:
-            header = np.array(self.header[: buffer.size], np.uint64)
-            return Request(self, buffer, header.astype(buffer.dtype).tobytes())
+            words = (self.words * 2)[self.words_sent : self.words_sent + buffer.size]
+            self.words_sent = (self.words_sent + buffer.size) % len(self.words)
+            return Request(self, buffer, np.array(words, np.uint64).tobytes())
         data = BYTES[self.sent : self.sent + buffer.size]
         self.sent += buffer.size
         return Request(self, buffer, data)
@@ -93,11 +109,13 @@ class Bench:
     def __init__(self) -> None:
         self.comm = Comm()
         self.from_remote = 0
+        self.arriving: ArrivingShard | None = None
         self.cache: Any = SimpleNamespace(
             stall_seconds=5.0,
             node_state=SimpleNamespace(advance=lambda count: None),
             counters=SimpleNamespace(add=lambda name, amount: None),
             shards=range(10),
+            find_arriving=lambda number: self.arriving,
             from_store=self._from_store,
         )
         place: Any = SimpleNamespace(rank=0, size=2, world=SimpleNamespace(comm=self.comm))
@@ -130,10 +148,87 @@ def test_a_shard_arrives_with_the_digest_of_its_sender(bench: Bench) -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 def test_a_shard_that_differs_from_its_senders_copy_comes_from_the_remote(bench: Bench, at: int) -> None:
-    bench.comm.header[at] ^= 1
+    bench.comm.words[at] ^= 1
     with tempfile.TemporaryFile() as file:
         assert bench.receive_shard(file.fileno()).expected == "the manifest's"
         assert file.read() == b"remote".ljust(40)
+
+
+@pytest.mark.parametrize("ends_after", [0, 20, 40])
+def test_a_shard_that_its_home_rank_cannot_finish_comes_from_the_remote(
+    bench: Bench, ends_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_exchange, "CHUNK_BYTES", 10)
+    bench.comm.ends_after = ends_after
+    bench.exchange._comm.words_sent = 0
+    with tempfile.TemporaryFile() as file:
+        assert bench.receive_shard(file.fileno()).expected == "the manifest's"
+        assert file.read() == b"remote".ljust(40)
+    assert len(bench.exchange._retired) == 1
+
+
+class Arrival:
+    """A shard that this rank fetches, bytes by bytes, and that rank 1 has requested."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shard_exchange, "CHUNK_BYTES", 10)
+        self.comm, self.fetched = bench.comm, threading.Event()
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        self.writer = ShardWriter(self.file.fileno())
+        self.shard = bench.arriving = ArrivingShard(self.file.fileno(), self.writer, SHARD.size)
+        bench.cache.open = lambda *_: self.fetched.wait()
+        bench.comm.requests.append((SHARD.number, shard_exchange._FIRST_REPLY))
+
+    def write(self, start: int, stop: int) -> None:
+        self.writer.write(start, BYTES[start:stop])
+
+    def wait_for_messages(self, count: int) -> list[bytes]:
+        wait_until(lambda: len(self.comm.messages) >= count)
+        return [message.tobytes() for message in self.comm.messages]
+
+    def close(self) -> None:
+        self.fetched.set()
+        self.file.close()
+
+
+@pytest.fixture
+def arrival(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arrival]:
+    arrival = Arrival(bench, monkeypatch)
+    yield arrival
+    arrival.close()
+
+
+def test_a_shard_is_sent_while_it_arrives(arrival: Arrival) -> None:
+    """The digest follows when all bytes have been compared with the listing."""
+    arrival.write(0, 25)
+    header, *parts = arrival.wait_for_messages(3)
+    assert np.frombuffer(header, np.uint64).tolist() == [SHARD.number, SHARD.size]
+    assert b"".join(parts) == BYTES[:20]
+    arrival.write(25, 40)
+    assert b"".join(arrival.wait_for_messages(5)[1:]) == BYTES
+    arrival.shard.digest = xxhash.xxh3_128_hexdigest(BYTES)
+    arrival.shard.is_over = True
+    digest = np.frombuffer(arrival.wait_for_messages(6)[-1], np.uint64).tolist()
+    assert "".join(f"{half:016x}" for half in digest) == arrival.shard.digest
+
+
+@pytest.mark.parametrize("written", [25, 40])
+def test_a_shard_that_does_not_arrive_whole_gets_no_digest(arrival: Arrival, written: int) -> None:
+    """If `written` is 40, all bytes came, but they do not have the checksum of the manifest."""
+    arrival.write(0, written)
+    count = 1 + written // 10
+    arrival.wait_for_messages(count)
+    arrival.shard.is_over = True
+    messages = arrival.wait_for_messages(count + 1)
+    assert messages[-1] == b""
+    assert b"".join(messages[1:]) == BYTES[: written // 10 * 10]
+
+
+def test_bytes_that_do_not_arrive_in_order_are_not_sent(arrival: Arrival) -> None:
+    arrival.write(0, 10)
+    arrival.wait_for_messages(2)
+    arrival.write(20, 40)
+    assert arrival.wait_for_messages(3)[-1] == b""
 
 
 def test_nothing_is_written_to_a_descriptor_after_a_timeout(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
