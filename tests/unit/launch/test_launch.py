@@ -207,7 +207,7 @@ def test_no_command_is_a_mistake() -> None:
 
 
 def ended_rank(rank: int, at: float, code: int = 1, **fields: Any) -> RankReport:
-    return RankReport(rank=rank, host="h", command=["python"], started=0.0, ended_rank=at, exit_code=code, **fields)
+    return RankReport(rank=rank, host="h", command=["python"], started=0.0, ended=at, exit_code=code, **fields)
 
 
 def test_of_4096_ranks_that_fell_silently_the_one_that_aborted_is_first() -> None:
