@@ -275,7 +275,7 @@ def test_a_second_session_replaces_the_first_while_waiting(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
-def test_a_thief_with_the_stock_proxy_does_not_become_a_rank(tmp_path: Path, mpi: str) -> None:
+def test_an_intruder_with_mpis_own_proxy_does_not_become_a_rank(tmp_path: Path, mpi: str) -> None:
     """mpiexec's control port has no authentication: a caller with the stock proxy can run ranks or end the job. The
     port cannot be reached from another host."""
     script = (

@@ -75,7 +75,7 @@ def test_a_library_that_does_not_load_is_an_error(tmp_path: Path) -> None:
         mpi_library.library(str(python))
 
 
-def test_command_lines() -> None:
+def test_the_command_lines_and_variables_of_both_mpis() -> None:
     assert MPICH.command(4, ["a", "b"])[-4:] == ["-n", "4", "a", "b"]
     assert "--oversubscribe" in OPEN_MPI.command(4, ["a"])
     assert OPEN_MPI.environment()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
@@ -155,7 +155,7 @@ def test_a_success_is_reported_too(tmp_path: Path) -> None:
     assert (report(tmp_path).exit_code, report(tmp_path).tail) == (0, [])
 
 
-def test_it_runs_without_a_run_directory() -> None:
+def test_the_shim_runs_without_a_run_directory() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TOPKUBE_RUN_DIRECTORY"}
     ended = subprocess.run(
         [*SHIM, "--", "sh", "-c", "echo out; exit 5"], env=environment, capture_output=True, timeout=200

@@ -68,7 +68,7 @@ def test_rows_are_added_in_their_order_with_their_weights() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_shows(value: float) -> None:
+def test_values_that_are_not_finite_are_reported(value: float) -> None:
     codec = TopSigns([slice(0, 1000)])
     x = np.ones(1000, np.float32)
     x[777] = value

@@ -172,7 +172,7 @@ def test_loaders_that_may_draw_anything_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("answer", [-1, 2.5, "3", None, torch.zeros(2)])
-def test_what_samples_returns_is_checked(answer: Any) -> None:
+def test_the_result_of_samples_is_checked(answer: Any) -> None:
     with pytest.raises(TrainingError, match="not a number of samples"):
         count_batches([torch.zeros(2)], lambda _: answer)
 

@@ -93,7 +93,7 @@ def _apply(state: CacheState, done: Decisions) -> CacheState:
 
 
 @given(situations(), limits)
-def test_what_is_read_or_pinned_stays_and_the_rest_makes_room_oldest_first(
+def test_datasets_in_use_or_pinned_stay_and_the_others_are_evicted_oldest_first(
     state: CacheState, wanted: CacheLimits
 ) -> None:
     done = decide(state, wanted, NOW)
@@ -123,7 +123,7 @@ def test_what_is_read_or_pinned_stays_and_the_rest_makes_room_oldest_first(
 
 
 @given(situations(), limits)
-def test_a_second_look_finds_nothing_left_to_do(state: CacheState, wanted: CacheLimits) -> None:
+def test_a_second_decision_changes_nothing(state: CacheState, wanted: CacheLimits) -> None:
     again = decide(_apply(state, decide(state, wanted, NOW)), wanted, NOW)
     assert (again.create, again.evict, again.pin, again.unpin) == ((), (), (), ())
 

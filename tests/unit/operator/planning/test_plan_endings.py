@@ -70,7 +70,7 @@ def test_a_job_that_goes_is_not_held_by_its_launcher() -> None:
     assert [release.name for release in world.plan().release] == [LAUNCHER]
 
 
-def test_a_success_stays_one_when_the_job_is_suspended_before_anybody_saw_it() -> None:
+def test_a_success_stays_a_success_if_the_job_is_suspended_before_it_is_seen() -> None:
     world = running()
     world.end_launcher(0)
     world.edit_policy(suspend=True)
@@ -285,7 +285,7 @@ def test_suspend_change_and_resume_seen_as_one_is_followed() -> None:
     assert {pod.attempt for pod in world.pods.values()} == {2}, "pods of the spec before are gone"
 
 
-def test_what_may_never_change_is_refused_however_many_changes_there_were() -> None:
+def test_a_change_of_a_fixed_field_is_refused_after_any_number_of_changes() -> None:
     world = running()
     world.edit_policy(suspend=True)
     world.edit(workers=3)
