@@ -217,15 +217,15 @@ def test_output_is_the_sign_of_life_of_a_program_that_uses_nothing_of_ours(clock
     assert "another sign of life" in counted.describe_stall(1, 10)
 
 
-def test_a_pulse_is_read_by_others_and_failing_to_write_one_ends_nothing(tmp_path: Path) -> None:
-    own = heartbeat.Pulse(tmp_path / "run", 3)
+def test_a_heartbeat_is_read_by_other_processes_and_a_failed_write_ends_nothing(tmp_path: Path) -> None:
+    own = heartbeat.Heartbeat(tmp_path / "run", 3)
     assert heartbeat.read(tmp_path / "run", 3) == 0
     for _ in range(300):
         own.beat()
     assert heartbeat.read(tmp_path / "run", 3) == 300
     assert heartbeat.read(tmp_path / "run", 2) == 0
     write(tmp_path / "file", "x")
-    heartbeat.Pulse(tmp_path / "file", 0).beat()
+    heartbeat.Heartbeat(tmp_path / "file", 0).beat()
 
 
 def test_bad_plans_and_credentials_become_the_termination_message(

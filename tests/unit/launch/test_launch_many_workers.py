@@ -148,7 +148,7 @@ def test_a_limit_of_descriptors_that_is_too_low_is_reported_before_it_is_reached
     ],
 )
 def test_malformed_step_records_are_ignored(record: dict[str, Any]) -> None:
-    """It would end the session, or the answer to the operator."""
+    """A malformed record would end the session, or the answer to the operator."""
     assert parse_record(record) is None
 
 
