@@ -12,7 +12,7 @@ MPI = ("mpich", "openmpi")
 @pytest.fixture(scope="module", params=MPI)
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return the error of each case, "" if the case passed."""
-    if reason := worlds.missing(request.param):
+    if reason := worlds.explain_missing(request.param):
         pytest.fail(reason)
     directory = tmp_path_factory.mktemp("installed")
     site = directory / "site"
@@ -20,7 +20,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return worlds.run_cases(request.param, (2, 2), "installed", directory, environment={"PYTHONPATH": str(site)})
 
 
-@pytest.mark.parametrize("case", worlds.cases_of("installed"))
+@pytest.mark.parametrize("case", worlds.list_cases("installed"))
 def test_the_example_of_the_page(outcomes: dict[str, str], case: str) -> None:
     problem = outcomes.get(case, outcomes.get("the world ends well", "the case did not run"))
     assert not problem, problem

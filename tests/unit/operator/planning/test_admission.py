@@ -233,7 +233,7 @@ def test_deep_nesting_is_refused_with_a_short_message(levels: int) -> None:
 def test_a_job_may_always_be_applied_again(data: dict[str, Any]) -> None:
     assert explain_refusal(data, data) == explain_refusal(data) == ""
     full = {**data, "spec": TrainingJob.parse(data).spec.model_dump(by_alias=True, exclude_none=True)}
-    assert explain_refusal(data, full) == explain_refusal(full, data) == "", "written-out defaults are no change"
+    assert explain_refusal(data, full) == explain_refusal(full, data) == "", "written defaults are not a change"
 
 
 def test_of_very_many_mistakes_the_first_are_named_and_the_rest_counted() -> None:
