@@ -40,7 +40,7 @@ def test_the_manifests_are_fresh() -> None:
     assert (folder / "crd.yaml").read_text() == crd_yaml(), "stale: topkube crd > manifests/kubernetes-1.25/crd.yaml"
 
 
-def test_the_command_prints_it_and_knows_versions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_definition_for_a_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["crd"]) == 0
     printed = capsys.readouterr().out
     assert printed == crd_yaml()

@@ -219,7 +219,7 @@ def test_of_4096_ranks_that_fell_silently_the_one_that_aborted_is_first() -> Non
     assert time.process_time() - start < 1
 
 
-def test_the_first_failure_is_the_earliest_that_nobody_ordered() -> None:
+def test_the_first_failure_is_the_earliest_that_was_not_ordered() -> None:
     finished, victim = ended_rank(0, 1.0, code=0), ended_rank(1, 2.0, code=143, signal="SIGTERM", told_to_end=True)
     first, second = ended_rank(2, 3.0, code=7), ended_rank(3, 4.0)
     assert first_failure([second, victim, finished, first]) is first

@@ -104,7 +104,7 @@ def test_many_megabytes_before_the_end_arrive_with_the_last_line(tmp_path: Path,
     assert received.replace(b"[rank 0] ", b"") == text + b"\n"
 
 
-def test_a_reader_that_does_not_read_stops_nobody(tmp_path: Path, reader: Reader) -> None:
+def test_a_reader_that_does_not_read_blocks_no_thread(tmp_path: Path, reader: Reader) -> None:
     """The lines of the process itself wait in bounded memory, those of the ranks on the disk."""
     (tmp_path / "log").write_bytes(b"x" * 99 + b"\n" * 1)
     with (tmp_path / "log").open("ab") as file:

@@ -35,7 +35,7 @@ def places_of(lengths: list[int]) -> list[slice]:
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 6000), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_a_row_says_what_the_definition_sends_and_nothing_is_lost(lengths: list[int], seed: int) -> None:
+def test_a_row_has_the_values_of_the_definition_and_nothing_is_lost(lengths: list[int], seed: int) -> None:
     rng, places = np.random.default_rng(seed), places_of(lengths)
     x = np.zeros(places[-1].stop, np.float32)
     for place in places:

@@ -213,7 +213,7 @@ def volume(tmp_path: Path) -> Volume:
     return Volume(tmp_path / "node")
 
 
-def test_any_user_writes_in_its_namespaces_folder_and_nobody_comes_in_from_beside(volume: Volume) -> None:
+def test_any_user_of_a_namespace_writes_in_its_folder_and_other_namespaces_cannot(volume: Volume) -> None:
     if os.geteuid():
         pytest.skip("needs root to be several users")
     volume.create_folder("team-a")

@@ -66,7 +66,7 @@ def test_names_that_are_too_long() -> None:
     assert "at most 63 characters" in message
 
 
-def test_a_status_of_another_version_is_no_mistake() -> None:
+def test_a_status_of_another_version_is_not_a_mistake() -> None:
     assert send_review({**JOB, "status": {"phase": "Dreaming", "new": 1}})["allowed"]
 
 

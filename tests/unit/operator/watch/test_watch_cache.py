@@ -297,7 +297,7 @@ def test_jobs_see_the_node_cache_of_their_namespace_and_the_nodes_that_are_warm_
     assert store.replace_claims(None, []) == {("team", "train")}
 
 
-def test_a_claim_of_another_name_is_no_node_cache() -> None:
+def test_a_claim_of_another_name_is_not_a_node_cache() -> None:
     store = WatchCache()
     store.put_claim(_claim("team", name="mine"))
     assert not store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}, job()).node_cache
