@@ -17,7 +17,7 @@ from topkube.collectives.global_top import GlobalTop, TopTree
 from topkube.collectives.sparse import selected_count
 from topkube.collectives.split_top import SplitTop
 from topkube.collectives.top_levels import TopLevels
-from topkube.collectives.top_signs import TOP_SHARE, TopSigns
+from topkube.collectives.top_signs import TopSigns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Bucket, Parameter, plan
 from topkube.training.node_weights.guard import MEASURE_EVERY, Guard

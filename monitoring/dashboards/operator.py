@@ -162,7 +162,7 @@ OPERATOR = Dashboard(
                 Panel(
                     "Admission",
                     "Reviews of the webhook per second, by outcome. error: the webhook could not answer, and the API "
-                    "server accepted the job. refused: the request was no review.",
+                    "server accepted the job. refused: the request was not a review.",
                     "ops",
                     (
                         Query(

@@ -15,7 +15,7 @@ from pathlib import Path
 _COUNT = struct.Struct("<Q")
 
 
-class Pulse:
+class Heartbeat:
     """The heartbeat of this rank. It counts the collectives of all worlds that the rank belongs to. If the directory
     cannot be written, there is no file, and the run continues without it."""
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from topkube.control import Control, build_timeout, names_of
 from topkube.errors import CollectiveError, WorldError
-from topkube.heartbeat import Pulse
+from topkube.heartbeat import Heartbeat
 from topkube.installation import install_command
 from topkube.launch_check import check_launch
 from topkube.mpi_exit import end_together, forget_exit, own_finalize
@@ -82,7 +82,7 @@ class World:
     """The number of each rank in the world of all ranks. Messages and the names of logs use these numbers."""
     run_directory: Path | None = None
     """The directory for reports of roll calls. None: no reports."""
-    pulse: Pulse | None = None
+    heartbeat: Heartbeat | None = None
     """A count of collectives that other processes can read."""
     crowding: float = 1.0
     """Ranks per processor on this machine, over all nodes that this machine acts as."""
@@ -116,8 +116,8 @@ class World:
         forget_exit()
         self.counts[series] += 1
         self.entered[series] = time.monotonic()
-        if self.pulse is not None:
-            self.pulse.beat()
+        if self.heartbeat is not None:
+            self.heartbeat.beat()
 
     def agree(self, flag: bool) -> bool:
         """Return True if `flag` is true on every rank. A collective with a deadline, for one thread at a time."""
@@ -274,7 +274,7 @@ def init(settings: Settings | None = None) -> World:
         tuple(range(comm.size)),
         deadline_seconds=settings.deadline_seconds,
         run_directory=settings.run_path,
-        pulse=Pulse(settings.run_path, comm.rank) if settings.run_path is not None else None,
+        heartbeat=Heartbeat(settings.run_path, comm.rank) if settings.run_path is not None else None,
         crowding=len(affinities) / processors,
         threads=count_own_threads(affinity, affinities, processors),
         host_rank=host_rank,
@@ -302,7 +302,7 @@ def sub_world(parent: World, ranks: Sequence[int]) -> World | None:
         parent.names(ranks),
         deadline_seconds=parent.deadline_seconds,
         run_directory=parent.run_directory,
-        pulse=parent.pulse,
+        heartbeat=parent.heartbeat,
         crowding=parent.crowding,
         threads=parent.threads,
         host_rank=parent.host_rank,

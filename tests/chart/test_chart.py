@@ -438,7 +438,7 @@ def test_names_follow_the_release_and_stay_within_63_characters() -> None:
     assert find_only("Deployment", render({"fullnameOverride": "own"}))["metadata"]["name"] == "own-operator"
 
 
-def test_notes_say_what_comes_next() -> None:
+def test_the_notes_name_the_next_step() -> None:
     with helm.Chart.load(CHART) as chart:
         notes = chart.render({"namespaces": ["team-a"]}, name="topkube", namespace="topkube-system")[
             "topkube/templates/NOTES.txt"

@@ -185,7 +185,7 @@ PANELS = [(dashboard, panel) for dashboard in DASHBOARDS for panel in dashboard.
 @pytest.mark.parametrize(("dashboard", "panel"), PANELS, ids=[f"{board.uid}: {panel.title}" for board, panel in PANELS])
 def test_every_query_of_every_panel_has_an_answer(server: Prometheus, dashboard: Dashboard, panel: Panel) -> None:
     for query in panel.queries:
-        # A rate needs two scrapes of a series, and a busy machine may miss one: some seconds are no failure.
+        # A rate needs two scrapes of a series. A busy machine may miss one, so a few missing seconds are not a failure.
         values = wait_until(lambda query=query: ask(server, query.expression), query.expression, 30)
         if panel.unit == "percentunit":
             assert all(0 <= value <= 50 for value in values), values

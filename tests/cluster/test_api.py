@@ -81,7 +81,7 @@ def run_lines(command: list[str]) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
 
 
-def test_columns(api: Api, kubectl: Path, kubeconfig: Path) -> None:
+def test_kubectl_get_shows_the_columns(api: Api, kubectl: Path, kubeconfig: Path) -> None:
     create(api, minimal("shown"))
     progress = {"step": 5, "totalSteps": 10, "percent": 50, "samplesPerSecond": 12.5}
     set_status(api, "shown", phase="Running", workersReady="2/2", restarts=1, progress=progress)
@@ -187,7 +187,7 @@ def test_the_webhook_names_all_mistakes(hooked: Api) -> None:
         assert words in str(refused.value)
 
 
-def test_the_webhook_guards_what_may_not_change(hooked: Api) -> None:
+def test_the_webhook_refuses_changes_of_fixed_fields(hooked: Api) -> None:
     job = create(hooked, minimal("fixed"))
     path = job_path(hooked, "fixed")
     kind = "application/merge-patch+json"

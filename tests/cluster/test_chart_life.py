@@ -185,7 +185,7 @@ def training(life: Life) -> Iterator[str]:
         life.target.core.delete_persistent_volume(life.jobs.name)
 
 
-def test_it_is_ready_in_20_seconds_without_a_prometheus_operator(life: Life, training: str) -> None:
+def test_the_chart_is_ready_in_20_seconds_without_a_prometheus_operator(life: Life, training: str) -> None:
     assert life.seconds < 20 * PATIENCE
     assert len(life.operators()) == 2
     assert all(status.ready for pod in life.operators() for status in pod.status.container_statuses)

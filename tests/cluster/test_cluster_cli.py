@@ -201,7 +201,7 @@ def test_logs_follow_all_workers_across_a_restart_to_the_end(api: Api, kubectl: 
     assert "talk failed: rank 0 ended with 9" in err
 
 
-def test_logs_without_following_and_of_one_worker(api: Api, topkube: Topkube) -> None:
+def test_logs_can_be_read_without_following_and_of_one_worker(api: Api, topkube: Topkube) -> None:
     job = create(api, minimal("ended"))
     for index in (0, 1):
         run_pod(api, job, index, 1, f'for n in 1 2 3; do echo "[rank {index}] step $n"; done')

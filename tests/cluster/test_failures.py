@@ -72,7 +72,7 @@ def urgent(namespace: Namespace) -> Iterator[str]:
     kind.delete(name=namespace.name)
 
 
-def test_preemption_is_no_failure(namespace: Namespace, urgent: str, breakable: Cluster) -> None:
+def test_preemption_is_not_a_failure(namespace: Namespace, urgent: str, breakable: Cluster) -> None:
     """A pod with a higher priority takes a worker's GPUs: the job continues on another node, or when the GPUs are
     free."""
     needs.gpus(namespace.target, 2)

@@ -22,7 +22,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="cgroups and network n
 
 
 @needs_root
-def test_what_an_interrupted_run_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_the_remains_of_an_interrupted_run_are_removed(tmp_path: Path) -> None:
     """A daemon with children that ignore SIGTERM, a bridge and a state folder go; a stranger of the same name stays."""
     down(SCRATCH)
     script = "trap '' TERM; sleep 1000 & sleep 1000"

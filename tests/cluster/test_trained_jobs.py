@@ -150,7 +150,7 @@ def test_onebit_survives_a_killed_worker_with_equal_weights(namespace: Namespace
     assert hashlib.sha256(content).hexdigest() == agreed["0"]
 
 
-def test_open_mpi(namespace: Namespace) -> None:
+def test_a_job_runs_with_open_mpi(namespace: Namespace) -> None:
     needs.image(namespace.target, RUNTIME_OPENMPI.name)
     spec = job("open", steps(3), workers=2, slots=2, mpiImplementation="OpenMPI")
     spec["spec"]["template"]["spec"]["containers"][0]["image"] = RUNTIME_OPENMPI.name

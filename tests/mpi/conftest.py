@@ -20,7 +20,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 
         @functools.cache
         def of(mpi: str) -> Path:
-            if reason := worlds.missing(mpi):
+            if reason := worlds.explain_missing(mpi):
                 pytest.fail(reason)
             return servers.enter_context(worlds.forking(mpi, tmp_path_factory.mktemp("forks")))
 

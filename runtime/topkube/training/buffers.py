@@ -30,7 +30,7 @@ def broadcast_buffers(model: torch.nn.Module, root: int = 0) -> RemovableHandle:
     """
     world = current()
     if not 0 <= root < world.size:
-        raise ArgumentError(f"root = {root} is no rank", next_step=f"choose a rank from 0 to {world.size - 1}")
+        raise ArgumentError(f"root = {root} is not a rank", next_step=f"choose a rank from 0 to {world.size - 1}")
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided:
             raise ArgumentError(f"the buffer {name} has layout {buffer.layout}", next_step="register a dense tensor")

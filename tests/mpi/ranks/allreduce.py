@@ -380,7 +380,7 @@ def case_a_nan_anywhere_leaves_residuals_as_they_were(world: World) -> None:
                 assert not np.isfinite(x).all(), f"{name}: the value was lost"
 
 
-def case_somebody_sees_what_is_not_finite(world: World) -> None:
+def case_every_algorithm_reports_values_that_are_not_finite(world: World) -> None:
     for name in ALGORITHMS:
         for position in (0, 1_500, 2_999):
             x = inputs(world, 3_000, seed=50)[world.rank]

@@ -88,7 +88,7 @@ def case_every_remote_byte_crosses_once_per_job(world: World) -> None:
         dataset.close()
 
 
-def case_nobody_fetches_what_a_late_rank_will_bring(world: World) -> None:
+def case_ranks_do_not_fetch_the_shard_of_a_late_rank(world: World) -> None:
     """The rank that fetches the only shard starts to fill long after the other ranks could start to read."""
     with scene(world) as (folder, data):
         start = DiskFiller.start

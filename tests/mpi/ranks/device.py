@@ -147,7 +147,7 @@ def case_dense_values_of_16_bits_are_those_of_the_cpus_path(world: World) -> Non
             torch.testing.assert_close(torch.from_numpy(here), there, rtol=2**-6, atol=1e-3)
 
 
-def case_what_is_not_finite_is_told(world: World) -> None:
+def case_values_that_are_not_finite_are_reported(world: World) -> None:
     engine = DeviceAllReduce(world, CPU)
     for name in ("hierarchical", "hitopk"):
         for poison in (torch.nan, torch.inf):

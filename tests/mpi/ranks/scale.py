@@ -37,7 +37,7 @@ class Times:
 
     @contextmanager
     def of(self, phase: str) -> Iterator[None]:
-        """Adds the time inside to `phase`."""
+        """Add the time of the `with` block to `phase`."""
         start = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
@@ -61,7 +61,7 @@ def layouts(ranks: int) -> dict[str, tuple[int, ...]]:
 
 
 def rejoin_as(nodes: tuple[int, ...], deadline_seconds: float = DEADLINE_SECONDS) -> World:
-    """The world of the same ranks as other nodes."""
+    """Return a world of the same ranks as other nodes."""
     topkube.shutdown()
     settings = Settings(ranks_per_node=",".join(map(str, nodes)), deadline_seconds=deadline_seconds)
     world = topkube.init(settings)
@@ -76,7 +76,7 @@ def check_everywhere(model: nn.Module) -> bool:
 
 
 def broadcast(times: Times) -> None:
-    """Rank 0's weights, of a model as large as its hash is odd in float64."""
+    """Broadcast the weights of rank 0. All ranks have the same bits afterwards."""
     torch.manual_seed(topkube.rank())
     model = nn.Sequential(nn.Linear(24, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
     with times.of("broadcast_parameters"):
@@ -85,7 +85,8 @@ def broadcast(times: Times) -> None:
 
 
 def train(times: Times, aggregation: str) -> None:
-    """A few steps, whose weights are the same on all ranks, and with dense aggregation those of one process."""
+    """Train for a few steps. The weights are the same on all ranks; with dense aggregation, they are those of one
+    process."""
     x, y = samples(4 * topkube.size())
     model, reference = network(), network()
     optimizer = distributed(model, aggregation=aggregation, density=0.05)
@@ -107,7 +108,7 @@ def train(times: Times, aggregation: str) -> None:
 
 
 def skip(times: Times) -> None:
-    """A NaN on the last rank only: no rank takes the step."""
+    """Put a NaN on the last rank only: no rank takes the step."""
     model = network()
     optimizer = distributed(model, aggregation="hitopk", density=0.05)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -136,7 +137,7 @@ def run_to(times: Times, directory: str, step: int, phase: str) -> None:
 
 
 def miss(times: Times, nodes: tuple[int, ...], least_seconds: float = 2.0) -> None:
-    """One rank skips a collective: all others name it. The last thing that a world does."""
+    """Skip a collective on one rank: all others name this rank. The world cannot be used afterwards."""
     world = rejoin_as(nodes, deadline_seconds=max(least_seconds, sum(nodes) / 8))
     absent = world.size // 2 + 1
     topkube.barrier()
@@ -148,7 +149,8 @@ def miss(times: Times, nodes: tuple[int, ...], least_seconds: float = 2.0) -> No
 
 
 def run_path(nodes: tuple[int, ...], directory: str, step: int = 1) -> dict[str, float]:
-    """Everything but the missing rank, as these nodes; checkpoints go on from `step` - 1. Seconds by phase."""
+    """Run every part but the missing rank, as these nodes. Checkpoints continue from `step` - 1. Return the seconds
+    of each phase."""
     times = Times()
     with times.of("init"):
         rejoin_as(nodes)
@@ -167,7 +169,7 @@ def leave(world: World, directory: str) -> None:
 
 
 def run_all_layouts(world: World, directory: str, resumed: str) -> None:
-    """The path as all layouts, then a run that goes on from the checkpoint in `resumed`, of another number of ranks."""
+    """Run the path as each layout, then resume from the checkpoint in `resumed`, which has another number of ranks."""
     for name, nodes in layouts(world.size).items():
         run_path(nodes, f"{directory}/{name}")
     run_to(Times(), resumed, 2, "resume")
@@ -175,8 +177,8 @@ def run_all_layouts(world: World, directory: str, resumed: str) -> None:
 
 
 def measure(world: World, results: str, name: str, directory: str) -> None:
-    """The path as one layout, measured: rank 0 writes seconds by phase (of the slowest rank), and what a rank uses
-    beyond what it had when it started."""
+    """Measure the path as one layout. Rank 0 writes the seconds of each phase (of the slowest rank), and the memory
+    that a rank uses in addition to the memory at its start."""
     nodes = layouts(world.size)[name]
     seconds = run_path(nodes, directory, step=2)
     used, windows = (

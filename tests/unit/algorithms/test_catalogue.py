@@ -154,7 +154,7 @@ def test_names_of_packages_that_are_not_here_are_accepted_if_well_formed() -> No
             job(name)
 
 
-def test_plan_lists_it(tmp_path: Path) -> None:
+def test_plan_lists_the_algorithm(tmp_path: Path) -> None:
     install_page(tmp_path)
     ended = subprocess.run(
         [sys.executable, "-m", "topkube.cli", "plan", "--workers", "16", "-o", "json"],
@@ -168,7 +168,7 @@ def test_plan_lists_it(tmp_path: Path) -> None:
     assert rows["acme.stride-k"]["stateBytes"] == 4 * 25_600_000
 
 
-def test_doctor_lists_it_with_its_package_and_names_broken_packages(site: Path) -> None:
+def test_doctor_lists_the_algorithm_with_its_package_and_names_broken_packages(site: Path) -> None:
     install_page(site)
     install(site, "broken-package", "0.3", {"broken.x": "broken_package:X"})
     usable, broken = check_algorithms()

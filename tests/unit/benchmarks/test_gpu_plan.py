@@ -103,7 +103,7 @@ def test_the_dry_mode_checks_and_times_on_the_cpu(tmp_path: Path) -> None:
     assert all("error" not in row and not row.get("wrong") for row in stored_rows), stored_rows
 
 
-def test_what_measures_kernels_needs_neither_pydantic_nor_mpi() -> None:
+def test_the_kernel_measurements_need_neither_pydantic_nor_mpi() -> None:
     hidden = "import sys; sys.modules.update(dict.fromkeys(['pydantic', 'mpi4py', 'typer', 'rich', 'aiohttp']))"
     code = f"{hidden}; import gpu_plan.checks, gpu_plan.timing, gpu_plan.tools"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])}

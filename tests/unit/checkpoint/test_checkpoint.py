@@ -126,7 +126,7 @@ def test_the_same_step_can_be_saved_again(keep: int, tmp_path: Path) -> None:
 # A run that continues after another attempt has begun
 
 
-def test_an_attempt_that_was_given_up_changes_nothing_any_more(tmp_path: Path) -> None:
+def test_a_replaced_attempt_cannot_write(tmp_path: Path) -> None:
     lost = open_store(tmp_path, attempt=1)
     lost.claim()
     save(lost, 10, 1.0)
@@ -143,7 +143,7 @@ def test_an_attempt_that_was_given_up_changes_nothing_any_more(tmp_path: Path) -
     assert load_value(tmp_path) == 3.0
 
 
-def test_what_a_lost_attempt_publishes_in_the_last_moment_does_not_count(tmp_path: Path) -> None:
+def test_a_late_checkpoint_of_a_lost_attempt_is_ignored(tmp_path: Path) -> None:
     """The lost attempt checks its claim, is suspended, and publishes after the newer attempt has begun. Its checkpoint
     has the name of its own run."""
     lost = open_store(tmp_path, attempt=1)

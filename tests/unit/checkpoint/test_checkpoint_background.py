@@ -207,7 +207,9 @@ def test_residuals_in_a_state_dict_are_copies(monkeypatch: pytest.MonkeyPatch) -
         assert all(torch.equal(values, was) for (_, values), was in zip(entries, before[name], strict=True))
 
 
-def test_what_ranks_agree_on_does_not_grow_with_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreements_about_checkpoints_do_not_grow_with_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This rank plays rank 0 of 4,096 ranks: a few numbers of each rank are gathered once."""
     size, gathered = 4096, []
 

@@ -164,7 +164,7 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_loaded_is_refused_at_save_with_the_path_of_its_key(name: str) -> None:
+def test_save_refuses_a_value_that_load_would_refuse_and_names_its_key(name: str) -> None:
     state = {"more": {"tracker": {"started": [0, REFUSED[name]]}}}
     with pytest.raises(CheckpointError) as refused:
         encode(state)

@@ -90,7 +90,7 @@ REFUSALS: list[tuple[Answer, list[str]]] = [
 
 
 @pytest.mark.parametrize(("answer", "words"), REFUSALS)
-def test_refusals_say_what_to_do(
+def test_refusals_contain_the_next_step(
     server: Callable[[Answers], Path], answer: Answer, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = server(lambda method, path: answer)
@@ -159,7 +159,7 @@ def test_warnings_of_the_server_are_shown(server: Callable[[Answers], Path], tmp
     assert output.err == 'warning: a "tag" is missing\n'
 
 
-def test_a_launcher_beside_worker_0_is_heard_under_its_own_name(
+def test_logs_of_a_launcher_in_the_pod_of_worker_0_have_its_own_name(
     server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = {"topkube.dev/job-name": "j", "topkube.dev/worker-index": "0", "topkube.dev/attempt": "1"}

@@ -52,7 +52,7 @@ def test_a_working_node_shows_driver_capability_nccl_and_the_way_to_the_network(
         ({"gpus": (Gpu("NVIDIA B200", "10.0", 1 << 37, ""),)}, "gpu 0", "ok", "capability 10.0"),
     ],
 )
-def test_what_does_not_work_has_a_next_step(changes: dict[str, Any], line: str, state: str, words: str) -> None:
+def test_a_failed_check_has_a_next_step(changes: dict[str, Any], line: str, state: str, words: str) -> None:
     check = next(check for check in gpu_checks.describe(dataclasses.replace(ANSWER, **changes)) if check.name == line)
     assert check.state == state
     assert words in check.message

@@ -269,7 +269,7 @@ def test_options_that_contradict_or_miss_each_other_are_refused(options: list[st
     assert message in capsys.readouterr().err
 
 
-def test_files_that_are_no_traces_are_refused(tmp_path: Path, capsys: Any) -> None:
+def test_files_that_are_not_traces_are_refused(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "trace.json"
     for content, message in [
         ("[1, 2", "cannot be read"),

@@ -78,7 +78,7 @@ def test_the_script_is_found_in_the_folder_that_is_sent(
         (["train.py", "-o", "yaml"], "add --dry-run"),
     ],
 )
-def test_what_cannot_be_sent_is_refused(
+def test_code_that_cannot_be_sent_is_refused(
     code: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     container = {"name": "worker", "image": "i:1", "command": ["python", "train.py"]}

@@ -83,7 +83,7 @@ def problems(draw: Any) -> tuple[list[Array], int]:
 
 @settings(max_examples=30, deadline=None)
 @given(problems())
-def test_it_follows_its_definition(problem: tuple[list[Array], int]) -> None:
+def test_the_exchange_follows_its_definition(problem: tuple[list[Array], int]) -> None:
     totals, k = problem
     wanted, owed = play_definition(totals, k)
     trees, residuals, _ = exchange(totals, k)

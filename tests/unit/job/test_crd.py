@@ -41,7 +41,7 @@ def test_the_manifests_are_fresh() -> None:
     assert (folder / "crd.yaml").read_text() == crd_yaml(), "stale: topkube crd > manifests/kubernetes-1.25/crd.yaml"
 
 
-def test_the_command_prints_it_and_knows_versions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_definition_for_a_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["crd"]) == 0
     printed = capsys.readouterr().out
     assert printed == crd_yaml()
@@ -98,7 +98,7 @@ def walk_schema(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, d
 
 
 @pytest.mark.parametrize("root", [SCHEMA, CACHED_SCHEMA])
-def test_it_is_structural(root: dict[str, Any]) -> None:
+def test_the_schema_is_structural(root: dict[str, Any]) -> None:
     for path, schema in walk_schema(root):
         assert "type" in schema or schema.get("x-kubernetes-int-or-string"), path
         assert not {"$ref", "$defs", "title", "const", "allOf", "oneOf", "not"} & set(schema), path
@@ -119,7 +119,7 @@ def test_statuses_have_no_defaults_and_lists_have_keys() -> None:
         assert "maxItems" in field
 
 
-def test_what_rules_look_at_is_bounded() -> None:
+def test_fields_that_rules_read_are_bounded() -> None:
     """A rule's cost is estimated from bounds; without them a CRD is refused."""
     for path, schema in walk_schema(SCHEMA):
         if schema.get(RULES) and schema.get("type") == "string":
@@ -182,7 +182,7 @@ def find_broken_rules(data: Any, old: Any, schema: dict[str, Any], path: str) ->
 
 @given(jobs)
 @settings(max_examples=choose(80, thorough=150))
-def test_what_runs_on_a_laptop_can_be_applied_and_means_the_same(data: dict[str, Any]) -> None:
+def test_a_job_of_a_laptop_can_be_applied_and_means_the_same(data: dict[str, Any]) -> None:
     job = TrainingJob.parse(data)
     stored = fill_defaults(data, SCHEMA)
     assert find_refusals(stored) == []
@@ -261,7 +261,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), BAD)
-def test_rules_refuse_what_the_types_refuse(change: dict[str, Any], words: str) -> None:
+def test_rules_and_types_refuse_the_same_jobs(change: dict[str, Any], words: str) -> None:
     spec = {"template": {"spec": {"containers": [{"name": "worker", "image": "i", "command": ["a"]}]}}, **change}
     data = {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
     assert [words in refusal for refusal in find_refusals(fill_defaults(data, SCHEMA))] == [True]

@@ -121,7 +121,7 @@ def test_null_takes_the_default_as_in_kubernetes() -> None:
     assert read.spec.workers == 1
 
 
-def test_it_is_written_back_as_it_was_read() -> None:
+def test_a_job_is_written_back_as_it_was_read() -> None:
     read = TrainingJob.from_yaml(WHOLE)
     assert TrainingJob.from_yaml(read.to_yaml()) == read
     assert TrainingJob.parse(SMALLEST).to_dict() == SMALLEST
@@ -154,12 +154,12 @@ def test_samples_are_valid(sample: Path) -> None:
     assert TrainingJob.from_yaml(sample).command[0] == "python"
 
 
-def test_it_loads_neither_torch_nor_mpi_nor_numpy() -> None:
+def test_importing_the_job_loads_neither_torch_nor_mpi_nor_numpy() -> None:
     code = "import sys, topkube.job; print(sorted({'torch', 'mpi4py', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_what_is_cached_in_memory_counts_against_the_workers_limit() -> None:
+def test_caches_in_memory_count_against_the_workers_limit() -> None:
     container = {"image": "i", "command": ["x"], "resources": {"limits": {"memory": "10Gi"}}}
 
     def with_cache(**cache: Any) -> dict[str, Any]:

@@ -85,12 +85,12 @@ variables = st.from_regex(r"[A-Z_]{1,8}", fullmatch=True)
 
 
 def optional_fields(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    return st.fixed_dictionaries({}, optional_fields=fields)
+    return st.fixed_dictionaries({}, optional=fields)
 
 
 containers = st.fixed_dictionaries(
     {"image": texts, "command": st.lists(texts, min_size=1, max_size=3)},
-    optional_fields={
+    optional={
         "args": st.lists(texts, max_size=3),
         "env": st.lists(st.fixed_dictionaries({"name": variables, "value": texts}), max_size=2),
         "anything": st.dictionaries(texts, st.integers(-100, 100) | texts | st.booleans(), max_size=3),
@@ -99,16 +99,16 @@ containers = st.fixed_dictionaries(
 reasons = st.lists(st.sampled_from(["OOMKilled", "NodeLost", "OutOfnvidia.com/gpu"]), min_size=1, max_size=3)
 failure_rules = st.fixed_dictionaries(
     {"action": st.sampled_from(["Fail", "Restart", "Ignore"]), "onReasons": reasons},
-    optional_fields={
+    optional={
         "onExitCodes": st.fixed_dictionaries(
             {"values": st.lists(st.integers(0, 255), min_size=1, max_size=5)},
-            optional_fields={"operator": st.sampled_from(["In", "NotIn"]), "containerName": st.just("worker")},
+            optional={"operator": st.sampled_from(["In", "NotIn"]), "containerName": st.just("worker")},
         )
     },
 )
 specs = st.fixed_dictionaries(
     {"template": containers.map(lambda container: {"spec": {"containers": [container]}})},
-    optional_fields={
+    optional={
         "workers": st.integers(1, 10_000),
         "slotsPerWorker": st.integers(1, 256),
         "spread": st.sampled_from(["Node", "None"]),
@@ -126,7 +126,7 @@ specs = st.fixed_dictionaries(
                 {
                     "configMap": st.fixed_dictionaries(
                         {"name": st.just("code")},
-                        optional_fields={"items": st.just([{"key": "train.py", "path": "pkg/train.py"}])},
+                        optional={"items": st.just([{"key": "train.py", "path": "pkg/train.py"}])},
                     )
                 }
             ),
@@ -137,14 +137,14 @@ specs = st.fixed_dictionaries(
         ),
         "setup": st.fixed_dictionaries(
             {"requirements": st.lists(st.sampled_from(["einops", "x[y]==1.0; python_version < '4'"]), min_size=1)},
-            optional_fields={"wheels": paths},
+            optional={"wheels": paths},
         ),
         "dataset": st.fixed_dictionaries(
             {"uri": paths.map("s3://{}".format)},
-            optional_fields={"mountPath": paths.map("/{}".format), "cache": optional_fields(sizeLimit=quantities)},
+            optional={"mountPath": paths.map("/{}".format), "cache": optional_fields(sizeLimit=quantities)},
         ),
         "checkpoint": st.fixed_dictionaries(
-            {"claimName": st.just("c")}, optional_fields={"path": paths, "everySteps": st.integers(1, 10**6)}
+            {"claimName": st.just("c")}, optional={"path": paths, "everySteps": st.integers(1, 10**6)}
         ),
         "runPolicy": optional_fields(
             backoffLimit=st.integers(0, 1000),

@@ -63,7 +63,7 @@ def test_a_selection_waits_for_its_own_stream_only() -> None:
 
 
 @gpu
-def test_what_another_stream_writes_is_ordered_as_torch_orders_it() -> None:
+def test_kernels_wait_for_another_stream_as_torch_does() -> None:
     other = torch.cuda.Stream()
     x, fresh = torch.zeros(1 << 22).cuda(), torch.randn(1 << 22)
     there = fresh.cuda()

@@ -86,7 +86,7 @@ def test_topk_is_exact_with_the_lowest_index_first(path: str, x32: Any) -> None:
 
 
 @pytest.mark.parametrize("x32", CASES)
-def test_compress_keeps_what_it_does_not_send(path: str, x32: Any) -> None:
+def test_compress_keeps_the_unsent_rest(path: str, x32: Any) -> None:
     d = x32.size
     gradient32 = np.random.default_rng(1).standard_normal(d).astype(np.float32)
     for dtype in DTYPES:

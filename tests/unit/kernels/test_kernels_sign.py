@@ -94,7 +94,7 @@ def test_unpacking_adds_all_nodes_in_their_order(length: int, nodes: int) -> Non
 
 @EVERY_PATH
 @given(floats())
-def test_what_is_sent_and_what_is_left_make_the_whole(x: Any) -> None:
+def test_sent_values_and_remainders_add_up_to_the_input(x: Any) -> None:
     left = x.copy()
     scales, bits, _ = kernels.sign_pack_(left)
     whole = kernels.sign_unpack_add_(left.copy(), [(scales, bits)], [1.0])

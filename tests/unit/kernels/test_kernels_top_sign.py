@@ -116,7 +116,7 @@ def test_wrong_indices_are_refused_before_anything_is_written(indices: list[int]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_shows(value: float) -> None:
+def test_values_that_are_not_finite_are_reported(value: float) -> None:
     x = np.ones(1000, np.float32)
     message = np.zeros(kernels.top_sign_bytes(1000, 10), np.uint8)
     assert kernels.top_sign_pack_(x, 10, message)

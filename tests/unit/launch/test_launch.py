@@ -75,7 +75,7 @@ def test_a_library_that_does_not_load_is_an_error(tmp_path: Path) -> None:
         mpi_library.library(str(python))
 
 
-def test_command_lines() -> None:
+def test_the_command_lines_and_variables_of_both_mpis() -> None:
     assert MPICH.command(4, ["a", "b"])[-4:] == ["-n", "4", "a", "b"]
     assert "--oversubscribe" in OPEN_MPI.command(4, ["a"])
     assert OPEN_MPI.environment()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
@@ -155,7 +155,7 @@ def test_a_success_is_reported_too(tmp_path: Path) -> None:
     assert (report(tmp_path).exit_code, report(tmp_path).tail) == (0, [])
 
 
-def test_it_runs_without_a_run_directory() -> None:
+def test_the_shim_runs_without_a_run_directory() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TOPKUBE_RUN_DIRECTORY"}
     ended = subprocess.run(
         [*SHIM, "--", "sh", "-c", "echo out; exit 5"], env=environment, capture_output=True, timeout=200
@@ -207,7 +207,7 @@ def test_no_command_is_a_mistake() -> None:
 
 
 def ended_rank(rank: int, at: float, code: int = 1, **fields: Any) -> RankReport:
-    return RankReport(rank=rank, host="h", command=["python"], started=0.0, ended_rank=at, exit_code=code, **fields)
+    return RankReport(rank=rank, host="h", command=["python"], started=0.0, ended=at, exit_code=code, **fields)
 
 
 def test_of_4096_ranks_that_fell_silently_the_one_that_aborted_is_first() -> None:
@@ -219,7 +219,7 @@ def test_of_4096_ranks_that_fell_silently_the_one_that_aborted_is_first() -> Non
     assert time.process_time() - start < 1
 
 
-def test_the_first_failure_is_the_earliest_that_nobody_ordered() -> None:
+def test_the_first_failure_is_the_earliest_that_was_not_ordered() -> None:
     finished, victim = ended_rank(0, 1.0, code=0), ended_rank(1, 2.0, code=143, signal="SIGTERM", told_to_end=True)
     first, second = ended_rank(2, 3.0, code=7), ended_rank(3, 4.0)
     assert first_failure([second, victim, finished, first]) is first

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 @given(st.lists(st.integers(0, STRING_BYTES + 2), max_size=18), st.lists(st.integers(0, STRING_BYTES), max_size=4))
 @settings(max_examples=25, deadline=None)
-def test_what_is_let_through_starts(words: list[int], variables: list[int]) -> None:
+def test_accepted_arguments_can_be_started(words: list[int], variables: list[int]) -> None:
     command = ["/bin/true", *("x" * length for length in words)]
     environment = {f"V{number}": "ü" * (length // 2) for number, length in enumerate(variables)}
     longest = max(
@@ -54,7 +54,9 @@ def test_what_is_let_through_starts(words: list[int], variables: list[int]) -> N
         ([], {f"V{number}": "x" * 100_000 for number in range(30)}, "its environment has 30 variables with 3000"),
     ],
 )
-def test_what_is_too_long_is_named_with_its_size(words: list[str], environment: dict[str, str], message: str) -> None:
+def test_arguments_that_are_too_long_are_named_with_their_size(
+    words: list[str], environment: dict[str, str], message: str
+) -> None:
     if not message:
         check_arguments(["python", *words], environment, most=2 * MIB)
         return

@@ -146,7 +146,7 @@ def test_an_absent_launcher_is_reported_with_causes_and_the_next_command(
     assert messages[-1].endswith("keeps calling"), "the time begins anew"
 
 
-def test_a_worker_that_a_mesh_keeps_out_learns_what_to_do(tmp_path: Path) -> None:
+def test_a_worker_behind_a_service_mesh_prints_the_next_step(tmp_path: Path) -> None:
     error = rejection_error(PLAN, "the call comes from 127.0.0.6, a service mesh's sidecar, not from 10.0.0.9")
     for words in ("excludeInboundPorts", "checkAddress: false", "port 7077"):
         assert words in str(error)
@@ -186,7 +186,9 @@ def test_callers_are_checked_by_their_address(
 
 
 @pytest.mark.parametrize("asked_to_end", [False, True])
-def test_a_worker_leaves_as_its_last_words_what_keeps_it_from_the_launcher(tmp_path: Path, asked_to_end: bool) -> None:
+def test_the_termination_message_explains_why_a_worker_cannot_reach_the_launcher(
+    tmp_path: Path, asked_to_end: bool
+) -> None:
     """By itself after the time that the plan gives, or when its pod is deleted; and even if it is killed."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

@@ -107,7 +107,7 @@ def test_each_way_to_end_has_its_word() -> None:
     assert find_reason(report(aborted=True)) == "MpiAbort"
 
 
-def test_a_hang_is_laid_to_the_rank_that_never_came() -> None:
+def test_a_hang_is_attributed_to_the_missing_rank() -> None:
     failure = describe(report(missing=[3, 7], tail=["last words"]), lambda rank: f"pod-{rank // 2}", "worker 2")
     assert (failure.rank, failure.pod, failure.log_tail) == (3, "pod-1", "last words")
     failure = describe(report(missing=[5]), lambda rank: f"pod-{rank // 2}", "worker 2")
@@ -158,7 +158,7 @@ def test_progress_has_the_newest_checkpoint_and_when_it_was_first_reported() -> 
 
 
 @pytest.mark.parametrize(("written", "reported"), [("auto is x", "auto is x"), ("x" * 9999, "x" * 256), (7, None)])
-def test_what_auto_chose_is_reported_within_its_length(written: Any, reported: str | None) -> None:
+def test_the_choice_of_auto_is_reported_and_cut_to_its_length(written: Any, reported: str | None) -> None:
     counted = Steps()
     counted.add(StepRecord(1, 10, choice=written, time=60.0))
     progress = counted.progress()
@@ -217,18 +217,20 @@ def test_output_is_the_sign_of_life_of_a_program_that_uses_nothing_of_ours(clock
     assert "another sign of life" in counted.describe_stall(1, 10)
 
 
-def test_a_pulse_is_read_by_others_and_failing_to_write_one_ends_nothing(tmp_path: Path) -> None:
-    own = heartbeat.Pulse(tmp_path / "run", 3)
+def test_a_heartbeat_is_read_by_other_processes_and_a_failed_write_ends_nothing(tmp_path: Path) -> None:
+    own = heartbeat.Heartbeat(tmp_path / "run", 3)
     assert heartbeat.read(tmp_path / "run", 3) == 0
     for _ in range(300):
         own.beat()
     assert heartbeat.read(tmp_path / "run", 3) == 300
     assert heartbeat.read(tmp_path / "run", 2) == 0
     write(tmp_path / "file", "x")
-    heartbeat.Pulse(tmp_path / "file", 0).beat()
+    heartbeat.Heartbeat(tmp_path / "file", 0).beat()
 
 
-def test_bad_plans_and_credentials_become_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_plans_and_credentials_become_the_termination_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = tmp_path / "termination"
     monkeypatch.setenv("TOPKUBE_TERMINATION_LOG", str(words))
     monkeypatch.setenv("TOPKUBE_CREDENTIALS", str(tmp_path))

@@ -27,7 +27,7 @@ def test_ranks_get_many_and_long_arguments_as_they_are(tmp_path: Path) -> None:
         assert log == f"1507 {total} ['', '$HOME', 'a b', 'ü']\n"
 
 
-def test_what_linux_does_not_take_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_arguments_that_linux_refuses_are_refused_before_the_start(tmp_path: Path) -> None:
     container = {"name": "worker", "image": "none", "command": ["python"], "args": ["y" * 100_000] * 80}
     job = TrainingJob.parse(
         {

@@ -147,12 +147,12 @@ def test_a_limit_of_descriptors_that_is_too_low_is_reported_before_it_is_reached
         {"step": 1, "total_steps": 2, "loss": float("nan")},
     ],
 )
-def test_what_a_script_writes_as_a_step_is_no_step(record: dict[str, Any]) -> None:
-    """It would end the session, or the answer to the operator."""
+def test_malformed_step_records_are_ignored(record: dict[str, Any]) -> None:
+    """A malformed record would end the session, or the answer to the operator."""
     assert parse_record(record) is None
 
 
-def test_a_step_is_a_step() -> None:
+def test_a_step_record_with_an_unknown_field_is_read() -> None:
     record = parse_record({"step": 3, "total_steps": 10, "loss": 0.5, "time": 1e9, "later": "field"})
     assert record is not None
     steps = Steps()

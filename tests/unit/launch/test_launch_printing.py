@@ -104,7 +104,7 @@ def test_many_megabytes_before_the_end_arrive_with_the_last_line(tmp_path: Path,
     assert received.replace(b"[rank 0] ", b"") == text + b"\n"
 
 
-def test_a_reader_that_does_not_read_stops_nobody(tmp_path: Path, reader: Reader) -> None:
+def test_a_reader_that_does_not_read_blocks_no_thread(tmp_path: Path, reader: Reader) -> None:
     """The lines of the process itself wait in bounded memory, those of the ranks on the disk."""
     (tmp_path / "log").write_bytes(b"x" * 99 + b"\n" * 1)
     with (tmp_path / "log").open("ab") as file:
@@ -129,7 +129,7 @@ def test_a_reader_that_does_not_read_stops_nobody(tmp_path: Path, reader: Reader
     assert received.count(b"topkube: yyy") * line + sum(map(int, left_out)) == 50_000 * line
 
 
-def test_what_nobody_reads_is_counted_at_the_end(tmp_path: Path, reader: Reader) -> None:
+def test_output_that_nobody_reads_is_counted_at_the_end(tmp_path: Path, reader: Reader) -> None:
     (tmp_path / "log").write_bytes((b"x" * 99 + b"\n") * 20_000)
     printing = PodOutput(reader.far)
     printing.follow(tmp_path / "log", 0).finish(2_000_000)
@@ -189,7 +189,7 @@ def test_a_log_that_somebody_cuts_is_noticed(tmp_path: Path) -> None:
     assert log.lost_bytes == 6
 
 
-def test_what_was_copied_is_given_back_to_the_disk(tmp_path: Path, reader: Reader) -> None:
+def test_copied_output_frees_its_disk_space(tmp_path: Path, reader: Reader) -> None:
     path = tmp_path / "log"
     path.write_bytes((b"x" * 99 + b"\n") * 100_000)
     full = path.stat().st_blocks
@@ -225,7 +225,7 @@ def test_warnings_of_libraries_take_the_same_way(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_what_is_no_file_is_not_opened(tmp_path: Path, kind: str) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
     """A rank may put what it likes there; opening a pipe would stop all output."""
     path = tmp_path / "log"
     if kind == "link":

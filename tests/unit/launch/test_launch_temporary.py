@@ -56,7 +56,7 @@ def test_the_folder_of_a_killed_process_is_swept_and_that_of_a_living_one_is_not
             process.communicate()
 
 
-def test_what_is_not_certainly_ours_and_dead_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_folders_of_our_own_dead_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("x")

@@ -77,7 +77,7 @@ def test_a_worker_that_has_reported_all_ranks_is_not_asked(members: list[Member]
     assert members[0].link.sent == []  # type: ignore[attr-defined]
 
 
-def test_the_time_a_closed_connection_had_to_come_back_counts(members: list[Member]) -> None:
+def test_a_closed_connection_may_come_back_for_some_seconds(members: list[Member]) -> None:
     now = time.monotonic()
     members[0].has_checked = True
     members[1].link.connected, members[1].closed = False, now - CLOSED_SECONDS + 0.1
@@ -135,7 +135,7 @@ def test_the_first_of_very_many_failures_is_found_at_once() -> None:
         {"command": None},
     ],
 )
-def test_what_is_no_report_of_a_rank_is_refused(members: list[Member], change: dict[str, object]) -> None:
+def test_a_malformed_report_of_a_rank_is_refused(members: list[Member], change: dict[str, object]) -> None:
     """A script may write what it likes into the run's directory; a worker that fell over it would be lost."""
     valid = {"rank": 0, "host": "", "command": [], "started": 0.0, "ended": 1.0, "exit_code": 1}
     assert members[0].add_report(Report(report=valid)).exit_code == 1

@@ -77,7 +77,7 @@ def test_ranks_that_nobody_asked_to_end_save_quickly_when_the_launcher_is_gone(w
     assert read_graces(worker) == [10]
 
 
-def test_what_earlier_attempts_have_left_is_removed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_earlier_attempts_are_removed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logs and reports of hundreds of attempts would fill the pod's disk."""
 
     class Tunnel:

@@ -66,7 +66,7 @@ def test_without_a_device_behind_its_switch_a_rank_has_those_of_its_numa_node(ro
     ],
     ids=["the user chose", "other GPUs", "fewer ranks than GPUs", "plain mpiexec"],
 )
-def test_what_is_not_certain_is_not_chosen(rank: dict[str, str], environment: dict[str, str], root: Path) -> None:
+def test_an_uncertain_device_is_not_chosen(rank: dict[str, str], environment: dict[str, str], root: Path) -> None:
     assert network_variables(rank, environment, root) == {}
 
 

@@ -31,7 +31,7 @@ def find_object(kind: str, name: str = NAME) -> dict[str, Any]:
     return matches[0]
 
 
-def test_what_is_needed_comes_first() -> None:
+def test_objects_come_after_the_objects_that_they_need() -> None:
     kinds = [item["kind"] for item in objects()]
     for earlier, later in [
         ("CustomResourceDefinition", "Deployment"),
@@ -145,7 +145,7 @@ def test_the_webhook_is_called_by_the_name_in_its_certificate() -> None:
     assert hook["failurePolicy"] == "Ignore", "a dead operator must not keep people from deleting jobs"
 
 
-def test_what_selects_the_operators_pods_finds_them() -> None:
+def test_every_selector_of_the_operators_pods_matches_them() -> None:
     labels = find_object("Deployment")["spec"]["template"]["metadata"]["labels"]
     assert find_object("Deployment")["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert find_object("Service")["spec"]["selector"].items() <= labels.items()
@@ -153,7 +153,7 @@ def test_what_selects_the_operators_pods_finds_them() -> None:
     assert find_object("Namespace", NAMESPACE)["metadata"]["labels"]["kubernetes.io/metadata.name"] == NAMESPACE
 
 
-def test_bindings_bind_what_is_there() -> None:
+def test_every_role_binding_names_existing_objects() -> None:
     for binding in (item for item in objects() if item["kind"].endswith("Binding")):
         find_object(binding["roleRef"]["kind"], binding["roleRef"]["name"])
         for subject in binding["subjects"]:

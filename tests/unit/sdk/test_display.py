@@ -34,7 +34,7 @@ def test_statuses_become_a_history_with_rate_loss_and_time_left() -> None:
     assert describe_progress(history, 2, 4) == "step 50/100  50 samples/s  25 s left"
 
 
-def test_a_loss_that_is_no_number_is_left_out() -> None:
+def test_a_loss_that_is_not_a_number_is_left_out() -> None:
     history = History()
     for step, loss in enumerate(("nan", "inf", "much"), 1):
         add_progress(history, _progress_at(step, step, loss))
@@ -48,5 +48,5 @@ def test_a_restart_from_a_checkpoint_replaces_the_repeated_steps() -> None:
     assert list(history.steps) == [10, 20, 40]
 
 
-def test_a_test_is_no_notebook() -> None:
+def test_a_test_is_not_a_notebook() -> None:
     assert not is_notebook()

@@ -65,7 +65,9 @@ def test_a_module_of_the_folder_is_imported_from_there(tmp_path: Path) -> None:
         (functions.stands_alone, {"epochs": (1, 2)}, "change when they are written as JSON"),
     ],
 )
-def test_what_the_pods_would_not_have_is_refused(function: Any, arguments: dict[str, Any], words: str) -> None:
+def test_a_function_that_uses_names_missing_in_the_pods_is_refused(
+    function: Any, arguments: dict[str, Any], words: str
+) -> None:
     with pytest.raises(SourceError, match=words) as raised:
         build_script(function, arguments)
     assert "Next: " in str(raised.value)

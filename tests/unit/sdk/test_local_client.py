@@ -155,7 +155,9 @@ def test_a_suspended_job_continues_from_its_checkpoint(
     assert f"step {begun + 3}/{begun + 3}" in capsys.readouterr().err
 
 
-def test_what_cannot_be_trained_is_refused_before_anything_exists(client: TrainingClient, tmp_path: Path) -> None:
+def test_a_job_that_cannot_be_trained_is_refused_before_anything_is_created(
+    client: TrainingClient, tmp_path: Path
+) -> None:
     with pytest.raises(JobError, match=r"spec\.workers: 0 is not a whole number"):
         client.train(add_up, arguments={"value": 1.0}, workers=0)
     with pytest.raises(JobError, match="did you mean hitopk"):

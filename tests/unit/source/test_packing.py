@@ -52,7 +52,7 @@ def test_the_same_files_give_the_same_archive(tmp_path: Path) -> None:
     assert pack_source(_write(tmp_path / "b", train_py="3")).sha256 != first.sha256
 
 
-def test_what_git_ignores_stays_here(tmp_path: Path) -> None:
+def test_files_that_git_ignores_are_not_packed(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     code = repository / "code"
     _write(code, train_py="", **{"notes.txt": "", "data/x": "", "pkg/data/y": "", "keep.log": "", "pkg/out.log": ""})

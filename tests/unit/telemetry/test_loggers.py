@@ -76,7 +76,7 @@ def test_weights_and_biases_writes_an_offline_run(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("environment", "mode"), [({}, "offline"), ({"WANDB_API_KEY": "key"}, None), ({"WANDB_MODE": "online"}, None)]
 )
-def test_weights_and_biases_calls_nobody_without_a_key(environment: dict[str, str], mode: str | None) -> None:
+def test_weights_and_biases_is_offline_without_a_key(environment: dict[str, str], mode: str | None) -> None:
     assert wandb_mode(environment) == mode
 
 
@@ -121,7 +121,7 @@ def test_mistakes_are_reported_before_ranks_start(monkeypatch: pytest.MonkeyPatc
         check_loggers("wandb")
 
 
-def test_logs_are_beside_the_checkpoints(tmp_path: Path) -> None:
+def test_logs_are_next_to_the_checkpoints(tmp_path: Path) -> None:
     """On a cluster, they are on the volume of the checkpoints."""
     assert log_folder(Settings(), tmp_path) == tmp_path / "logs"
     assert log_folder(Settings(checkpoint_directory="/claim/gpt"), tmp_path) == Path("/claim/gpt/logs")

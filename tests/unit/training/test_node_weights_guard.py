@@ -9,7 +9,7 @@ import pytest
 from topkube.training.node_weights.guard import MEASURE_EVERY, MOST_SPREAD, MOST_UNSENT, Guard
 
 
-def test_it_measures_what_is_kept_and_how_far_nodes_are_apart() -> None:
+def test_the_guard_measures_unsent_changes_and_the_distance_of_nodes() -> None:
     guard = Guard(4, "onebit")
     assert guard.unsent_ratio is guard.weight_spread is None
     assert guard.check_drift(change=25.0, left=16.0, agreed=2500.0) == ""
@@ -43,7 +43,7 @@ def test_beyond_a_limit_the_guard_halves_the_period_and_warns_once_at_one(
     assert said[3] == ""
 
 
-def test_it_measures_the_first_of_every_sixteen_exchanges() -> None:
+def test_the_guard_measures_the_first_of_every_sixteen_exchanges() -> None:
     guard = Guard(5, "onebit")
     due = [steps for steps in range(5, 1000, 5) if guard.is_due(steps)]
     assert due == [5 + 5 * MEASURE_EVERY * i for i in range(len(due))]

@@ -35,7 +35,7 @@ def places_of(lengths: list[int]) -> list[slice]:
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 6000), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_a_row_says_what_the_definition_sends_and_nothing_is_lost(lengths: list[int], seed: int) -> None:
+def test_a_row_has_the_values_of_the_definition_and_nothing_is_lost(lengths: list[int], seed: int) -> None:
     rng, places = np.random.default_rng(seed), places_of(lengths)
     x = np.zeros(places[-1].stop, np.float32)
     for place in places:
@@ -68,7 +68,7 @@ def test_rows_are_added_in_their_order_with_their_weights() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_shows(value: float) -> None:
+def test_values_that_are_not_finite_are_reported(value: float) -> None:
     codec = TopSigns([slice(0, 1000)])
     x = np.ones(1000, np.float32)
     x[777] = value

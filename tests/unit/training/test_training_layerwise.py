@@ -159,7 +159,7 @@ def test_training_continues_from_a_state_dict() -> None:
     ("arguments", "words"),
     [({"lr": -1.0}, "lr = -1"), ({"lr": 1.0, "momentum": 1.0}, "below 1"), ({"lr": float("nan")}, "lr")],
 )
-def test_what_cannot_be_a_rate_is_refused(arguments: dict[str, float], words: str) -> None:
+def test_invalid_rates_are_refused(arguments: dict[str, float], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         LARS(network().parameters(), **arguments)
 

@@ -115,7 +115,7 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(given: dict[str, object],
         AggregationSettings.of(Settings(), **given)
 
 
-def test_what_is_not_given_comes_from_the_job() -> None:
+def test_settings_that_are_not_passed_come_from_the_job() -> None:
     settings = Settings(algorithm="naive", density=0.2, warmup_steps=7, wire="fp16")
     assert AggregationSettings.of(settings, density=0.5) == AggregationSettings("naive", 0.5, 7, "fp16", "topk")
 

@@ -41,7 +41,7 @@ def backward(model: nn.Module, seed: int = 0, factor: float = 1.0) -> None:
     (model(torch.randn(8, 20)).square().mean() * factor).backward()
 
 
-def test_it_needs_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_needs_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("topkube.world._world", None)
     with pytest.raises(WorldError, match="init"):
         build_optimizer(build_model())

@@ -163,7 +163,7 @@ class Reversed(BatchSampler):
     pass
 
 
-def test_loaders_that_may_draw_anything_say_nothing() -> None:
+def test_without_a_known_loader_samples_are_counted_in_the_batch() -> None:
     data = torch.zeros(5, 3, 2, 2)
     by_hand: Any = DataLoader(data, batch_sampler=Reversed(SequentialSampler(data), 2, False))  # type: ignore[arg-type]
     for loader in (DataLoader(Stream(), 2), by_hand, list(data.split(2)), DataLoader(data, batch_size=None)):  # type: ignore[arg-type]
@@ -172,12 +172,12 @@ def test_loaders_that_may_draw_anything_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("answer", [-1, 2.5, "3", None, torch.zeros(2)])
-def test_what_samples_returns_is_checked(answer: Any) -> None:
+def test_the_result_of_samples_is_checked(answer: Any) -> None:
     with pytest.raises(TrainingError, match="not a number of samples"):
         count_batches([torch.zeros(2)], lambda _: answer)
 
 
-def test_join_and_progress_pass_it_on() -> None:
+def test_join_and_progress_pass_the_counting_function_on() -> None:
     topkube.init()
     model = torch.nn.Linear(3, 1)
     optimizer = topkube.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())

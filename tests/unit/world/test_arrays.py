@@ -31,7 +31,7 @@ def test_a_tensor_is_viewed_without_a_copy_and_comes_back() -> None:
         assert back.data_ptr() == x.data_ptr()
 
 
-def test_what_cannot_be_used_is_named() -> None:
+def test_the_error_names_why_an_array_cannot_be_used() -> None:
     torch = pytest.importorskip("torch")
     frozen = np.zeros(4, np.float32)
     frozen.flags.writeable = False

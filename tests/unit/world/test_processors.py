@@ -73,7 +73,7 @@ def test_examples_keep_the_threads_that_a_person_set(two_played_nodes: None, mon
 def test_topkube_run_shares_cores_by_the_same_rule_and_keeps_the_threads_that_a_person_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("topkube.launch.host.environment.cores", lambda: 8)
+    monkeypatch.setattr("topkube.launch.host.environment.count_cores", lambda: 8)
     environment: dict[str, str] = {}
     set_defaults(environment, 4)
     assert environment["OMP_NUM_THREADS"] == str(count_threads_per_rank(8, 4)) == "2"

@@ -61,11 +61,11 @@ def probe() -> GpuAnswer:
         driver=_DRIVER.read_text().strip() if _DRIVER.exists() else "",
         nccl=".".join(map(str, cuda.nccl.version())) if count and torch.distributed.is_nccl_available() else "",
         mpi_takes_device_pointers=mpi_takes_device_pointers(),
-        gpus=tuple(_gpu(torch.device("cuda", index)) for index in range(count)),
+        gpus=tuple(_probe_gpu(torch.device("cuda", index)) for index in range(count)),
     )
 
 
-def _gpu(device: torch.device) -> Gpu:
+def _probe_gpu(device: torch.device) -> Gpu:
     import torch
 
     properties: Any = torch.cuda.get_device_properties(device)
@@ -93,11 +93,11 @@ def run_kernels(device: torch.device) -> str:
         "values": (expected[1], values),
         "encoded bytes": (kernels.encode(*expected, _ELEMENTS, wire="bf16"), buffer),
     }
-    different = [name for name, (right, computed) in pairs.items() if _bytes(right) != _bytes(computed)]
+    different = [name for name, (right, computed) in pairs.items() if _read_bytes(right) != _read_bytes(computed)]
     return f"wrong results of topk on {device}: {', '.join(different)}" if different else ""
 
 
-def _bytes(array: Any) -> bytes:
+def _read_bytes(array: Any) -> bytes:
     import torch
 
     return bytes(torch.as_tensor(array).cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -58,7 +58,7 @@ def nearest_devices(gpu: str, devices: list[str], root: Path = Path("/")) -> lis
 
 
 def _count_shared_parents(a: Path, b: Path) -> int:
-    """Return how many PCI bridges are above both devices. A root bus ("pci0000:3a") is no bridge."""
+    """Return how many PCI bridges are above both devices. A root bus ("pci0000:3a") is not a bridge."""
     pairs = zip(os.path.realpath(a).split("/"), os.path.realpath(b).split("/"), strict=False)
     count = 0
     for part, other in pairs:

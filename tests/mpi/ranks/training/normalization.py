@@ -289,5 +289,5 @@ def case_each_forward_begins_with_the_buffers_of_rank_0(world: World) -> None:
         model(torch.randn(6, 4))
     with topkube.broadcast_buffers(model):
         model(torch.randn(6, 4))
-    with pytest.raises(topkube.errors.ArgumentError, match="is no rank"):
+    with pytest.raises(topkube.errors.ArgumentError, match="is not a rank"):
         topkube.broadcast_buffers(model, root=world.size)

@@ -537,7 +537,7 @@ def case_the_check_of_weights_compares_the_agreed_weights(world: World) -> None:
     optimizer._backward.end()
 
 
-def case_what_does_not_work_is_refused(world: World) -> None:
+def case_optimizers_that_do_not_work_with_onebit_are_refused(world: World) -> None:
     model = network()
     for wrap, message in [
         (lambda p: LARS(p, lr=0.1), "LARS does not work with onebit"),

@@ -223,7 +223,7 @@ def case_two_scalers_in_one_backward_are_refused(world: World) -> None:
     distributed_.unwrap()
 
 
-def case_what_a_frozen_layer_is_owed_waits(world: World) -> None:
+def case_the_residual_of_a_frozen_layer_waits(world: World) -> None:
     model = network()
     optimizer = distributed(model, plain_sgd, bucket_bytes=1 << 20, **SPARSE)
     with conserved(model, optimizer) as count:

@@ -145,7 +145,7 @@ def case_broadcast_gives_weights_buffers_and_optimizer_state(world: World) -> No
     assert same_on_all_ranks([state["state"][i][key] for i in range(4) for key in ("exp_avg", "exp_avg_sq", "step")])
 
 
-def case_ranks_with_different_models_are_told(world: World) -> None:
+def case_ranks_with_different_models_raise_an_error(world: World) -> None:
     model = nn.Linear(24, 64 if topkube.rank() else 32)
     optimizer = distributed(model)
     with pytest.raises(TrainingError, match="different parameters"):

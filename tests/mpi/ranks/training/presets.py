@@ -190,7 +190,7 @@ def case_a_scheduled_period_decides_when_nodes_exchange(world: World) -> None:
     optimizer.unwrap()
 
 
-def case_ranks_with_other_schedules_are_told(world: World) -> None:
+def case_ranks_with_different_schedules_raise_an_error(world: World) -> None:
     model = network()
     optimizer = scheduled(model, "hitopk", Stage(3 if world.rank == 0 else 4, "dense"))
     with pytest.raises(TrainingError, match="aggregation settings"):

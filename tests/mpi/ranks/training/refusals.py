@@ -178,7 +178,7 @@ def case_a_step_of_the_torch_optimizer_itself_is_refused(world: World) -> None:
     optimizer.unwrap().step()
 
 
-def case_a_backward_that_broke_off_is_no_step(world: World) -> None:
+def case_an_interrupted_backward_is_not_a_step(world: World) -> None:
     class Break(torch.autograd.Function):
         @staticmethod
         def forward(context: object, x: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def test_outdated_shards_are_evicted_first(remote: Remote, open_dataset: Opener)
     assert len(shard_files(open_dataset.cache)) == 1
 
 
-def test_flips_in_memory_are_found_by_check(tmp_path: Path, open_dataset: Opener) -> None:
+def test_check_detects_bits_that_flipped_in_memory(tmp_path: Path, open_dataset: Opener) -> None:
     data = write_files(tmp_path / "source", 30)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=False)
     check_samples(dataset, data)

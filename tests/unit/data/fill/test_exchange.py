@@ -268,7 +268,7 @@ def test_a_broken_exchange_is_reported_once_and_the_remote_is_read(
     assert capfd.readouterr().err.count("nodes no longer exchange shards (RuntimeError: MPI is gone)") == 1
 
 
-def test_a_tag_that_was_given_up_is_not_used_again(bench: Bench) -> None:
+def test_a_tag_is_not_used_again_after_a_timeout(bench: Bench) -> None:
     bench.comm.open = False
     bench.cache.stall_seconds = 0.1
     with tempfile.TemporaryFile() as file:

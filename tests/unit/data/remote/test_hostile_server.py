@@ -91,7 +91,7 @@ def test_a_server_that_lies_causes_no_wrong_byte(
         server.close()
 
 
-def test_what_a_lying_server_leaves_in_the_cache_is_right(
+def test_the_cache_of_a_hostile_server_holds_only_right_bytes(
     open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of small files, in ranges, with many readers of one cache."""

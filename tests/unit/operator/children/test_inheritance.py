@@ -43,7 +43,7 @@ def test_a_launcher_goes_where_workers_can_go() -> None:
     assert "runAsUser" not in launcher(made)[1]["securityContext"], "the pod's security context has the user"
 
 
-def test_what_the_launchers_template_sets_is_kept() -> None:
+def test_fields_of_the_launchers_template_are_kept() -> None:
     workers = {"nodeSelector": {"pool": "gpu"}, "affinity": {"nodeAffinity": {"a": 1}}, "runtimeClassName": "nvidia"}
     own = {"nodeSelector": {}, "affinity": {}, "runtimeClassName": "runc", "securityContext": {"runAsUser": 7}}
     spec = launcher(stored(template=_template(**workers), launcher={"template": {"spec": own}}))[0]["spec"]

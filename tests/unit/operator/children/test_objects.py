@@ -52,7 +52,7 @@ def test_credentials_are_the_same_in_every_process_and_of_no_use_to_another_job(
         assert not {own.key, own.token_key, own.operator_token} & {other.key, other.token_key, other.operator_token}
 
 
-def test_each_worker_gets_its_own_token_and_nobody_elses() -> None:
+def test_each_worker_gets_only_its_own_token() -> None:
     job = stored()
     secret = objects.build_secret(job, "uid-1", [(0, 1), (1, 2)], POLICY)
     plain = {name: base64.b64decode(text).decode() for name, text in secret["data"].items()}

@@ -38,7 +38,7 @@ class Discovery:
     ("group", "gang"),
     [("scheduling.volcano.sh/v1beta1", "volcano"), ("scheduling.x-k8s.io/v1alpha1", "scheduler-plugins")],
 )
-def test_it_is_looked_for_while_jobs_ask_for_it_and_followed_once(
+def test_a_gang_scheduler_is_looked_for_while_jobs_ask_for_it_and_followed_once(
     monkeypatch: pytest.MonkeyPatch, group: str, gang: str
 ) -> None:
     cluster, followed = Discovery(), list[str]()

@@ -223,7 +223,7 @@ def test_the_status_stays_small_and_valid_whatever_a_launcher_answers(text: str)
 @example('{"attempt": 1, "state": "Succeeded", "exitCode": 0, "progress": {"loss": "%s"}}' % ("0" * 90_000), 0)
 @example('{"attempt": 1, "state": "Succeeded", "exitCode": 0, "progress": {"samplesPerSecond": 1e400}}', 0)
 @settings(max_examples=60)
-def test_whatever_last_words_say_the_status_stays_small_and_valid(text: str, code: int) -> None:
+def test_any_termination_message_leaves_the_status_small_and_valid(text: str, code: int) -> None:
     world = running()
     world.end("train-launcher-1-uid-1", code, "launcher", ended_message=text)
     world.end("train-worker-0-1-uid-1", code, "worker", ended_message=text)

@@ -329,7 +329,7 @@ REVIEWS = st.fixed_dictionaries(
 @example(b'{"request": {"uid": "1", "operation": "CREATE", "object": {"spec": {"workers": 1e999}}}}')
 @example(b'{"request": {"uid": "1", "operation": "CREATE", "object": {"kind": "\\ud800"}}}')
 @settings(max_examples=choose(100, thorough=300))
-def test_whatever_comes_the_webhook_answers_with_a_short_review_or_a_400(body: bytes) -> None:
+def test_the_webhook_answers_any_body_with_a_short_review_or_a_400(body: bytes) -> None:
     status, text = webhook.answer_review(body)
     assert status in (200, 400)
     assert len(text) < 64 << 10

@@ -31,7 +31,7 @@ def ask(port: int, path: str, token: str = "", trust: ssl.SSLContext | None = No
     return answer.status, answer.read().decode()
 
 
-def test_probes_say_what_is_wrong_and_metrics_are_served() -> None:
+def test_probes_name_the_problem_and_metrics_are_served() -> None:
     wrong = {"healthy": "", "ready": "the cluster has not been listed yet"}
     metrics = OperatorMetrics()
     metrics.set_leader(True)

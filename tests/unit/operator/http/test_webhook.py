@@ -50,12 +50,12 @@ async def post(port: int, body: Any, trust: ssl.SSLContext, host: str = "127.0.0
         return answer.status, await answer.text()
 
 
-def test_replicas_and_restarts_have_one_authority() -> None:
+def test_equal_secrets_result_in_the_same_certificate_authority() -> None:
     assert Authority.derive(SECRET).bundle == Authority.derive(SECRET).bundle
     assert Authority.derive(SECRET).bundle != Authority.derive(b"another").bundle
 
 
-def test_it_answers_who_trusts_the_published_bundle() -> None:
+def test_the_webhook_answers_a_client_that_trusts_the_published_bundle() -> None:
     async def scenario() -> None:
         published = asyncio.get_running_loop().create_future()
 
@@ -140,7 +140,7 @@ def test_a_body_that_no_object_can_have_is_refused() -> None:
     asyncio.run(scenario())
 
 
-def test_what_has_no_length_or_is_compressed_is_not_read() -> None:
+def test_bodies_without_length_and_compressed_bodies_are_refused() -> None:
     async def scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], forget, host="127.0.0.1", port=0) as port:
             trust = context_trusting(Authority.derive(SECRET).bundle)
@@ -188,7 +188,7 @@ def test_large_reviews_do_not_delay_small_ones(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(scenario())
 
 
-def test_a_review_that_waits_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_review_that_waits_too_long_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "WAIT_SECONDS", 0.1)
     held = threading.Event()
     monkeypatch.setattr(webhook, "answer_review", lambda body: (held.wait(20), (200, "{}"))[1])

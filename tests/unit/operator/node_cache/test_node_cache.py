@@ -93,7 +93,7 @@ def _apply(state: CacheState, done: Decisions) -> CacheState:
 
 
 @given(situations(), limits)
-def test_what_is_read_or_pinned_stays_and_the_rest_makes_room_oldest_first(
+def test_datasets_in_use_or_pinned_stay_and_the_others_are_evicted_oldest_first(
     state: CacheState, wanted: CacheLimits
 ) -> None:
     done = decide(state, wanted, NOW)
@@ -123,7 +123,7 @@ def test_what_is_read_or_pinned_stays_and_the_rest_makes_room_oldest_first(
 
 
 @given(situations(), limits)
-def test_a_second_look_finds_nothing_left_to_do(state: CacheState, wanted: CacheLimits) -> None:
+def test_a_second_decision_changes_nothing(state: CacheState, wanted: CacheLimits) -> None:
     again = decide(_apply(state, decide(state, wanted, NOW)), wanted, NOW)
     assert (again.create, again.evict, again.pin, again.unpin) == ((), (), (), ())
 
@@ -213,7 +213,7 @@ def volume(tmp_path: Path) -> Volume:
     return Volume(tmp_path / "node")
 
 
-def test_any_user_writes_in_its_namespaces_folder_and_nobody_comes_in_from_beside(volume: Volume) -> None:
+def test_any_user_of_a_namespace_writes_in_its_folder_and_other_namespaces_cannot(volume: Volume) -> None:
     if os.geteuid():
         pytest.skip("needs root to be several users")
     volume.create_folder("team-a")

@@ -66,7 +66,7 @@ def test_names_that_are_too_long() -> None:
     assert "at most 63 characters" in message
 
 
-def test_a_status_of_another_version_is_no_mistake() -> None:
+def test_a_status_of_another_version_is_not_a_mistake() -> None:
     assert send_review({**JOB, "status": {"phase": "Dreaming", "new": 1}})["allowed"]
 
 
@@ -138,7 +138,7 @@ def test_where_pods_go_may_change_while_the_job_is_suspended(path: str, value: A
     assert "can be changed only while the job is suspended" in response["status"]["message"]
 
 
-def test_what_is_stored_and_no_longer_valid_can_be_deleted_and_repaired() -> None:
+def test_a_stored_job_that_is_no_longer_valid_can_be_deleted_and_repaired() -> None:
     nonsense = change_field("workers", "many")
     freed = copy.deepcopy(nonsense)
     freed["metadata"]["finalizers"] = []
@@ -174,7 +174,7 @@ WARNED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), WARNED)
-def test_what_is_rarely_meant_is_warned_of(change: Callable[[dict[str, Any]], Any], words: str) -> None:
+def test_probable_mistakes_cause_a_warning(change: Callable[[dict[str, Any]], Any], words: str) -> None:
     job = copy.deepcopy(JOB)
     change(job["spec"])
     response = send_review(job)
@@ -220,7 +220,7 @@ def test_a_pinned_image_is_not_warned_of() -> None:
 
 
 @pytest.mark.parametrize("levels", [300, 5000])
-def test_what_is_nested_without_end_is_a_short_mistake(levels: int) -> None:
+def test_deep_nesting_is_refused_with_a_short_message(levels: int) -> None:
     nested: Any = {}
     for _ in range(levels):
         nested = {"a": nested}
@@ -233,7 +233,7 @@ def test_what_is_nested_without_end_is_a_short_mistake(levels: int) -> None:
 def test_a_job_may_always_be_applied_again(data: dict[str, Any]) -> None:
     assert explain_refusal(data, data) == explain_refusal(data) == ""
     full = {**data, "spec": TrainingJob.parse(data).spec.model_dump(by_alias=True, exclude_none=True)}
-    assert explain_refusal(data, full) == explain_refusal(full, data) == "", "written-out defaults are no change"
+    assert explain_refusal(data, full) == explain_refusal(full, data) == "", "written defaults are not a change"
 
 
 def test_of_very_many_mistakes_the_first_are_named_and_the_rest_counted() -> None:

@@ -77,7 +77,7 @@ def test_an_avoided_node_is_used_again_after_an_hour() -> None:
 
 
 @pytest.mark.parametrize("reason", ["OOMKilled", "SyntaxError", "SourceUnavailable", "SetupFailed", "Terminated"])
-def test_what_the_job_or_the_cluster_caused_does_not_count_against_the_node(reason: str) -> None:
+def test_failures_by_the_job_or_the_cluster_do_not_count_against_the_node(reason: str) -> None:
     rules = [{"action": "Restart", "onReasons": ["SyntaxError"]}]
     world = running(workers=1, runPolicy={**BACKOFF, "failurePolicy": {"rules": rules}})
     for _ in range(3):

@@ -51,7 +51,7 @@ def test_the_third_write_reports_the_contest() -> None:
     assert not contests.must_be_reported(_policy(), 3), "once is enough"
 
 
-def test_writes_of_different_content_are_no_contest() -> None:
+def test_writes_of_different_content_are_not_a_contest() -> None:
     contests = Contests()
     for attempt in range(50):
         assert not contests.must_be_reported(_policy(attempt), attempt)

@@ -70,7 +70,7 @@ def test_a_job_that_goes_is_not_held_by_its_launcher() -> None:
     assert [release.name for release in world.plan().release] == [LAUNCHER]
 
 
-def test_a_success_stays_one_when_the_job_is_suspended_before_anybody_saw_it() -> None:
+def test_a_success_stays_a_success_if_the_job_is_suspended_before_it_is_seen() -> None:
     world = running()
     world.end_launcher(0)
     world.edit_policy(suspend=True)
@@ -201,7 +201,7 @@ def test_a_launcher_that_ended_stays_for_its_log_where_nothing_is_to_be_cleaned(
 @pytest.mark.parametrize("which", ["train-worker-0-1-uid-1", "train-worker-1-1-uid-1"])
 @pytest.mark.parametrize("first", ["failure", "deletion"])
 @pytest.mark.parametrize("how", ["delete", "remove"])
-def test_a_worker_deleted_beside_a_failure_makes_no_disruption_of_it(which: str, first: str, how: str) -> None:
+def test_a_failure_stays_a_failure_if_another_worker_is_deleted(which: str, first: str, how: str) -> None:
     world = running(runPolicy={"backoffLimit": 0})
 
     def delete() -> None:
@@ -218,7 +218,7 @@ def test_a_worker_deleted_beside_a_failure_makes_no_disruption_of_it(which: str,
     assert world.status()["firstFailure"]["rank"] == 3
 
 
-def test_an_eviction_of_another_worker_beside_a_failure_does_not_hide_it() -> None:
+def test_an_eviction_of_another_worker_does_not_hide_a_failure() -> None:
     world = running(runPolicy={"backoffLimit": 0})
     world.end_launcher(1, RANK_FAILED)
     world.change("train-worker-0-1-uid-1", phase="Failed", reason="Evicted", message="the node is low on memory")
@@ -244,7 +244,7 @@ def test_a_launcher_without_a_word_failed_by_itself_where_a_worker_was_deleted_l
     assert (world.status()["phase"], world.status()["firstFailure"]["pod"]) == ("Failed", LAUNCHER)
 
 
-def test_a_worker_that_nobody_saw_go_is_not_the_cause_where_another_failed() -> None:
+def test_a_worker_that_vanished_unseen_is_not_the_cause_if_another_failed() -> None:
     """The operator is new, and the launcher has not noticed anything yet."""
     world = running(runPolicy={"backoffLimit": 0})
     world.end("train-worker-1-1-uid-1", 7)
@@ -285,7 +285,7 @@ def test_suspend_change_and_resume_seen_as_one_is_followed() -> None:
     assert {pod.attempt for pod in world.pods.values()} == {2}, "pods of the spec before are gone"
 
 
-def test_what_may_never_change_is_refused_however_many_changes_there_were() -> None:
+def test_a_change_of_a_fixed_field_is_refused_after_any_number_of_changes() -> None:
     world = running()
     world.edit_policy(suspend=True)
     world.edit(workers=3)

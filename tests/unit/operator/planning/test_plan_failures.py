@@ -426,7 +426,7 @@ def test_every_cause_is_named_with_its_last_words_which_outlive_the_pods(cause: 
 
 
 @pytest.mark.parametrize("cause", PENDING)
-def test_what_never_began_fails_at_the_deadline_by_what_it_waited_for(cause: str) -> None:
+def test_a_job_that_never_began_fails_at_the_deadline_with_the_reason_of_its_wait(cause: str) -> None:
     act, reason, words = PENDING[cause]
     world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100, "cleanPodPolicy": "All"}))
     world.reconcile()

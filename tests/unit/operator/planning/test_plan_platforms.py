@@ -56,7 +56,7 @@ def test_a_replacement_in_a_kueue_group_waits_until_the_replaced_pod_has_ended()
     assert world.pods["train-worker-0-1-uid-1"].deletion is None
 
 
-def test_what_a_foreign_finalizer_keeps_is_deleted_once() -> None:
+def test_an_object_with_a_foreign_finalizer_is_deleted_once() -> None:
     world = running()
     key = ("Service", "train")
     world.children[key] = dataclasses.replace(world.children[key], is_being_deleted=True)

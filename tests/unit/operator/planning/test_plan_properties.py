@@ -162,7 +162,7 @@ def _check(world: Simulated, before: dict[str, Any]) -> None:
 
 @quick
 @given(SPECS, STEPS)
-def test_whatever_happens_the_job_ends_when_the_cluster_lets_it(spec: dict[str, Any], steps: Steps) -> None:
+def test_every_history_ends_when_the_cluster_works_again(spec: dict[str, Any], steps: Steps) -> None:
     world = Simulated(job(**spec))
     _play(world, steps)
     world.foreign.clear()

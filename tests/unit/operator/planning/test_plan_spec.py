@@ -220,7 +220,7 @@ def test_a_change_that_admission_would_refuse_is_refused_with_the_same_message()
     assert world.condition("Failed")["reason"] == "Corrected"
 
 
-def test_changes_of_policies_take_effect_beside_a_refused_change() -> None:
+def test_changes_of_policies_take_effect_although_another_change_is_refused() -> None:
     world = running()
     world.edit(workers=3)
     world.edit_policy(suspend=True, backoffLimit=0)

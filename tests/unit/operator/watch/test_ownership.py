@@ -113,7 +113,7 @@ def test_pods_of_a_deleted_job_of_another_namespace_are_not_left_behind() -> Non
     assert store.find_stuck_pods(OWNER.key) == []
 
 
-def test_a_child_whose_owner_was_taken_away_is_no_child_any_more() -> None:
+def test_an_object_is_no_longer_a_child_after_its_owner_was_removed() -> None:
     store = WatchCache()
     item = ended_pod()
     assert store.put("Pod", item) == OWNER.key

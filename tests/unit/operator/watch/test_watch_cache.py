@@ -143,7 +143,7 @@ def test_a_removal_of_an_earlier_object_of_that_name_does_not_remove_the_later_o
     assert store.job(KEY) is not None
 
 
-def test_a_list_takes_away_what_a_broken_watch_did_not_tell() -> None:
+def test_a_list_removes_objects_whose_deletion_a_broken_watch_missed() -> None:
     store = WatchCache()
     for name in ("a", "b"):
         store.put("Pod", child(name, 5))
@@ -155,7 +155,7 @@ def test_a_list_takes_away_what_a_broken_watch_did_not_tell() -> None:
     assert store.replace("Pod", None, []) == {KEY, ("elsewhere", "train")}
 
 
-def test_what_the_job_does_not_control_is_not_seen() -> None:
+def test_objects_that_the_job_does_not_control_are_ignored() -> None:
     store = WatchCache()
     pod = child("a", 5)
     pod["metadata"]["ownerReferences"][0]["controller"] = False
@@ -216,7 +216,7 @@ def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
     assert (observed.node_faults, observed.node_failures) == ({}, ())
 
 
-def test_a_key_is_worked_on_by_one_and_comes_again_when_there_was_news() -> None:
+def test_one_thread_works_on_a_key_and_news_queues_it_again() -> None:
     queue = WorkQueue()
     queue.add(KEY)
     queue.add(KEY)
@@ -297,7 +297,7 @@ def test_jobs_see_the_node_cache_of_their_namespace_and_the_nodes_that_are_warm_
     assert store.replace_claims(None, []) == {("team", "train")}
 
 
-def test_a_claim_of_another_name_is_no_node_cache() -> None:
+def test_a_claim_of_another_name_is_not_a_node_cache() -> None:
     store = WatchCache()
     store.put_claim(_claim("team", name="mine"))
     assert not store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}, job()).node_cache
@@ -342,7 +342,7 @@ def test_a_hundred_thousand_burials_take_no_longer_each_than_ten_thousand() -> N
     assert measure_seconds(27_000) < 20 * few + 0.5
 
 
-def test_what_went_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_removals_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removals, "_MOST_REMEMBERED", 10)
     monkeypatch.setattr(removals, "_REMEMBERED", timedelta(0))
     store = WatchCache()
