@@ -125,10 +125,9 @@ class TopTree(GlobalTop):
         while step < paired:
             row = self._round(is_keeper=me % step == 0)
             yield [comm.Irecv(arrived, me ^ step), self._send(comm, row, me ^ step)]
-            pair = [(self.indices, self.values), kernels.decode(arrived, length=self._length)]
-            first, second = pair[::-1] if me & step else pair  # the same order on both nodes
             step *= 2
-            self._add(first, second, is_keeper=me % step == 0)
+            others = kernels.decode(arrived, length=self._length)
+            self._add((self.indices, self.values), others, is_keeper=me % step == 0)
         if paired < nodes:
             row = self._round(is_keeper=me == 0)
             if me + paired < nodes:
@@ -143,7 +142,7 @@ class TopTree(GlobalTop):
         return row
 
     def _add(self, first: tuple[Array, Array], second: tuple[Array, Array], is_keeper: bool) -> None:
-        """Keep the largest k entries of a sum of two sparse vectors."""
+        """Keep the largest k entries of a sum of two sparse vectors. Both orders have the same bits."""
         indices, values = _add_sparse(first, second)
         places, kept = kernels.topk(values, self._k)
         if is_keeper:

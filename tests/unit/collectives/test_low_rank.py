@@ -56,6 +56,15 @@ def test_nothing_is_lost_in_many_steps(name: str, shapes: list[tuple[int, int]],
     np.testing.assert_allclose(received + residual.current, given_sum, rtol=0, atol=1e-4)
 
 
+def test_acpsgd_keeps_p_and_q_in_turn() -> None:
+    matrices, length = place_matrices([(9, 5)])
+    residual, kept = Residual(length), []
+    for _ in range(4):
+        send("acpsgd", np.ones(length, np.float32), residual, matrices, 2)
+        kept.append((float(residual.factors[0][0]), residual.factors[0].size))
+    assert kept == [(1, 1 + 2 * 9), (0, 1 + 2 * 5)] * 2
+
+
 @pytest.mark.parametrize("steps", [3, 4])
 def test_the_kept_factor_continues_in_a_world_of_more_nodes(steps: int) -> None:
     """Checkpoints for another number of nodes divide what was kept by the nodes: P and Q in turn go on."""
