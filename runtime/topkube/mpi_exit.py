@@ -25,7 +25,7 @@ _process = 0
 alone."""
 
 
-def own_finalize() -> None:
+def take_over_finalize() -> None:
     """Make this module call MPI_Finalize. mpi4py would call it whatever the exit status is. Call this before mpi4py
     loads MPI. If a script has loaded MPI already, mpi4py calls MPI_Finalize, and only exceptions and `sys.exit` end all
     ranks."""

@@ -25,7 +25,7 @@ from topkube.errors import CollectiveError, WorldError
 from topkube.heartbeat import Heartbeat
 from topkube.installation import install_command
 from topkube.launch_check import check_launch
-from topkube.mpi_exit import end_together, forget_exit, own_finalize
+from topkube.mpi_exit import end_together, forget_exit, take_over_finalize
 from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
 from topkube.settings import Settings, read_launched_ranks, tune_messages
@@ -395,7 +395,7 @@ def _load_mpi() -> Any:
         import mpi4py
 
         mpi4py.rc.thread_level = "multiple"
-        own_finalize()
+        take_over_finalize()
         tune_messages()
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:

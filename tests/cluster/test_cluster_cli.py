@@ -60,7 +60,7 @@ def jobs(api: Api) -> list[str]:
     return [job["metadata"]["name"] for job in api.get(job_path(api)).get("items", [])]
 
 
-def test_submit_prints_what_it_did_and_what_is_refused(api: Api, topkube: Topkube, tmp_path: Path) -> None:
+def test_submit_prints_its_result_and_refusals(api: Api, topkube: Topkube, tmp_path: Path) -> None:
     job = minimal("first")
     file = write_job_file(tmp_path / "job.yaml", job)
     dry = topkube("submit", file, "--dry-run")
@@ -218,7 +218,7 @@ def test_logs_can_be_read_without_following_and_of_one_worker(api: Api, topkube:
     assert [line.split(" ", 2)[2] for line in stamped] == ["step 1", "step 2", "step 3"]
 
 
-def test_logs_of_a_job_whose_pods_are_gone_show_what_the_status_kept(api: Api, topkube: Topkube) -> None:
+def test_logs_of_a_job_without_pods_come_from_its_status(api: Api, topkube: Topkube) -> None:
     create(api, minimal("gone"))
     kept = {"pod": "gone-worker-0-1", "exitCode": 1, "logTail": "Traceback\nValueError: boom"}
     set_status(api, "gone", phase="Failed", firstFailure=kept)

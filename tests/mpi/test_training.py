@@ -108,7 +108,7 @@ def test_a_run_that_was_killed_while_saving_continues_bit_for_bit(run: Run, tmp_
     assert run((1, 1), name, tmp_path) == {name: ""}
 
 
-def test_another_world_takes_up_what_residuals_owe(run: Run, tmp_path: Path) -> None:
+def test_another_world_takes_over_the_residuals(run: Run, tmp_path: Path) -> None:
     assert run((2, 2), "leave_residuals", tmp_path / "checkpoints") == {"leave_residuals": ""}
     for layout in ((2,), (1, 1, 1)):  # from two nodes to one, and to three; from shards of 2 to 2 and 1
         assert run(layout, "take_up_residuals", tmp_path / "checkpoints") == {"take_up_residuals": ""}

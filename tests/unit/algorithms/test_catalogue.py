@@ -62,7 +62,7 @@ def test_every_declaration_has_an_implementation_that_fits() -> None:
         assert isinstance(implementation, all_reduce.ShardAllReduce) or not algorithm.on_device
 
 
-def test_only_what_runs_is_imported() -> None:
+def test_the_catalogue_imports_no_implementation() -> None:
     """The operator imports the catalogue: it must not bring NumPy, torch or MPI, and no implementation."""
     heavy = "'numpy', 'torch', 'mpi4py', 'topkube.collectives'"
     code = f"import sys, topkube.algorithms; print([name for name in ({heavy}) if name in sys.modules])"

@@ -111,7 +111,7 @@ def test_the_kernel_measurements_need_neither_pydantic_nor_mpi() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_the_script_prints_what_is_missing(tmp_path: Path) -> None:
+def test_without_a_gpu_the_script_prints_the_missing_parts(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--work", str(tmp_path / "work"), "--out", str(tmp_path / "rows.jsonl")]
     ended = subprocess.run([*command, "--wheels", str(tmp_path)], capture_output=True, text=True, check=False)
     assert ended.returncode == 2

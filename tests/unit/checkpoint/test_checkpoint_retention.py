@@ -140,7 +140,9 @@ def test_a_newer_format_with_other_fields_is_refused_and_left_alone(tmp_path: Pa
     assert list_names(tmp_path) == ["step-00000010.run-00001", "step-00000020.run-00002"]
 
 
-def test_retention_leaves_what_this_version_cannot_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_retention_leaves_checkpoints_that_this_version_cannot_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     first = claim_store(tmp_path, keep=1)
     save(first, 10)
     (tmp_path / "step-00000010.run-00001" / "checkpoint.json").write_text(json.dumps({"format": 3}))

@@ -124,7 +124,7 @@ def test_generated_pages_are_fresh(page: str, fresh: object, command: str) -> No
     assert (DOCS / page).read_text() == fresh(), f"stale: {command}"
 
 
-def test_settings_shows_what_is_set() -> None:
+def test_the_settings_command_shows_set_variables() -> None:
     environment = {**os.environ, "TOPKUBE_DENSITY": "0.125", "COLUMNS": "200"}
     command = [sys.executable, "-m", "topkube.cli", "settings"]
     shown = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
@@ -157,7 +157,7 @@ def test_doctor_here() -> None:
     assert all(check["next_step"] for check in checks.values() if check["state"] != "ok")
 
 
-def test_doctor_prints_what_is_missing(
+def test_doctor_prints_missing_parts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = tmp_path / "python"

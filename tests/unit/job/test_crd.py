@@ -204,7 +204,7 @@ def test_an_arbitrary_spec_that_is_refused_by_kubernetes_is_refused_here(spec: A
 
 @given(jobs, jobs, st.booleans())
 @settings(max_examples=choose(80, thorough=200))
-def test_rules_and_the_webhook_agree_on_what_may_change(
+def test_rules_and_the_webhook_allow_the_same_changes(
     before: dict[str, Any], after: dict[str, Any], same_template: bool
 ) -> None:
     if same_template:

@@ -315,7 +315,7 @@ def test_caches_in_memory_count_against_the_workers_limit() -> None:
         ),
     ],
 )
-def test_a_mistake_names_path_value_and_what_is_allowed(data: Any, expected: list[str]) -> None:
+def test_a_mistake_names_its_path_its_value_and_the_allowed_values(data: Any, expected: list[str]) -> None:
     messages = find_problems(data)
     assert len(messages) == len(expected), messages
     for text, problem in zip(expected, messages, strict=True):

@@ -80,7 +80,7 @@ def test_a_token_belongs_to_one_worker_of_one_attempt_of_one_job() -> None:
 
 
 @given(st.text(max_size=4096), st.text(max_size=6000))
-def test_the_last_words_fit_what_kubernetes_keeps(tail: str, message: str) -> None:
+def test_the_termination_message_fits_the_limit_of_kubernetes(tail: str, message: str) -> None:
     failure = FirstFailure(
         pod="a-worker-0-1", rank=3, reason="OOMKilled", exit_code=137, message=message, log_tail=tail
     )

@@ -38,7 +38,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize(("script", "arguments", "reason"), SCRIPTS.values(), ids=SCRIPTS)
-def test_the_reason_of_an_error_comes_from_what_python_prints(
+def test_the_reason_of_an_error_comes_from_the_output_of_python(
     tmp_path: Path, script: str, arguments: list[str], reason: str
 ) -> None:
     (tmp_path / "train.py").write_text(script)

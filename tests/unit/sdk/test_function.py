@@ -22,7 +22,7 @@ def _run(script: str, folder: Path) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_script_of_a_function_does_what_the_function_does(
+def test_the_script_of_a_function_has_the_result_of_the_function(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     functions.stands_alone(3)

@@ -303,7 +303,7 @@ def _wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
             wheel.writestr(path, text)
 
 
-def test_packages_are_installed_from_wheels_without_what_the_image_has(pod: _Pod, tmp_path: Path) -> None:
+def test_only_packages_that_the_image_lacks_are_installed_from_wheels(pod: _Pod, tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     _wheel(wheels, "topkubetest", "1.2", "numpy>=1")
     pod.fetch(setup=Setup(requirements=["topkubetest>=1", "numpy"], wheels=str(wheels)))

@@ -32,7 +32,7 @@ def _unpack(packed: packing.PackedSource, folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in files}
 
 
-def test_the_pods_unpack_what_was_packed(tmp_path: Path) -> None:
+def test_pods_unpack_the_packed_files(tmp_path: Path) -> None:
     code = _write(tmp_path / "code", train_py="a", pkg__model_py="b", **{"run.sh": "#!/bin/sh", "name with ä": "c"})
     (code / "run.sh").chmod(0o700)
     packed = pack_source(code, {"added/train.py": b"d", "train.py": b"replaced"})

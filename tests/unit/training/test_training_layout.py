@@ -110,7 +110,7 @@ def test_the_density_falls_from_1_to_its_target_exponentially() -> None:
         ({"bucket_bytes": 0}, "bucket_bytes"),
     ],
 )
-def test_a_wrong_setting_is_named_with_what_is_allowed(given: dict[str, object], word: str) -> None:
+def test_a_wrong_setting_is_named_with_the_allowed_values(given: dict[str, object], word: str) -> None:
     with pytest.raises(ArgumentError, match=word):
         AggregationSettings.of(Settings(), **given)
 

@@ -238,7 +238,7 @@ def network(seed: int = 0) -> nn.Module:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_keep_what_16_bits_cannot(device: str, dtype: torch.dtype) -> None:
+def test_masters_keep_more_bits_than_16_bit_weights(device: str, dtype: torch.dtype) -> None:
     """Updates too small for the 16-bit weight add up in the master, as in float32."""
     weight = nn.Parameter(torch.ones(4, 4, device=device, dtype=dtype))
     optimizer = MasterWeights(torch.optim.SGD([weight], lr=1e-4))

@@ -95,7 +95,7 @@ def test_a_batch_that_contradicts_its_loader_is_refused(batch: Any, drawn: int) 
         count_samples(batch, drawn)
 
 
-def test_the_error_names_what_was_seen_and_the_line_to_write() -> None:
+def test_the_error_names_the_batch_and_the_line_to_write() -> None:
     with pytest.raises(TrainingError) as caught:
         count_samples((images(8), boxes(*[3] * 8)))
     assert "tuple of 2 [tuple of 8 [Tensor(3, 32, 32), Tensor(3, 32, 32)" in str(caught.value)
@@ -140,7 +140,7 @@ def test_all_samples_of_a_pass_are_counted_once(total: int, size: int, drops_las
         assert sum(drawn for _, drawn in counts) == kept
 
 
-def test_a_script_counts_samples_while_the_loader_counts_what_it_drew() -> None:
+def test_a_script_counts_samples_and_the_loader_counts_drawn_samples() -> None:
     """A loader that drops unusable samples, or a loss per token: the weight is one number, the position another."""
 
     def usable(batch: list[torch.Tensor]) -> torch.Tensor:
@@ -189,7 +189,7 @@ def test_join_and_progress_pass_the_counting_function_on() -> None:
         assert [optimizer.turns.samples for _ in run.progress(batches, samples=len)] == [8, 2]
 
 
-def test_the_sampler_s_position_follows_what_was_drawn() -> None:
+def test_the_position_of_the_sampler_follows_the_drawn_samples() -> None:
     """A resumed run must neither repeat nor skip data, whatever the samples count by."""
     topkube.init()
     model = torch.nn.Linear(1, 1)

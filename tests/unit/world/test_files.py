@@ -98,7 +98,7 @@ def test_links_to_the_same_file_leave_no_hidden_name(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["shard", "shown"]
 
 
-def test_sync_directory_reports_what_is_not_a_directory(tmp_path: Path) -> None:
+def test_sync_directory_reports_a_path_that_is_not_a_directory(tmp_path: Path) -> None:
     sync_directory(tmp_path)
     (tmp_path / "file").touch()
     for name, number in (("file", errno.ENOTDIR), ("missing", errno.ENOENT)):

@@ -83,9 +83,9 @@ def small(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def conserved(model: nn.Module, optimizer: topkube.DistributedOptimizer, tolerance: float = 1e-5):
-    """Within, call the yielded function with every loss over the whole batch whose gradient a step uses. At the end:
-    the change of the weights (rate 1) and what is owed now, less what was owed before, is the sum of those gradients.
-    """
+    """Check that no gradient is lost. Yield a function: call it with each loss over the whole batch whose gradient a
+    step uses. At the end, the change of the weights (learning rate 1) plus the change of the residuals must be the sum
+    of these gradients."""
     start, before = weights(model), residual_sum(optimizer, model)
     wanted = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
 

@@ -316,7 +316,9 @@ def test_another_address_of_the_host_is_tried(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("how", ["chunked", "redirect"])
-def test_the_library_reads_what_is_not_plain(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_http_library_reads_requests_that_the_socket_client_does_not(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     used = []
     real = http_reading.read_range
     monkeypatch.setattr(object_store, "read_range", lambda *given: (used.append(1), real(*given))[1])

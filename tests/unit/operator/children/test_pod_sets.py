@@ -24,7 +24,7 @@ def _template(resources: dict[str, Any], **spec: Any) -> dict[str, Any]:
     return {"spec": {"containers": [container], **spec}}
 
 
-def test_members_request_what_their_containers_request() -> None:
+def test_members_request_the_resources_of_their_containers() -> None:
     resources = {"requests": {"cpu": "1500m", "memory": "1Gi"}, "limits": {"nvidia.com/gpu": 2, "memory": "2Gi"}}
     made = stored(workers=3, template=_template(resources))
     assert pod_sets.sum_member_requests(made, "uid-1", POLICY) == {

@@ -187,7 +187,7 @@ def test_every_field_of_a_launchers_template_is_in_its_pod(template: dict[str, A
 
 
 @given(PLAIN, PLAIN)
-def test_the_comparison_itself_notices_what_is_missing(item: Any, other: Any) -> None:
+def test_the_comparison_notices_missing_fields(item: Any, other: Any) -> None:
     assert find_lost_paths(item, item) == []
     assert find_lost_paths({"a": [1, 2, 3]}, {"a": [1, 3]}) == []
     assert find_lost_paths({"a": [3, 1]}, {"a": [1, 3]}) != []

@@ -384,7 +384,7 @@ def test_datasets_that_a_job_evicted_are_reported_too(volume: Volume, api: Api) 
     assert (stored["status"]["nodes"], stored["status"]["where"]) == ([], None)
 
 
-def test_room_is_made_by_evicting_what_was_used_longest_ago(volume: Volume, api: Api) -> None:
+def test_the_agent_evicts_the_least_recently_used_datasets(volume: Volume, api: Api) -> None:
     cluster: Any = api
     api.claims = ["team-a", "team-b"]
     agent = Agent(cluster, volume, "n1", CacheLimits(size=2500))

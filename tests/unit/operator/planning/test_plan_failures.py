@@ -59,7 +59,7 @@ def test_disruptions_do_not_use_up_restarts(trouble: Any, reason: str) -> None:
     assert "train-worker-1-2-uid-1" in world.pods
 
 
-def test_an_eviction_for_what_the_pod_itself_used_is_a_failure() -> None:
+def test_an_eviction_for_the_pods_own_usage_is_a_failure() -> None:
     world = running()
     words = "Usage of EmptyDir volume exceeds the limit 1Gi"
     world.change("train-worker-0-1-uid-1", phase="Failed", reason="Evicted", message=words)
