@@ -179,7 +179,7 @@ class Namespace:
     def wait_phase(self, name: str, *phases: str, seconds: float = 90.0) -> dict[str, Any]:
         """Return the status in the first of `phases` that is reached. Fail at once if the job ends in another phase."""
 
-        def reached() -> dict[str, Any] | None:
+        def read_reached_status() -> dict[str, Any] | None:
             status = self.status(name)
             phase = status.get("phase")
             if phase in phases:
@@ -188,7 +188,7 @@ class Namespace:
                 raise AssertionError(f"{name} is {phase}, not {' or '.join(phases)}: {json.dumps(status, indent=1)}")
             return None
 
-        return wait_for(reached, f"{name} to be {' or '.join(phases)}", seconds)
+        return wait_for(read_reached_status, f"{name} to be {' or '.join(phases)}", seconds)
 
     def phases(self, name: str) -> list[str]:
         """Return the phases of the job in order, as a watcher sees them. The list grows until the job's end."""

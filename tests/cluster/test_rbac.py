@@ -144,7 +144,7 @@ def nobody_else(admin: Api) -> Iterator[None]:
         return
     admin.request("PATCH", scale, body={"spec": {"replicas": 0}}, content=kind)
     try:
-        until("the installed operator rests", lambda: not admin.get(pods)["items"], KUBELET_SECONDS)
+        wait_until("the installed operator rests", lambda: not admin.get(pods)["items"], KUBELET_SECONDS)
         yield
     finally:
         admin.request("PATCH", scale, body={"spec": {"replicas": before}}, content=kind)
@@ -191,7 +191,7 @@ def account(api: Api, admin: Api) -> Iterator[tuple[str, set[Call]]]:
                 admin.request("DELETE", f"{RBAC}/{kind}/{name}")
 
 
-def until(what: str, met: Callable[[], Any], seconds: float = 60) -> Any:
+def wait_until(what: str, met: Callable[[], Any], seconds: float = 60) -> Any:
     """Wait for a condition. The error names the condition that was not met."""
     deadline = time.monotonic() + seconds * PATIENCE
     while True:
@@ -232,7 +232,7 @@ def test_every_call_is_allowed_and_nothing_more(
         with log.open("w") as output:
             operator = subprocess.Popen(command, stdout=output, stderr=output)
             try:
-                _a_life(api)
+                _live_through_everything(api)
             except AssertionError as error:
                 raise AssertionError(f"{error}\n{recorder.refused[:3]}\n{log.read_text()[-3000:]}") from None
             finally:
@@ -243,27 +243,29 @@ def test_every_call_is_allowed_and_nothing_more(
     assert allowed - recorder.calls <= RARE, "the roles allow what the operator does not do"
 
 
-def _a_life(api: Api) -> None:
+def _live_through_everything(api: Api) -> None:
     """Make the operator use all its calls."""
     policies = path_of(api.namespace, "networkpolicies", group="networking.k8s.io/v1")
     job = {"workers": 2, "spread": "None", "runPolicy": {}}
     create(api, minimal("life", **job))
-    until("three pods", lambda: len(pods_of(api, "life")) == 3)
+    wait_until("three pods", lambda: len(pods_of(api, "life")) == 3)
 
     # Somebody opens the job's NetworkPolicy: it is closed again.
     opened = {"spec": {"ingress": [{}]}}
     api.request("PATCH", f"{policies}/life-worker", body=opened, content="application/merge-patch+json")
-    until("the policy is as it was", lambda: api.get(f"{policies}/life-worker")["spec"]["ingress"] != [{}])
+    wait_until("the policy is as it was", lambda: api.get(f"{policies}/life-worker")["spec"]["ingress"] != [{}])
 
     # A worker dies: its log is read, its successor gets a token, the Service leads to another launcher.
-    worker = until("a worker that runs", lambda: [pod for pod in pods_of(api, "life") if _runs(pod)])[-1]
+    worker = wait_until("a worker that runs", lambda: [pod for pod in pods_of(api, "life") if _is_running_worker(pod)])[
+        -1
+    ]
     api.request("DELETE", path_of(api.namespace, "pods", worker["metadata"]["name"]))
-    until("a second attempt", lambda: api.get(job_path(api, "life"))["status"]["attempt"] == 2)
+    wait_until("a second attempt", lambda: api.get(job_path(api, "life"))["status"]["attempt"] == 2)
 
     suspended = {"spec": {"runPolicy": {"suspend": True}}}
     api.request("PATCH", job_path(api, "life"), body=suspended, content="application/merge-patch+json")
-    until("all pods are gone", lambda: not pods_of(api, "life"))
-    until("the policies are gone", lambda: not api.get(policies)["items"])
+    wait_until("all pods are gone", lambda: not pods_of(api, "life"))
+    wait_until("the policies are gone", lambda: not api.get(policies)["items"])
 
     # Objects of others under the names of ours.
     metadata = {"metadata": {"name": "taken"}}
@@ -283,7 +285,7 @@ def _a_life(api: Api) -> None:
         create(api, minimal(name, **job))
     for name in ("taken", "taken2", "taken3", "taken4"):
         query = {"fieldSelector": f"involvedObject.name={name}"}
-        until(
+        wait_until(
             f"{name} is told of the foreign object",
             lambda query=query: any("does not belong" in str(event) for event in api.get(events, **query)["items"]),
         )
@@ -291,7 +293,7 @@ def _a_life(api: Api) -> None:
 
     # A job that is over at once, and whose time is over soon after.
     create(api, minimal("brief", runPolicy={"activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 2}))
-    until("it has failed", lambda: phase(api.get(job_path(api, "brief"))) == "Failed")
+    wait_until("it has failed", lambda: phase(api.get(job_path(api, "brief"))) == "Failed")
 
     def is_gone() -> bool:
         try:
@@ -300,8 +302,8 @@ def _a_life(api: Api) -> None:
             return error.status == 404
         return False
 
-    until("its time is over", is_gone)
+    wait_until("its time is over", is_gone)
 
 
-def _runs(pod: dict[str, Any]) -> bool:
+def _is_running_worker(pod: dict[str, Any]) -> bool:
     return pod["metadata"]["labels"]["topkube.dev/role"] == "worker" and pod["status"].get("phase") == "Running"

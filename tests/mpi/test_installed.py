@@ -27,6 +27,6 @@ def outcomes(
 
 
 @pytest.mark.parametrize("case", worlds.list_cases("installed"))
-def test_the_example_of_the_page(outcomes: dict[str, str], case: str) -> None:
+def test_the_example_of_the_page_works(outcomes: dict[str, str], case: str) -> None:
     problem = outcomes.get(case, outcomes.get("the world ends well", "the case did not run"))
     assert not problem, problem

@@ -187,8 +187,8 @@ class WatchCache:
     # Nodes.
 
     def put_node(self, node: Mapping[str, Any]) -> set[Key]:
-        """Store a node's faults, and if the control plane is in contact with it. If the contact has changed, return
-        the jobs with pods on the node."""
+        """Store a node: its faults, its labels, and its contact with the control plane. If the contact has changed,
+        return the jobs with pods on the node."""
         with self._lock:
             return self._keys_on(node["metadata"]["name"]) if self._nodes.put(node) else set()
 

@@ -72,20 +72,20 @@ def test_an_answer_longer_than_one_segment_is_read_to_its_end() -> None:
     status = contract.LauncherStatus(attempt=1, state="Waiting", joined=2, missing=tuple(range(2, 8000)))
     text = status.text().encode()
 
-    async def in_pieces(request: web.BaseRequest) -> web.StreamResponse:
+    async def answer_in_pieces(request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         for start in range(0, len(text), 1400):
             await response.write(text[start : start + 1400])
         return response
 
-    assert poll(in_pieces) == status
+    assert poll(answer_in_pieces) == status
 
 
 def test_an_endless_answer_is_refused_and_not_kept() -> None:
     written = 0
 
-    async def endless(request: web.BaseRequest) -> web.StreamResponse:
+    async def answer_without_end(request: web.BaseRequest) -> web.StreamResponse:
         nonlocal written
         response = web.StreamResponse()
         await response.prepare(request)
@@ -96,7 +96,7 @@ def test_an_endless_answer_is_refused_and_not_kept() -> None:
         return response
 
     with pytest.raises(LaunchError, match="more than 262,144 bytes"):
-        poll(endless)
+        poll(answer_without_end)
     assert written < 16 << 20
 
 
@@ -116,21 +116,21 @@ def test_redirects_are_not_followed(status: int) -> None:
 
 
 def test_the_token_is_sent_to_the_pinned_certificate_alone() -> None:
-    async def never(_: web.BaseRequest) -> web.StreamResponse:
+    async def fail_if_asked(_: web.BaseRequest) -> web.StreamResponse:
         raise AssertionError("a stranger was asked")
 
     with pytest.raises(OSError, match="certificate verify failed"):
-        poll(never, uid="uid-of-another-job")
+        poll(fail_if_asked, uid="uid-of-another-job")
 
 
 def test_a_compressed_answer_is_not_unpacked() -> None:
-    async def bomb(_: web.BaseRequest) -> web.StreamResponse:
+    async def answer_with_bomb(_: web.BaseRequest) -> web.StreamResponse:
         response = web.Response(text=" " * (8 << 20) + "{}")
         response.enable_compression(web.ContentCoding.gzip)
         return response
 
     with pytest.raises(LaunchError, match="status is invalid"):
-        poll(bomb)
+        poll(answer_with_bomb)
 
 
 @pytest.mark.parametrize("address", ["10.1.2.3", "192.168.3.4", "240.1.2.3", "fd00::1", "2001:db8::7"])
@@ -282,13 +282,13 @@ def test_the_launcher_gets_the_rack_of_each_worker() -> None:
     for index, node in enumerate(racks):
         world.change(f"train-worker-{index}-1-uid-1", node=node)
 
-    def label(node: str, key: str) -> str:
+    def read_label(node: str, key: str) -> str:
         return racks[node] if key == "rack" else ""
 
-    assert launcher_poller.find_domains(world.observed(), launcher, "rack", label) == "0,1,0"
-    assert launcher_poller.find_domains(world.observed(), launcher, "zone", label) == "0,0,0"
+    assert launcher_poller.find_domains(world.observed(), launcher, "rack", read_label) == "0,1,0"
+    assert launcher_poller.find_domains(world.observed(), launcher, "zone", read_label) == "0,0,0"
     world.change("train-worker-2-1-uid-1", node="")
-    assert launcher_poller.find_domains(world.observed(), launcher, "rack", label) == ""
+    assert launcher_poller.find_domains(world.observed(), launcher, "rack", read_label) == ""
 
 
 @pytest.mark.parametrize("domains", ["", "1,0"])

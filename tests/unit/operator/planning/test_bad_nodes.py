@@ -17,7 +17,7 @@ ROOM = "0/4 nodes are available: 1 node(s) didn't match Pod's node affinity/sele
 BACKOFF = {"backoffLimit": 99}
 
 
-def _avoided(world: Simulated) -> list[str]:
+def _list_avoided_nodes(world: Simulated) -> list[str]:
     return [entry["name"] for entry in world.status().get("avoidedNodes", [])]
 
 
@@ -29,11 +29,11 @@ def _fail(world: Simulated, node: str, **failure: Any) -> None:
     world.reconcile()
 
 
-def _on(node: str, world: Simulated) -> list[str]:
+def _list_pods_on(node: str, world: Simulated) -> list[str]:
     return [pod.name for pod in world.pods.values() if pod.node == node and pod.deletion is None and not pod.has_ended]
 
 
-def _others(*entries: tuple[str, int], minutes: int = 5, node: str = "node-c") -> tuple[NodeFailure, ...]:
+def _failures_of_others(*entries: tuple[str, int], minutes: int = 5, node: str = "node-c") -> tuple[NodeFailure, ...]:
     at = START - timedelta(minutes=minutes)
     return tuple(NodeFailure(node, job, count, "Error", at) for job, count in entries)
 
@@ -41,7 +41,7 @@ def _others(*entries: tuple[str, int], minutes: int = 5, node: str = "node-c") -
 def test_the_second_failure_of_a_job_on_a_node_moves_it_elsewhere() -> None:
     world = running(workers=1, runPolicy=BACKOFF)
     _fail(world, "node-c")
-    assert (_avoided(world), world.status()["firstFailure"]["node"]) == ([], "node-c")
+    assert (_list_avoided_nodes(world), world.status()["firstFailure"]["node"]) == ([], "node-c")
     assert world.status()["nodeFailures"] == [
         {"name": "node-c", "count": 1, "reason": "Error", "lastFailureTime": "2026-01-01T00:00:00Z"}
     ]
@@ -50,12 +50,12 @@ def test_the_second_failure_of_a_job_on_a_node_moves_it_elsewhere() -> None:
     _fail(world, "node-c")
     world.wait(100)
     world.to_running()
-    assert _avoided(world) == ["node-c"]
+    assert _list_avoided_nodes(world) == ["node-c"]
     entry = world.status()["avoidedNodes"][0]
     assert (entry["reason"], entry["until"]) == ("Error", "2026-01-01T01:01:40Z")
     assert "2 attempts of this job failed there first" in entry["message"]
     assert world.events.count("NodesAvoided") == 1
-    assert _on("node-c", world) == [], "the worker on this node is replaced too"
+    assert _list_pods_on("node-c", world) == [], "the worker on this node is replaced too"
     assert world.status()["phase"] == "Running"
 
 
@@ -63,17 +63,17 @@ def test_an_avoided_node_is_used_again_after_an_hour() -> None:
     world = running(workers=1, runPolicy=BACKOFF)
     _fail(world, "node-c", reason="HardwareFault")
     world.to_running()
-    assert _avoided(world) == ["node-c"], "one fault of the hardware is enough"
+    assert _list_avoided_nodes(world) == ["node-c"], "one fault of the hardware is enough"
     world.say("Running")
     assert world.reconcile().requeue == HOUR
     world.wait(HOUR)
     world.say("Running")
     world.reconcile()
-    assert _avoided(world) == []
+    assert _list_avoided_nodes(world) == []
     _fail(world, "node-c")
     world.to_running()
     assert world.status()["nodeFailures"][0]["count"] == 1, "the earlier failure does not count any more"
-    assert _avoided(world) == []
+    assert _list_avoided_nodes(world) == []
 
 
 @pytest.mark.parametrize("reason", ["OOMKilled", "SyntaxError", "SourceUnavailable", "SetupFailed", "Terminated"])
@@ -85,7 +85,7 @@ def test_failures_by_the_job_or_the_cluster_do_not_count_against_the_node(reason
         world.wait(400)
         world.to_running()
     assert "nodeFailures" not in world.status()
-    assert _avoided(world) == []
+    assert _list_avoided_nodes(world) == []
 
 
 def test_a_lost_node_is_avoided_when_it_is_back() -> None:
@@ -97,17 +97,17 @@ def test_a_lost_node_is_avoided_when_it_is_back() -> None:
     assert world.status()["firstFailure"]["reason"] == "NodeLost"
     world.lost.clear()
     world.to_running()
-    assert _avoided(world) == ["node-c"]
+    assert _list_avoided_nodes(world) == ["node-c"]
 
 
 @pytest.mark.parametrize(
     ("failures", "is_avoided"),
     [
-        (_others(("a", 1), ("b", 2)), True),
-        (_others(("a", 1), ("b", 1), ("c", 1)), True),
-        (_others(("a", 50)), False),
-        (_others(("a", 1), ("b", 1)), False),
-        (_others(("a", 9), ("b", 9), minutes=61), False),
+        (_failures_of_others(("a", 1), ("b", 2)), True),
+        (_failures_of_others(("a", 1), ("b", 1), ("c", 1)), True),
+        (_failures_of_others(("a", 50)), False),
+        (_failures_of_others(("a", 1), ("b", 1)), False),
+        (_failures_of_others(("a", 9), ("b", 9), minutes=61), False),
     ],
     ids=["three of two jobs", "three of three jobs", "one job alone", "too few", "too long ago"],
 )
@@ -115,7 +115,7 @@ def test_failures_of_several_other_jobs_count(failures: tuple[NodeFailure, ...],
     world = Simulated(job())
     world.node_failures = failures
     world.to_running()
-    assert _avoided(world) == (["node-c"] if is_avoided else [])
+    assert _list_avoided_nodes(world) == (["node-c"] if is_avoided else [])
     assert all(avoided == ({"node-c"} if is_avoided else set()) for avoided in world.avoided.values())
     assert world.status()["phase"] == "Running"
 
@@ -123,10 +123,10 @@ def test_failures_of_several_other_jobs_count(failures: tuple[NodeFailure, ...],
 def test_failures_of_other_jobs_move_no_worker_that_runs() -> None:
     world = running(workers=1, runPolicy=BACKOFF)
     world.change("train-worker-0-1-uid-1", node="node-c")
-    world.node_failures = _others(("a", 9), ("b", 9))
+    world.node_failures = _failures_of_others(("a", 9), ("b", 9))
     world.end_launcher(1, {**RANK_FAILED, "pod": None, "rank": None})
     world.to_running()
-    assert _avoided(world) == ["node-c"]
+    assert _list_avoided_nodes(world) == ["node-c"]
     assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1"]
     world.node_faults = {"node-c": "KernelDeadlock"}
     world.end_launcher(1, {**RANK_FAILED, "pod": None, "rank": None})
@@ -141,7 +141,7 @@ def test_failures_of_other_jobs_move_no_worker_that_runs() -> None:
 
 def test_a_node_with_a_fault_is_avoided_and_comes_first() -> None:
     world = Simulated(job(spread="None"))
-    world.node_failures = _others(("a", 9), ("b", 9), node="node-a")
+    world.node_failures = _failures_of_others(("a", 9), ("b", 9), node="node-a")
     world.node_faults = {"node-b": "ReadonlyFilesystem"}
     world.to_running()
     assert world.status()["avoidedNodes"] == [
@@ -152,14 +152,14 @@ def test_a_node_with_a_fault_is_avoided_and_comes_first() -> None:
         }
     ], "only a third of the nodes is avoided"
     assert world.reconcile().is_empty
-    assert _on("node-b", world) == []
+    assert _list_pods_on("node-b", world) == []
 
 
 def test_a_job_that_needs_every_node_avoids_none() -> None:
     world = Simulated(job(workers=4, spread="Node"))
     world.node_faults = {"node-b": "ReadonlyFilesystem"}
     world.reconcile()
-    assert _avoided(world) == []
+    assert _list_avoided_nodes(world) == []
 
 
 @pytest.mark.parametrize("crash_after", [None, 1])
@@ -179,7 +179,7 @@ def test_pods_that_find_no_other_node_may_use_the_avoided_nodes_after_a_minute(c
     status = world.status()
     assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 0, 1)
     assert (status["firstFailure"]["reason"], status["firstFailure"]["pod"]) == ("AvoidedNodeNeeded", waiting)
-    assert _avoided(world) == []
+    assert _list_avoided_nodes(world) == []
     world.to_running()
     assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-2-uid-1"]
     assert world.avoided["train-worker-1-2-uid-1"] == set()
@@ -199,17 +199,17 @@ def test_waiting_for_the_avoided_nodes_does_not_count_against_max_disruptions() 
 def test_nothing_is_avoided_when_nothing_runs() -> None:
     world = running(workers=1, runPolicy=BACKOFF)
     _fail(world, "node-c", reason="HardwareFault")
-    assert _avoided(world) == ["node-c"]
+    assert _list_avoided_nodes(world) == ["node-c"]
     world.edit_policy(suspend=True)
     world.reconcile()
-    assert _avoided(world) == []
+    assert _list_avoided_nodes(world) == []
     world.run()
     world.edit_policy(suspend=False)
     world.to_running()
-    assert _avoided(world) == ["node-c"], "the job remembers"
+    assert _list_avoided_nodes(world) == ["node-c"], "the job remembers"
     world.end_launcher(0)
     world.reconcile()
-    assert _avoided(world) == []
+    assert _list_avoided_nodes(world) == []
     assert world.status()["nodeFailures"], "other jobs remember"
 
 

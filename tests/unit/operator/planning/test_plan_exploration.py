@@ -22,7 +22,7 @@ _FAR = 400.0
 """Seconds beyond which times are alike."""
 
 
-def _killed_after(writes: int) -> Callable[[Simulated], None]:
+def _kill_after(writes: int) -> Callable[[Simulated], None]:
     """The operator does so many writes of its plan, and is killed."""
 
     def act(world: Simulated) -> None:
@@ -36,15 +36,15 @@ def _killed_after(writes: int) -> Callable[[Simulated], None]:
     return act
 
 
-def _on(role: str, act: Callable[[Simulated, str], object]) -> Callable[[Simulated], None]:
-    def found(world: Simulated) -> None:
+def _act_on(role: str, act: Callable[[Simulated, str], object]) -> Callable[[Simulated], None]:
+    def act_on_newest(world: Simulated) -> None:
         for name in [name for name in world.pods if role in name][-1:]:
             act(world, name)
 
-    return found
+    return act_on_newest
 
 
-def _nodes_act(world: Simulated) -> None:
+def _let_nodes_act(world: Simulated) -> None:
     world.schedule()
     world.run()
 
@@ -66,15 +66,15 @@ def _delete(world: Simulated) -> None:
 
 STEPS: dict[str, Callable[[Simulated], object]] = {
     "the operator acts": lambda world: world.reconcile(),
-    "it is killed after a write": _killed_after(1),
-    "it is killed after two writes": _killed_after(2),
+    "it is killed after a write": _kill_after(1),
+    "it is killed after two writes": _kill_after(2),
     "another operator begins": _restart,
-    "nodes act": _nodes_act,
+    "nodes act": _let_nodes_act,
     "the launcher says that ranks run": lambda world: world.say("Running"),
     "the launcher succeeds": lambda world: world.end_launcher(0),
     "the launcher fails": lambda world: world.end_launcher(1, {**RANK_FAILED, "pod": "train-worker-0-1-uid-1"}),
-    "a launcher is deleted": _on("launcher", lambda world, name: world.delete("Pod", name, world.pods[name].uid)),
-    "a worker vanishes": _on("worker", lambda world, name: world.remove(name)),
+    "a launcher is deleted": _act_on("launcher", lambda world, name: world.delete("Pod", name, world.pods[name].uid)),
+    "a worker vanishes": _act_on("worker", lambda world, name: world.remove(name)),
     "suspended or resumed": _suspend,
     "the job is deleted": _delete,
     "time passes": lambda world: world.wait(30),
@@ -97,7 +97,7 @@ def _block_image(world: Simulated, name: str) -> None:
 POLICY_STEPS: dict[str, Callable[[Simulated], object]] = {
     **STEPS,
     "the launcher finds no room": _find_no_room,
-    "an image cannot be pulled": _on("worker", _block_image),
+    "an image cannot be pulled": _act_on("worker", _block_image),
     "the script is wrong": lambda world: world.end_launcher(1, {**RANK_FAILED, "reason": "SyntaxError"}),
     "the hardware is broken": lambda world: world.end_launcher(
         1, {**RANK_FAILED, "pod": "train-worker-0-1-uid-1", "reason": "HardwareFault"}
@@ -165,7 +165,7 @@ def _check_quota(world: Simulated, path: tuple[str, ...]) -> None:
     assert is_reserved == bool(status.get("admission")), (path, status)
 
 
-def _copied(world: Simulated) -> Simulated:
+def _copy_world(world: Simulated) -> Simulated:
     """Return a copy of the world. Parts that a step replaces as a whole are shared."""
     made = copy.copy(world)
     made.job = {**world.job, "metadata": dict(world.job["metadata"])} if world.job else None
@@ -178,26 +178,34 @@ def _copied(world: Simulated) -> Simulated:
 def _state(world: Simulated) -> str:
     """Return the part of a world that determines its future. Times count from now; UIDs do not count."""
 
-    def ago(time: datetime | None) -> float | None:
+    def seconds_since(time: datetime | None) -> float | None:
         return None if time is None else min((world.now - time).total_seconds(), _FAR)
 
-    def plain(value: Any) -> Any:
+    def as_plain_value(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items() if key != "message"}
+            return {key: as_plain_value(item) for key, item in value.items() if key != "message"}
         if isinstance(value, list):
-            return [plain(item) for item in value]
-        return ago(parse_timestamp(value)) if isinstance(value, str) and value.startswith("2026-") else value
+            return [as_plain_value(item) for item in value]
+        return seconds_since(parse_timestamp(value)) if isinstance(value, str) and value.startswith("2026-") else value
 
-    def seen(pod: Pod) -> list[Any]:
+    def describe_pod(pod: Pod) -> list[Any]:
         ends = {
-            name: (ago(container.started), container.exit_code, ago(container.ended))
+            name: (seconds_since(container.started), container.exit_code, seconds_since(container.ended))
             for name, container in pod.containers.items()
         }
-        waits = [pod.avoids_nodes, pod.scheduling_message, ago(pod.scheduled)]
-        return [pod.phase, pod.node, ago(pod.deletion), ends, pod.has_finalizer, ago(pod.created), *waits]
+        waits = [pod.avoids_nodes, pod.scheduling_message, seconds_since(pod.scheduled)]
+        return [
+            pod.phase,
+            pod.node,
+            seconds_since(pod.deletion),
+            ends,
+            pod.has_finalizer,
+            seconds_since(pod.created),
+            *waits,
+        ]
 
-    report = None if world.report is None else (world.report.attempt, ago(world.report.heard))
-    pods = {name: seen(pod) for name, pod in sorted(world.pods.items())}
+    report = None if world.report is None else (world.report.attempt, seconds_since(world.report.heard))
+    pods = {name: describe_pod(pod) for name, pod in sorted(world.pods.items())}
     requests = (
         None if world.job is None else (world.job["spec"]["runPolicy"], "deletionTimestamp" in world.job["metadata"])
     )
@@ -207,9 +215,9 @@ def _state(world: Simulated) -> str:
         sorted(world.removed_at),
         sorted(world.last_seen),
         sorted(map(str, world.children)),
-        plain(world.children[WORKLOAD].content) if WORKLOAD in world.children else None,
+        as_plain_value(world.children[WORKLOAD].content) if WORKLOAD in world.children else None,
     ]
-    return json.dumps([plain(world.status()), requests, pods, report, rest], sort_keys=True)
+    return json.dumps([as_plain_value(world.status()), requests, pods, report, rest], sort_keys=True)
 
 
 def _check(before: Simulated, after: Simulated, path: tuple[str, ...]) -> None:
@@ -248,7 +256,7 @@ def _explore(start: Simulated, steps: dict[str, Callable[[Simulated], object]], 
         next_worlds: dict[str, tuple[Simulated, tuple[str, ...]]] = {}
         for world, path in worlds.values():
             for name, step in steps.items():
-                after = _copied(world)
+                after = _copy_world(world)
                 step(after)
                 _check(world, after, (*path, name))
                 state = _state(after)

@@ -23,7 +23,7 @@ def _pick(world: Simulated, number: int) -> str:
     return names[number % len(names)] if names else ""
 
 
-def _on_pod(act: Callable[[Simulated, str], object]) -> Callable[[Simulated, int], object]:
+def _act_on_pod(act: Callable[[Simulated, str], object]) -> Callable[[Simulated, int], object]:
     return lambda world, number: act(world, name) if (name := _pick(world, number)) else None
 
 
@@ -43,7 +43,7 @@ def _suspend(world: Simulated, number: int) -> None:
         world.edit_policy(suspend=bool(number % 2))
 
 
-def _foreign(world: Simulated, number: int) -> None:
+def _add_foreign_pod(world: Simulated, number: int) -> None:
     if (name := f"train-worker-0-{number}-uid-1") not in world.pods:  # a name is taken once
         world.foreign.add(("Pod", name))
 
@@ -67,23 +67,23 @@ ACTIONS: dict[str, Callable[[Simulated, int], Any]] = {
     "wait": lambda world, number: world.wait(number**2),
     "say waiting": lambda world, _: world.say("Waiting", (0,)),
     "say running": lambda world, _: world.say("Running"),
-    "worker fails": _on_pod(lambda world, name: world.end(name, 137, ended_reason="OOMKilled")),
-    "worker ends": _on_pod(lambda world, name: world.end(name, 0)),
+    "worker fails": _act_on_pod(lambda world, name: world.end(name, 137, ended_reason="OOMKilled")),
+    "worker ends": _act_on_pod(lambda world, name: world.end(name, 0)),
     "launcher fails": _fail,
-    "pod deleted": _on_pod(lambda world, name: world.delete("Pod", name, world.pods[name].uid)),
-    "pod gone": _on_pod(lambda world, name: world.remove(name)),
-    "evicted": _on_pod(lambda world, name: world.change(name, phase="Failed", reason="Evicted", message="disk")),
+    "pod deleted": _act_on_pod(lambda world, name: world.delete("Pod", name, world.pods[name].uid)),
+    "pod gone": _act_on_pod(lambda world, name: world.remove(name)),
+    "evicted": _act_on_pod(lambda world, name: world.change(name, phase="Failed", reason="Evicted", message="disk")),
     "node lost": lambda world, number: world.lost.add(NODES[number % len(NODES)]),
     "node back": lambda world, number: world.lost.discard(NODES[number % len(NODES)]),
     "child deleted": _delete_child,
     "suspend": _suspend,
-    "image missing": _on_pod(_block_image),
-    "no room": _on_pod(_refuse_node),
+    "image missing": _act_on_pod(_block_image),
+    "no room": _act_on_pod(_refuse_node),
     "node faulty": lambda world, number: world.node_faults.update({NODES[number % len(NODES)]: "KernelDeadlock"}),
     "nodes healthy": lambda world, _: world.node_faults.clear(),
     "nonsense": lambda world, _: world.edit(workers=0),
     "sense": lambda world, number: world.edit(workers=1 + number % 3),
-    "foreign": _foreign,
+    "foreign": _add_foreign_pod,
     "no foreign": lambda world, _: world.foreign.clear(),
     "status lost": lambda world, _: world.job.update(status={}) if world.job else None,
 }

@@ -76,7 +76,7 @@ def test_attempts_of_an_hour_are_few_whatever_goes_wrong(troubles: list[str], ev
     assert not world.violations
 
 
-def _seconds_until(world: Simulated, name: str) -> float:
+def _count_seconds_until(world: Simulated, name: str) -> float:
     began = world.now
     while name not in world.pods:
         plan = world.reconcile()
@@ -95,7 +95,7 @@ def test_a_good_run_makes_the_pauses_short_again(answers: bool) -> None:
         world.schedule()
         world.run()
         world.end_launcher(1, RANK_FAILED)
-        waited = _seconds_until(world, f"train-launcher-{number}-uid-1")
+        waited = _count_seconds_until(world, f"train-launcher-{number}-uid-1")
     assert waited == 160
     world.schedule()
     world.run()
@@ -104,12 +104,12 @@ def test_a_good_run_makes_the_pauses_short_again(answers: bool) -> None:
     world.reconcile()
     world.wait(60)
     world.end_launcher(1, RANK_FAILED)
-    assert _seconds_until(world, "train-launcher-9-uid-1") == 0
+    assert _count_seconds_until(world, "train-launcher-9-uid-1") == 0
     waits = []
     for number in (10, 11, 12):
         world.to_running()
         world.end_launcher(1, RANK_FAILED)
-        waits.append(_seconds_until(world, f"train-launcher-{number}-uid-1"))
+        waits.append(_count_seconds_until(world, f"train-launcher-{number}-uid-1"))
     assert waits == [5, 10, 20]
 
 
@@ -118,12 +118,12 @@ def test_restarts_are_paced_if_an_older_definition_drops_the_count() -> None:
     for number in range(2, 6):
         world.wait(61)
         world.end_launcher(1, RANK_FAILED)
-        _seconds_until(world, f"train-launcher-{number}-uid-1")
+        _count_seconds_until(world, f"train-launcher-{number}-uid-1")
         world.to_running()
     assert world.job is not None
     assert world.job["status"].pop("restartsInARow") == 1
     world.end_launcher(1, RANK_FAILED)
-    assert _seconds_until(world, "train-launcher-6-uid-1") == 40
+    assert _count_seconds_until(world, "train-launcher-6-uid-1") == 40
 
 
 def test_pods_that_a_former_leader_made_late_are_removed_while_the_attempt_runs() -> None:
@@ -169,13 +169,13 @@ PLAIN = st.recursive(
 )
 
 
-def _with_more(draw: Any, value: Any) -> Any:
+def _add_more(draw: Any, value: Any) -> Any:
     """Return `value` with fields and entries that somebody added."""
     if isinstance(value, dict):
         more = {f"added-{number}": 1 for number in range(draw(st.integers(0, 2)))}
-        return {**more, **{key: _with_more(draw, item) for key, item in value.items()}}
+        return {**more, **{key: _add_more(draw, item) for key, item in value.items()}}
     if isinstance(value, list):
-        items = [_with_more(draw, item) for item in value]
+        items = [_add_more(draw, item) for item in value]
         for _ in range(draw(st.integers(0, 2))):
             items.insert(draw(st.integers(0, len(items))), {"added": True})
         return items
@@ -184,7 +184,7 @@ def _with_more(draw: Any, value: Any) -> Any:
 
 @given(PLAIN, st.data())
 def test_additions_to_our_part_of_an_object_do_not_cause_a_write(wanted: Any, data: st.DataObject) -> None:
-    assert satisfies(_with_more(data.draw, wanted), wanted)
+    assert satisfies(_add_more(data.draw, wanted), wanted)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from topkube.errors import CheckpointError
-from topkube.training.checkpoint.format.state_file import Damaged, FileDigest, is_seen_within, read_text
+from topkube.training.checkpoint.format.state_file import Damaged, FileDigest, read_text, wait_until_seen
 
 FORMAT = 2
 """The format of the files in a checkpoint. Format 1 had no typed encoding. Later formats are refused."""
@@ -66,7 +66,7 @@ def read_manifest(folder: Path) -> Manifest:
             return False
         return True
 
-    about = abouts[0] if is_seen_within(is_seen, folder) else _parse(folder)
+    about = abouts[0] if wait_until_seen(is_seen, folder) else _parse(folder)
     return _manifest(about, folder)
 
 

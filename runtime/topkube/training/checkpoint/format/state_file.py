@@ -105,7 +105,7 @@ def write_state(path: Path, state: dict[str, Any], tally: Tally | None = None) -
 def read_state(path: Path, wanted: FileDigest) -> dict[str, Any]:
     """Return the state that `write_state` wrote, decoded. Waits for a file that is not complete yet, for
     SEEN_WITHIN_SECONDS. Raises Damaged if the file is not the one that was written, else OSError."""
-    is_seen_within(lambda: _size(path) == wanted.bytes, path.parent)
+    wait_until_seen(lambda: _size(path) == wanted.bytes, path.parent)
     digest, count = xxhash.xxh3_64(), 0
     try:
         with path.open("rb") as file:
@@ -150,7 +150,7 @@ def write_new_text(path: Path, text: str) -> None:
         sync(file)
 
 
-def is_seen_within(is_seen: Callable[[], bool], directory: Path) -> bool:
+def wait_until_seen(is_seen: Callable[[], bool], directory: Path) -> bool:
     """Return True as soon as `is_seen` returns True, and False after SEEN_WITHIN_SECONDS. Lists `directory` meanwhile,
     because on NFS that makes new names visible. `is_seen` is called at least once."""
     end, pause = time.monotonic() + SEEN_WITHIN_SECONDS, 0.01
