@@ -96,7 +96,7 @@ Run = Callable[..., dict[str, str]]
 
 
 def test_a_run_that_was_asked_to_stop_continues_bit_for_bit(run: Run, tmp_path: Path) -> None:
-    name = "runs_that_were_told_to_stop_go_on_bit_for_bit"
+    name = "stopped_runs_resume_bit_for_bit"
     assert run((2, 1), name, tmp_path) == {name: ""}
 
 
@@ -104,7 +104,7 @@ def test_a_run_that_was_killed_while_saving_continues_bit_for_bit(run: Run, tmp_
     for moment in ("a rank's file", "the manifest", "the rename"):
         outcomes = run((1, 1), "be_killed", tmp_path, moment)
         assert "mpiexec ended with" in outcomes.get("the world ends well", ""), outcomes
-    name = "killed_runs_go_on_bit_for_bit"
+    name = "killed_runs_resume_bit_for_bit"
     assert run((1, 1), name, tmp_path) == {name: ""}
 
 

@@ -8,7 +8,7 @@ from localkube.node import Node
 
 
 def make_bridge(layout: Layout) -> None:
-    """The bridge, with the machine's own address on it."""
+    """Create the bridge, with the address of the machine itself."""
     run("ip", "link", "add", layout.name, "type", "bridge")
     run("ip", "addr", "add", f"{layout.gateway}/24", "dev", layout.name)
     run("ip", "link", "set", layout.name, "up")

@@ -26,7 +26,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use_simd(before)
 
 
-def nan_words_of(x: torch.Tensor) -> torch.Tensor:
+def read_words(x: torch.Tensor) -> torch.Tensor:
     size = x.element_size() * 8
     return x.detach().cpu().view({16: torch.int16, 32: torch.int32}[size]).to(torch.int64) & ((1 << size) - 1)
 
@@ -37,7 +37,7 @@ def with_nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
     x = torch.randn(LENGTH, generator=random).to(dtype)
     integer = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     low, high = {torch.float32: (1, 2**23), torch.bfloat16: (1, 2**7), torch.float16: (1, 2**10)}[dtype]
-    exponent = nan_words_of(torch.tensor([torch.inf], dtype=dtype))
+    exponent = read_words(torch.tensor([torch.inf], dtype=dtype))
     payload = torch.randint(low, high, (LENGTH,), generator=random)
     sign = torch.randint(0, 2, (LENGTH,), generator=random) << (dtype.itemsize * 8 - 1)
     nan = (exponent | payload | sign).to(integer).view(dtype)
@@ -48,7 +48,7 @@ def with_nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def has_only_canonical_nans(x: torch.Tensor) -> bool:
-    nan_words = nan_words_of(x)[torch.isnan(x.detach().cpu())]
+    nan_words = read_words(x)[torch.isnan(x.detach().cpu())]
     return len(nan_words) > 0 and bool((nan_words == CANONICAL[x.dtype]).all())
 
 

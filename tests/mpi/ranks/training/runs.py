@@ -38,7 +38,8 @@ class Watched(TensorDataset):
 
 
 def resumable(directory: str, steps: int, every: int = 4, meanwhile: Meanwhile | None = None) -> tuple[nn.Module, int]:
-    """A run with dropout, uneven data and hitopk; saves to `directory`. Returns the model and the steps done here."""
+    """Train with dropout, uneven data and hitopk, and save to `directory`. Return the model and the number of steps
+    that this call has made."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(24, 64), nn.Dropout(0.2), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 1))
     torch.manual_seed(topkube.rank())
@@ -71,8 +72,8 @@ def newest(directory: str) -> int:
     return max((int(path.name[5:13]) for path in Path(directory).glob("step-*")), default=0)
 
 
-def runs_that_were_told_to_stop_go_on_bit_for_bit(world: World, directory: str) -> None:
-    """One rank gets SIGTERM, as where one pod is drained: all save after the same step, and end with 143."""
+def stopped_runs_resume_bit_for_bit(world: World, directory: str) -> None:
+    """Send SIGTERM to one rank, as when one pod is drained: all ranks save after the same step, and end with 143."""
     whole, done = resumable(f"{directory}/whole", 14)
     assert done == 14
     kept = sorted(path.name for path in Path(directory, "whole").glob("step-*"))
@@ -115,7 +116,7 @@ KILLS = {
 
 
 def end_by_sigkill(world: World, directory: str, moment: str) -> None:
-    """A run in which a rank gets SIGKILL while the checkpoint of step 8 is saved."""
+    """Start a run in which a rank gets SIGKILL while the checkpoint of step 8 is saved."""
     rank, wanted, name = KILLS[moment]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -128,7 +129,7 @@ def end_by_sigkill(world: World, directory: str, moment: str) -> None:
     resumable(f"{directory}/{moment}", 10)
 
 
-def killed_runs_go_on_bit_for_bit(world: World, directory: str) -> None:
+def killed_runs_resume_bit_for_bit(world: World, directory: str) -> None:
     whole, _ = resumable(f"{directory}/whole", 10)
     for moment in KILLS:
         assert newest(f"{directory}/{moment}") == 4, moment

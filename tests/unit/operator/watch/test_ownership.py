@@ -1,4 +1,4 @@
-"""Which objects belong to a job: forged and foreign ones have no effect on cache, plans and deletions."""
+"""The objects that belong to a job. Forged and foreign objects have no effect on cache, plans and deletions."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def replica() -> Any:
 
 
 def test_a_pod_of_another_namespace_neither_ends_the_job_nor_is_deleted(replica: Replica) -> None:
-    """The attack of the review: our labels, the victim's UID, exit code 0."""
+    """The forged pod has the job's labels, the UID of the job and exit code 0."""
     replica.create_job()
     wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod") and replica.is_idle())
     forged = ended_pod()
