@@ -372,7 +372,7 @@ HEAVY: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("body", HEAVY)
 def test_the_work_for_one_body_is_bounded(body: str) -> None:
-    """Bodies as large as they may be. 43 seconds each was what the review measured with 8 MiB."""
+    """The bodies have the largest size that is accepted. A limit of 8 MiB would take 43 seconds for each."""
     text = json.dumps({"request": {"uid": "1", "operation": "CREATE", "object": HEAVY[body]()}}, separators=(",", ":"))
     assert len(text) < webhook.LARGEST_BODY
     begun = time.process_time()
