@@ -56,7 +56,7 @@ class Authority:
         return base64.b64encode(self.certificate.public_bytes(serialization.Encoding.PEM)).decode()
 
     @classmethod
-    def random(cls) -> Authority:
+    def create_random(cls) -> Authority:
         """Return a new authority that nobody else has."""
         return cls.derive(os.urandom(32))
 

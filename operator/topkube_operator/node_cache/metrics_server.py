@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.file.read_bytes,
             lambda: "",
             lambda: "" if options.file.exists() else "the agent has not finished its first pass",
-            tls=scrape.context(Authority.random(), (socket.gethostname(), "localhost")),
+            tls=scrape.context(Authority.create_random(), (socket.gethostname(), "localhost")),
             certificate=scrape.certificate,
             allows=allows,
         )

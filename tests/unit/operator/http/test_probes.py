@@ -71,7 +71,7 @@ class ReviewingApi:
 
 
 def test_metrics_over_tls_need_a_token_and_probes_need_none() -> None:
-    api, authority = ReviewingApi({"prometheus": True, "somebody": False}), Authority.random()
+    api, authority = ReviewingApi({"prometheus": True, "somebody": False}), Authority.create_random()
     probes = Probes(
         *(0, OperatorMetrics().text, str, str, "127.0.0.1"),
         tls=authority.build_server_context(["127.0.0.1"]),
