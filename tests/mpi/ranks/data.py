@@ -57,7 +57,7 @@ def scene(world: World, shards: list[int] | None = None) -> Iterator[tuple[Path,
             shutil.rmtree(folder)
 
 
-def opened(world: World, folder: Path, **more: Any) -> CachedDataset:
+def open_dataset(world: World, folder: Path, **more: Any) -> CachedDataset:
     """Open the dataset with a cache per node."""
     given: dict[str, Any] = {
         "cache_directory": folder / f"cache-{world.node}",
@@ -76,7 +76,7 @@ def sum_over_ranks(world: World, dataset: CachedDataset, name: str) -> float:
 
 def case_every_remote_byte_crosses_once_per_job(world: World) -> None:
     with scene(world, [20, 3, 31, 8, 16, 12]) as (folder, data):
-        dataset = opened(world, folder)
+        dataset = open_dataset(world, folder)
         dataset.warm()
         world.comm.Barrier()
         size = sum(path.stat().st_size for path in (folder / "source").iterdir())
@@ -99,7 +99,7 @@ def case_ranks_do_not_fetch_the_shard_of_a_late_rank(world: World) -> None:
             start(self)
 
         with mock.patch.object(DiskFiller, "start", start_late):
-            dataset = opened(world, folder, decode=ArrayOf("uint8", (SIZE,)))
+            dataset = open_dataset(world, folder, decode=ArrayOf("uint8", (SIZE,)))
         np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(120)))), data)
         assert sum_over_ranks(world, dataset, "remote_bytes") == data.nbytes
         world.comm.Barrier()
@@ -108,7 +108,9 @@ def case_ranks_do_not_fetch_the_shard_of_a_late_rank(world: World) -> None:
 
 def case_the_first_epoch_overlaps_with_filling_and_ranks_share_every_sample(world: World) -> None:
     with scene(world) as (folder, data):
-        dataset = opened(world, folder, decode=ArrayOf("uint8", (SIZE,)), group_bytes=30_000, memory_limit=1 << 22)
+        dataset = open_dataset(
+            world, folder, decode=ArrayOf("uint8", (SIZE,)), group_bytes=30_000, memory_limit=1 << 22
+        )
         sampler = DistributedSampler(dataset, window=3)
         loader: Any = DataLoader(
             dataset, 16, sampler=sampler, num_workers=1, persistent_workers=True, collate_fn=collate
@@ -146,7 +148,7 @@ def case_a_warm_node_gives_to_a_cold_one(world: World) -> None:
             assert warm(cache).complete
             cache.close()
         world.comm.Barrier()
-        dataset = opened(world, folder)
+        dataset = open_dataset(world, folder)
         np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(30)))), data)
         size = sum(path.stat().st_size for path in (folder / "source").iterdir())
         assert sum_over_ranks(world, dataset, "remote_bytes") < size
@@ -156,7 +158,7 @@ def case_a_warm_node_gives_to_a_cold_one(world: World) -> None:
 
 def case_a_rank_that_closes_early_does_not_hold_up_the_others(world: World) -> None:
     with scene(world) as (folder, data):
-        dataset = opened(world, folder, decode=ArrayOf("uint8", (SIZE,)), group_bytes=10_000)
+        dataset = open_dataset(world, folder, decode=ArrayOf("uint8", (SIZE,)), group_bytes=10_000)
         if world.rank == world.size - 1:
             dataset.close()
         else:
@@ -174,7 +176,7 @@ def case_opening_and_passing_on_unpickle_nothing(world: World) -> None:
     with scene(world, [10, 10, 10]) as (folder, data):
         MPI.pickle.__init__(refuse, refuse)  # type: ignore[misc]
         try:
-            dataset = opened(world, folder)
+            dataset = open_dataset(world, folder)
             dataset.warm()
         finally:
             MPI.pickle.__init__()  # type: ignore[misc]
@@ -186,7 +188,7 @@ def case_opening_and_passing_on_unpickle_nothing(world: World) -> None:
 def case_a_dataset_that_cannot_be_opened_fails_on_all_ranks(world: World) -> None:
     with scene(world) as (folder, _):
         try:
-            opened(world, folder, format="tar")
+            open_dataset(world, folder, format="tar")
         except DatasetError:
             return
         raise AssertionError(os.listdir(folder))

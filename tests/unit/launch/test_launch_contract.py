@@ -93,7 +93,7 @@ def test_the_termination_message_fits_the_limit_of_kubernetes(tail: str, message
     assert message.startswith(kept.message or "")
 
 
-def test_the_operator_gets_neither_torch_nor_mpi_from_it() -> None:
+def test_the_contract_imports_neither_torch_nor_mpi() -> None:
     script = "import sys, topkube.launch.contract; print([m for m in ('torch', 'mpi4py', 'numpy') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
 

@@ -61,7 +61,7 @@ def train(directory: str, steps: int, thing: Thing, model: torch.nn.Module | Non
     return run
 
 
-def published(directory: str) -> list[str]:
+def list_published(directory: str) -> list[str]:
     return sorted(path.name for path in Path(directory).glob("*step-*"))
 
 
@@ -75,7 +75,7 @@ def case_a_disk_that_is_full_on_one_rank_costs_a_checkpoint_on_all(world: World)
         patch.setattr(save_module, "write_state", write_or_refuse)
         assert train(directory, 7, Thing()).failed_checkpoints == 1
         world.comm.Barrier()
-        assert published(directory) == ["step-00000006.run-00001", "step-00000007.run-00001"]
+        assert list_published(directory) == ["step-00000006.run-00001", "step-00000007.run-00001"]
 
 
 def case_a_state_that_cannot_be_saved_on_rank_0_ends_the_run_on_all(world: World) -> None:
@@ -84,7 +84,7 @@ def case_a_state_that_cannot_be_saved_on_rank_0_ends_the_run_on_all(world: World
         with pytest.raises(CheckpointError, match=wanted):
             train(directory, 7, Thing(print))
         world.comm.Barrier()
-        assert published(directory) == []
+        assert list_published(directory) == []
 
 
 def case_a_resume_that_fails_on_one_rank_leaves_all_as_they_were(world: World) -> None:

@@ -45,7 +45,7 @@ def network(momentum: float | None = 0.1, tracks: bool = True) -> nn.Module:
     return layers.double()
 
 
-def synchronized(model: nn.Module) -> nn.Module:
+def synchronize(model: nn.Module) -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model).float())
 
 
@@ -54,7 +54,7 @@ def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     return ((model(x) - y) ** 2).mean()
 
 
-def union(batches: Sequence[Batch]) -> Any:
+def join_batches(batches: Sequence[Batch]) -> Any:
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
@@ -90,14 +90,14 @@ def case_synchronized_statistics_are_those_of_the_union(world: World) -> None:
     rank, size = topkube.rank(), topkube.size()
     for momentum, tracks in ((0.1, True), (None, True), (0.1, False)):
         reference = network(momentum, tracks)
-        model = synchronized(reference)
+        model = synchronize(reference)
         optimizer, plain = distributed(model, sgd), sgd(reference.parameters())
         sizes = [[5, 3, 2 + r, 4][: 4 - (r % 2)] for r in range(size)]  # odd ranks have a batch less
         everyone = [[images(count, 10 * r + i) for i, count in enumerate(row)] for r, row in enumerate(sizes)]
         after_one_backward = None
         for step in range(4):  # apart from the ranks' loop: statistics of any model are kept while a rank replays
             plain.zero_grad()
-            loss_of(reference, union([row[step] for row in everyone if step < len(row)])).backward()
+            loss_of(reference, join_batches([row[step] for row in everyone if step < len(row)])).backward()
             after_one_backward = after_one_backward or copy_with_gradients(reference)
             plain.step()
         for step, batch in enumerate(optimizer.join(everyone[rank])):
@@ -119,11 +119,11 @@ def case_without_join_all_ranks_have_the_same_weight_as_in_ddp(world: World) -> 
     """Statistics count samples; gradients are means over ranks."""
     rank, size = topkube.rank(), topkube.size()
     reference = network()
-    model = synchronized(reference)
+    model = synchronize(reference)
     optimizer = distributed(model, sgd)
     batches = [images(3 + r, r) for r in range(size)]
     loss_of(model, batches[rank]).backward()
-    x, y = union(batches)
+    x, y = join_batches(batches)
     errors = ((reference(x) - y) ** 2).split([3 + r for r in range(size)])
     (sum(error.mean() for error in errors) / size).backward()
     assert_equal_to(reference, model)

@@ -53,23 +53,23 @@ def train(world: World, model: nn.Module, optimizer: topkube.DistributedOptimize
         optimizer.zero_grad()
 
 
-def agreed(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[torch.Tensor]:
+def read_agreed_weights(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[torch.Tensor]:
     with optimizer.consensus():
         return weights(model)
 
 
-def owed(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:
+def sum_unsent_changes(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:
     """Return the unsent changes of all nodes, as a mean weighted by ranks, plus the unsent means of the owners."""
     saved = optimizer.state_dict()["topkube"]["residuals"]
-    own = summed(world, saved["pieces"], model, saved["weight"])
+    own = sum_over_ranks(world, saved["pieces"], model, saved["weight"])
     return [a + b for a, b in zip(own, owed_by_owners(world, optimizer, model), strict=True)]
 
 
 def owed_by_owners(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:
-    return summed(world, optimizer.state_dict()["topkube"]["residuals"]["owners"], model, 1.0)
+    return sum_over_ranks(world, optimizer.state_dict()["topkube"]["residuals"]["owners"], model, 1.0)
 
 
-def summed(world: World, pieces: Any, model: nn.Module, weight: float) -> list[np.ndarray]:
+def sum_over_ranks(world: World, pieces: Any, model: nn.Module, weight: float) -> list[np.ndarray]:
     """Return the sum of the pieces of all ranks, times each rank's weight."""
     totals = []
     for name, parameter in model.named_parameters():
@@ -178,7 +178,9 @@ class Definition:
         """What is sent of a change of tensor `index`."""
         if is_small(change) or self.algorithm.name in ("localsgd", "diloco"):
             return change.float().bfloat16().double()
-        return signs(change) if self.algorithm.name == "onebit" else top_signs(change, self.parts(index))
+        return (
+            compute_signs(change) if self.algorithm.name == "onebit" else compute_top_signs(change, self.parts(index))
+        )
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -205,7 +207,7 @@ class Definition:
                 parameter.copy_(values)
 
 
-def signs(change: torch.Tensor) -> torch.Tensor:
+def compute_signs(change: torch.Tensor) -> torch.Tensor:
     flat = change.reshape(-1)
     blocks = [
         torch.where(torch.signbit(block), -1.0, 1.0).double() * block.abs().mean().float().bfloat16().double()
@@ -214,14 +216,14 @@ def signs(change: torch.Tensor) -> torch.Tensor:
     return torch.cat(blocks).view_as(change)
 
 
-def top_signs(change: torch.Tensor, parts: list[slice]) -> torch.Tensor:
+def compute_top_signs(change: torch.Tensor, parts: list[slice]) -> torch.Tensor:
     """The signs of the largest tenth of each part, and their mean magnitude."""
     flat, sent = change.reshape(-1), torch.zeros_like(change).reshape(-1)
     for part in parts:
         values = flat[part]
         count = -(-len(values) // 10)
         largest = torch.sort(torch.sort(values.abs(), descending=True, stable=True).indices[:count]).values
-        sent[part.start + largest] = signs(values[largest])
+        sent[part.start + largest] = compute_signs(values[largest])
     return sent.view_as(change)
 
 
@@ -246,7 +248,7 @@ def follow(world: World, make: Any, period: int, steps: int = 18, algorithm: str
     for step in range(steps):
         train(world, model, optimizer, range(step, step + 1))
         everyone = world.comm.gather([tensor.numpy() for tensor in weights(model)])
-        x = agreed(optimizer, model)
+        x = read_agreed_weights(optimizer, model)
         owners = [torch.from_numpy(rest) for rest in owed_by_owners(world, optimizer, model)]
         problem = ""
         if definition is not None:
@@ -314,7 +316,9 @@ def case_diloco_without_momentum_is_localsgd(world: World) -> None:
         model = network()
         optimizer = onebit(model, adamw, period=2, **options)
         train(world, model, optimizer, range(5))
-        results.append([tensor.numpy().tobytes() for tensor in [*weights(model), *agreed(optimizer, model)]])
+        results.append(
+            [tensor.numpy().tobytes() for tensor in [*weights(model), *read_agreed_weights(optimizer, model)]]
+        )
         optimizer.unwrap()
     assert results[0] == results[1]
 
@@ -333,8 +337,8 @@ def case_nothing_is_lost(world: World) -> None:
             sum_ += world.comm.allreduce(parameter.grad.double().numpy()) / world.size
         optimizer.step()
         optimizer.zero_grad()
-    left = owed(world, optimizer, model)
-    for first, x, rest, sum_ in zip(start, agreed(optimizer, model), left, total, strict=True):
+    left = sum_unsent_changes(world, optimizer, model)
+    for first, x, rest, sum_ in zip(start, read_agreed_weights(optimizer, model), left, total, strict=True):
         moved = (first.double() - x.double()).numpy()
         np.testing.assert_allclose(moved - (rest if world.nodes > 1 else 0), sum_, rtol=0, atol=2e-6)
     assert world.nodes == 1 or max(float(np.abs(rest).max()) for rest in left) > 1e-4
@@ -345,19 +349,19 @@ def case_a_nan_on_one_rank_changes_nothing_anywhere(world: World) -> None:
     model = network()
     optimizer = onebit(model, adamw)
     train(world, model, optimizer, range(2))
-    before, x = weights(model), agreed(optimizer, model)
+    before, x = weights(model), read_agreed_weights(optimizer, model)
     moments = [state["exp_avg_sq"].clone() for state in optimizer.state.values()]
     loss = loss_of(model, *batch(world, world.rank, 2))
     (loss * torch.nan if world.rank == world.size - 1 else loss).backward()
     optimizer.step()
     optimizer.zero_grad()
     assert (optimizer.steps, optimizer.skipped_steps) == (2, 1)
-    for a, b in zip([*weights(model), *agreed(optimizer, model)], [*before, *x], strict=True):
+    for a, b in zip([*weights(model), *read_agreed_weights(optimizer, model)], [*before, *x], strict=True):
         assert a.numpy().tobytes() == b.numpy().tobytes()
     for state, second in zip(optimizer.state.values(), moments, strict=True):
         assert torch.equal(state["exp_avg_sq"], second)
     train(world, model, optimizer, range(3, 5))
-    assert same_on_all_ranks(agreed(optimizer, model))
+    assert same_on_all_ranks(read_agreed_weights(optimizer, model))
     optimizer.unwrap()
 
 
@@ -373,7 +377,7 @@ def case_a_grad_scaler_skips_on_all_nodes(world: World) -> None:
         optimizer.zero_grad()
     assert scaler.get_scale() == 2.0**9
     assert optimizer.steps == 3
-    assert same_on_all_ranks(agreed(optimizer, model))
+    assert same_on_all_ranks(read_agreed_weights(optimizer, model))
     optimizer.unwrap()
 
 
@@ -383,7 +387,9 @@ def case_the_same_run_gives_the_same_bits(world: World) -> None:
         model = network()
         optimizer = onebit(model, adamw, period=2)
         train(world, model, optimizer, range(5))
-        results.append([tensor.numpy().tobytes() for tensor in [*weights(model), *agreed(optimizer, model)]])
+        results.append(
+            [tensor.numpy().tobytes() for tensor in [*weights(model), *read_agreed_weights(optimizer, model)]]
+        )
         optimizer.unwrap()
     assert results[0] == results[1]
 
@@ -415,7 +421,7 @@ def case_uneven_batches_end_together(world: World) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.steps == 4
-    assert same_on_all_ranks(agreed(optimizer, model))
+    assert same_on_all_ranks(read_agreed_weights(optimizer, model))
     optimizer.unwrap()
 
 

@@ -13,7 +13,16 @@ from torch import nn
 
 import topkube
 from ranks.training.checkpoints import shared_directory
-from ranks.training.onebit import adamw, agreed, batch, onebit, owed, owed_by_owners, summed, train
+from ranks.training.onebit import (
+    adamw,
+    batch,
+    onebit,
+    owed_by_owners,
+    read_agreed_weights,
+    sum_over_ranks,
+    sum_unsent_changes,
+    train,
+)
 from ranks.training.scene import loss_of, network, same_on_all_ranks, weights
 from topkube.algorithms import Stage
 from topkube.errors import CheckpointError, TrainingError
@@ -35,7 +44,7 @@ def run_to(world: World, directory: str, steps: int, **options: Any) -> tuple[nn
 
 
 def state_of(model: nn.Module, optimizer: topkube.DistributedOptimizer) -> list[bytes]:
-    tensors = [*weights(model), *agreed(optimizer, model)]
+    tensors = [*weights(model), *read_agreed_weights(optimizer, model)]
     for parameter in model.parameters():
         tensors += [value for _, value in sorted(optimizer.state[parameter].items())]
     return [tensor.numpy().tobytes() for tensor in tensors]
@@ -63,7 +72,7 @@ def case_a_resumed_run_of_diloco_goes_on_bit_for_bit(world: World) -> None:
 def case_a_checkpoint_holds_the_agreed_weights(world: World) -> None:
     with shared_directory(world) as directory:
         model, optimizer = run_to(world, directory, 5)
-        x = agreed(optimizer, model)
+        x = read_agreed_weights(optimizer, model)
         [path] = Path(directory).glob("step-00000005*")
         saved = torch.load(path / "shared.pt", weights_only=True)["model"]
         plain = network()
@@ -125,13 +134,13 @@ def outer_momentum(world: World, model: nn.Module, optimizer: topkube.Distribute
     saved = optimizer.state_dict()["topkube"]["residuals"]
     pieces = {name: saved["pieces"].get(f"{name} outer_momentum", []) for name, _ in model.named_parameters()}
     optimizer.unwrap()
-    return [torch.from_numpy(total) for total in summed(world, pieces, model, saved["weight"])]
+    return [torch.from_numpy(total) for total in sum_over_ranks(world, pieces, model, saved["weight"])]
 
 
 def leave(world: World, directory: str) -> None:
     """Write a checkpoint, and beside it the agreed weights and what the nodes have not sent."""
     model, optimizer = run_to(world, directory, 6)
-    x, left = agreed(optimizer, model), owed(world, optimizer, model)
+    x, left = read_agreed_weights(optimizer, model), sum_unsent_changes(world, optimizer, model)
     second = [
         torch.from_numpy(world.comm.allreduce(optimizer.state[p]["exp_avg_sq"].double().numpy()) / world.size)
         for p in model.parameters()
@@ -160,13 +169,13 @@ def take_up(world: World, directory: str) -> None:
             mean = world.comm.allreduce(optimizer.state[parameter]["exp_avg_sq"].double().numpy()) / world.size
             assert (mean > 0).all() == bool((second > 0).all())
             assert 0.3 < mean.sum() / float(second.sum()) < 3
-        for a, x in zip(agreed(optimizer, model), left["x"], strict=True):
+        for a, x in zip(read_agreed_weights(optimizer, model), left["x"], strict=True):
             assert world.nodes == 1 or torch.equal(a, x)
         for _ in run.progress([0] * 9, total=9, samples=1):
             loss_of(model, *batch(world, world.rank, run.step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert same_on_all_ranks(agreed(optimizer, model))
+        assert same_on_all_ranks(read_agreed_weights(optimizer, model))
     take_up_outer_momentum(world, directory)
     take_up_residuals_of_a_schedule(world, directory)
 
@@ -181,7 +190,7 @@ def take_up_outer_momentum(world: World, directory: str) -> None:
         torch.testing.assert_close(mine, before, rtol=1e-5, atol=1e-9)
         assert before.any()
     model, optimizer = run_to(world, f"{directory}/diloco", 10, **DILOCO)
-    assert same_on_all_ranks(agreed(optimizer, model))
+    assert same_on_all_ranks(read_agreed_weights(optimizer, model))
     optimizer.unwrap()
 
 
@@ -207,7 +216,7 @@ def leave_residuals_of_a_schedule(world: World, directory: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     pieces = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
-    left = [torch.from_numpy(total) for total in summed(world, pieces, model, 1.0)]
+    left = [torch.from_numpy(total) for total in sum_over_ranks(world, pieces, model, 1.0)]
     if world.rank == 0:
         torch.save({"x": weights(model), "owed": left}, f"{directory}/scheduled.pt")
     optimizer.unwrap()

@@ -20,7 +20,7 @@ from topkube.settings import Settings
 from topkube.world import World
 
 
-def distributed(model: nn.Module, algorithm: Any, make: Any = sgd) -> topkube.DistributedOptimizer:
+def build_optimizer(model: nn.Module, algorithm: Any, make: Any = sgd) -> topkube.DistributedOptimizer:
     period = 2 if PERIOD in algorithm.parameters else 1
     return topkube.DistributedOptimizer(
         make(model.parameters()),
@@ -40,13 +40,13 @@ def train(world: World, model: nn.Module, optimizer: topkube.DistributedOptimize
         optimizer.zero_grad()
 
 
-def held_out(model: nn.Module) -> float:
+def compute_held_out_loss(model: nn.Module) -> float:
     x = torch.randn(256, 24, generator=torch.Generator().manual_seed(77))
     with torch.no_grad():
         return float(loss_of(model, x, x[:, :1] * 2 - x[:, 1:2]))
 
 
-def agreed(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[torch.Tensor]:
+def read_agreed_weights(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[torch.Tensor]:
     with optimizer.consensus():
         return weights(model)
 
@@ -54,11 +54,11 @@ def agreed(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[to
 def case_every_algorithm_trains(world: World) -> None:
     for algorithm in OWN:
         model = network()
-        before = held_out(model)
-        optimizer = distributed(model, algorithm)
+        before = compute_held_out_loss(model)
+        optimizer = build_optimizer(model, algorithm)
         train(world, model, optimizer, range(24))
         with optimizer.consensus():
-            after = held_out(model)
+            after = compute_held_out_loss(model)
             assert same_on_all_ranks(weights(model)), algorithm.name
         assert after < before / 2, (algorithm.name, before, after)
         optimizer.unwrap()
@@ -67,15 +67,15 @@ def case_every_algorithm_trains(world: World) -> None:
 def case_a_nan_on_one_rank_changes_nothing(world: World) -> None:
     for algorithm in OWN:
         model = network()
-        optimizer = distributed(model, algorithm, adamw)
+        optimizer = build_optimizer(model, algorithm, adamw)
         train(world, model, optimizer, range(3))
-        before = [tensor.numpy().tobytes() for tensor in [*weights(model), *agreed(optimizer, model)]]
+        before = [tensor.numpy().tobytes() for tensor in [*weights(model), *read_agreed_weights(optimizer, model)]]
         loss = loss_of(model, *batch(world, world.rank, 3))
         (loss * torch.nan if world.rank == world.size - 1 else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         assert (optimizer.steps, optimizer.skipped_steps) == (3, 1), algorithm.name
-        after = [tensor.numpy().tobytes() for tensor in [*weights(model), *agreed(optimizer, model)]]
+        after = [tensor.numpy().tobytes() for tensor in [*weights(model), *read_agreed_weights(optimizer, model)]]
         assert after == before, algorithm.name
         optimizer.unwrap()
 
@@ -88,14 +88,16 @@ def case_runs_repeat_and_resume_bit_for_bit(world: World) -> None:
             with shared_directory(world) as directory:
                 for total in parts:
                     model = network()
-                    optimizer = distributed(model, algorithm, adamw)
+                    optimizer = build_optimizer(model, algorithm, adamw)
                     settings = Settings(checkpoint_directory=directory, checkpoint_every=5)
                     with topkube.checkpointing(model, optimizer, settings=settings) as run:
                         for _ in run.progress([0] * total, total=total, samples=1):
                             loss_of(model, *batch(world, world.rank, run.step)).backward()
                             optimizer.step()
                             optimizer.zero_grad()
-                    last = [tensor.numpy().tobytes() for tensor in [*weights(model), *agreed(optimizer, model)]]
+                    last = [
+                        tensor.numpy().tobytes() for tensor in [*weights(model), *read_agreed_weights(optimizer, model)]
+                    ]
                     optimizer.unwrap()
                 ends.append(last)
         assert ends[0] == ends[1], algorithm.name
@@ -104,12 +106,14 @@ def case_runs_repeat_and_resume_bit_for_bit(world: World) -> None:
 # ---- schedules
 
 
-def plain(parameters: Any) -> torch.optim.Optimizer:
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
     """Weights move by the gradients, so their sum shows what was sent."""
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-def scheduled(model: nn.Module, algorithm: str, *stages: Stage, make: Any = plain) -> topkube.DistributedOptimizer:
+def build_scheduled(
+    model: nn.Module, algorithm: str, *stages: Stage, make: Any = plain_sgd
+) -> topkube.DistributedOptimizer:
     return topkube.DistributedOptimizer(
         make(model.parameters()),
         model.named_parameters(),
@@ -125,7 +129,7 @@ def case_a_dense_stage_sends_all_that_was_owed(world: World) -> None:
     """With a NaN in the first dense step, which is then skipped, and repeated."""
     for algorithm in ("hitopk", "powersgd"):
         model = network()
-        optimizer = scheduled(model, algorithm, Stage(3, "dense"))
+        optimizer = build_scheduled(model, algorithm, Stage(3, "dense"))
         start, total = weights(model), [np.zeros(tuple(p.shape)) for p in model.parameters()]
         for step in range(6):
             is_skipped = step == 3 and world.rank == world.size - 1
@@ -163,14 +167,16 @@ def case_scheduled_runs_resume_bit_for_bit(world: World) -> None:
             with shared_directory(world) as directory:
                 for total in parts:
                     model = network()
-                    optimizer = scheduled(model, algorithm, *stages, make=adamw)
+                    optimizer = build_scheduled(model, algorithm, *stages, make=adamw)
                     settings = Settings(checkpoint_directory=directory, checkpoint_every=100)
                     with topkube.checkpointing(model, optimizer, settings=settings) as run:
                         for _ in run.progress([0] * total, total=total, samples=1):
                             loss_of(model, *batch(world, world.rank, run.step)).backward()
                             optimizer.step()
                             optimizer.zero_grad()
-                    last = [tensor.numpy().tobytes() for tensor in [*weights(model), *agreed(optimizer, model)]]
+                    last = [
+                        tensor.numpy().tobytes() for tensor in [*weights(model), *read_agreed_weights(optimizer, model)]
+                    ]
                     optimizer.unwrap()
                 ends.append(last)
         assert ends[0] == ends[1], algorithm
@@ -178,12 +184,12 @@ def case_scheduled_runs_resume_bit_for_bit(world: World) -> None:
 
 def case_a_scheduled_period_decides_when_nodes_exchange(world: World) -> None:
     model = network()
-    optimizer = scheduled(model, "onebit", Stage(3, period=4), Stage(8, period=2), make=sgd)
+    optimizer = build_scheduled(model, "onebit", Stage(3, period=4), Stage(8, period=2), make=sgd)
     exchanged = []
     for step in range(12):
-        before = agreed(optimizer, model) if step else None
+        before = read_agreed_weights(optimizer, model) if step else None
         train(world, model, optimizer, range(step, step + 1))
-        after = agreed(optimizer, model)
+        after = read_agreed_weights(optimizer, model)
         if before is None or any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)):
             exchanged.append(step + 1)
     assert exchanged == [1, 2, 3, 4, 8, 10, 12]
@@ -192,7 +198,7 @@ def case_a_scheduled_period_decides_when_nodes_exchange(world: World) -> None:
 
 def case_ranks_with_different_schedules_raise_an_error(world: World) -> None:
     model = network()
-    optimizer = scheduled(model, "hitopk", Stage(3 if world.rank == 0 else 4, "dense"))
+    optimizer = build_scheduled(model, "hitopk", Stage(3 if world.rank == 0 else 4, "dense"))
     with pytest.raises(TrainingError, match="aggregation settings"):
         train(world, model, optimizer, range(1))
     optimizer._backward.end()

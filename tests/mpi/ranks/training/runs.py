@@ -37,7 +37,9 @@ class Watched(TensorDataset):
         return super().__getitem__(index)
 
 
-def resumable(directory: str, steps: int, every: int = 4, meanwhile: Meanwhile | None = None) -> tuple[nn.Module, int]:
+def run_with_checkpoints(
+    directory: str, steps: int, every: int = 4, meanwhile: Meanwhile | None = None
+) -> tuple[nn.Module, int]:
     """Train with dropout, uneven data and hitopk, and save to `directory`. Return the model and the number of steps
     that this call has made."""
     torch.manual_seed(7)
@@ -63,18 +65,18 @@ def resumable(directory: str, steps: int, every: int = 4, meanwhile: Meanwhile |
     return model, done
 
 
-def equal(a: nn.Module, b: nn.Module) -> bool:
+def have_equal_weights(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def newest(directory: str) -> int:
+def find_newest_step(directory: str) -> int:
     """Return the step of the newest checkpoint, 0 if there is none."""
     return max((int(path.name[5:13]) for path in Path(directory).glob("step-*")), default=0)
 
 
 def stopped_runs_resume_bit_for_bit(world: World, directory: str) -> None:
     """Send SIGTERM to one rank, as when one pod is drained: all ranks save after the same step, and end with 143."""
-    whole, done = resumable(f"{directory}/whole", 14)
+    whole, done = run_with_checkpoints(f"{directory}/whole", 14)
     assert done == 14
     kept = sorted(path.name for path in Path(directory, "whole").glob("step-*"))
     assert kept == ["step-00000012.run-00001", "step-00000014.run-00001"], kept
@@ -98,13 +100,13 @@ def stopped_runs_resume_bit_for_bit(world: World, directory: str) -> None:
     for name, (step, meanwhile) in stops.items():
         place = f"{directory}/{name}"
         with pytest.raises(SystemExit) as ended:
-            resumable(place, 14, every=100, meanwhile=meanwhile)
+            run_with_checkpoints(place, 14, every=100, meanwhile=meanwhile)
         assert ended.value.code == 128 + signal.SIGTERM
-        first = newest(place)
+        first = find_newest_step(place)
         assert step <= first <= step + 1, (name, first)  # the signal may be seen with the next batch
-        parts, done = resumable(place, 14)
+        parts, done = run_with_checkpoints(place, 14)
         assert done == 14 - first, name
-        assert equal(whole, parts), name
+        assert have_equal_weights(whole, parts), name
 
 
 KILLS = {
@@ -126,16 +128,16 @@ def end_by_sigkill(world: World, directory: str, moment: str) -> None:
 
     if world.rank == rank:
         sys.addaudithook(hook)
-    resumable(f"{directory}/{moment}", 10)
+    run_with_checkpoints(f"{directory}/{moment}", 10)
 
 
 def killed_runs_resume_bit_for_bit(world: World, directory: str) -> None:
-    whole, _ = resumable(f"{directory}/whole", 10)
+    whole, _ = run_with_checkpoints(f"{directory}/whole", 10)
     for moment in KILLS:
-        assert newest(f"{directory}/{moment}") == 4, moment
-        parts, done = resumable(f"{directory}/{moment}", 10)
+        assert find_newest_step(f"{directory}/{moment}") == 4, moment
+        parts, done = run_with_checkpoints(f"{directory}/{moment}", 10)
         assert done == 6
-        assert equal(whole, parts), moment
+        assert have_equal_weights(whole, parts), moment
 
 
 def leave_residuals(world: World, directory: str) -> None:

@@ -23,7 +23,7 @@ from topkube.world import World
 
 
 @contextmanager
-def node_group(world: World) -> Iterator[object]:
+def open_node_group(world: World) -> Iterator[object]:
     """torch.distributed over gloo among the ranks of this node. Yields its mesh."""
     name = tempfile.mkdtemp() if world.local_rank == 0 else ""
     name = world.node_comm.bcast(name)
@@ -68,7 +68,7 @@ def train_and_compare(model: nn.Module, optimizer: topkube.DistributedOptimizer)
 
 def case_fsdp_inside_and_topkube_between_nodes(world: World) -> None:
     for options in ({"aggregation": "dense"}, {"aggregation": "hitopk", "density": 1.0}):
-        with node_group(world) as mesh:
+        with open_node_group(world) as mesh:
             model = network()
             for layer in model:
                 if isinstance(layer, nn.Linear):
@@ -83,7 +83,7 @@ def case_fsdp_inside_and_topkube_between_nodes(world: World) -> None:
 
 
 def case_tensor_parallel_inside_and_topkube_between_nodes(world: World) -> None:
-    with node_group(world) as mesh:
+    with open_node_group(world) as mesh:
         torch.manual_seed(0)
         block, reference = (nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 1)) for _ in range(2))
         reference.load_state_dict(block.state_dict())
