@@ -102,7 +102,7 @@ def test_a_run_that_was_asked_to_stop_continues_bit_for_bit(run: Run, tmp_path: 
 
 def test_a_run_that_was_killed_while_saving_continues_bit_for_bit(run: Run, tmp_path: Path) -> None:
     for moment in ("a rank's file", "the manifest", "the rename"):
-        outcomes = run((1, 1), "be_killed", tmp_path, moment)
+        outcomes = run((1, 1), "end_by_sigkill", tmp_path, moment)
         assert "mpiexec ended with" in outcomes.get("the world ends well", ""), outcomes
     name = "killed_runs_resume_bit_for_bit"
     assert run((1, 1), name, tmp_path) == {name: ""}
