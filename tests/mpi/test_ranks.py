@@ -17,5 +17,6 @@ def test_many_ranks_train_as_2_8_and_16_nodes_and_resume_from_2_ranks(
     own, left, socket = str(tmp_path / "own"), str(tmp_path / "left"), forks(mpi)
     outcomes = worlds.run_cases(mpi, (1, 1), "scale", tmp_path, "leave", left, forks=socket)
     layout = (1,) * ranks
-    outcomes |= worlds.run_cases(mpi, layout, "scale", tmp_path, "run_all_layouts", own, left, forks=socket, seconds=250)
-    assert outcomes == {"leave": "", "run_all_layouts": ""}, "\n".join(outcomes.values())
+    name = "run_all_layouts"
+    outcomes |= worlds.run_cases(mpi, layout, "scale", tmp_path, name, own, left, forks=socket, seconds=250)
+    assert outcomes == {"leave": "", name: ""}, "\n".join(outcomes.values())

@@ -89,7 +89,7 @@ def _wait_for(condition: Callable[[], bool], what: str) -> None:
 
 def test_a_function_trains_on_all_ranks(client: TrainingClient, tmp_path: Path) -> None:
     name = client.train(add_up, arguments={"value": 1.5}, workers=2, slots=1, aggregation="dense")
-    assert name.startswith("sums-")
+    assert name.startswith("add-up-")
     assert isinstance(client.get(name), TrainingJob)
     assert client.get(name).spec.aggregation.algorithm == "dense"
     followed = list(client.logs(name, follow=True))
