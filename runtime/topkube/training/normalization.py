@@ -43,11 +43,11 @@ def _forward(module: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tenso
 # torch.compile breaks the graph at a collective.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _training_forward(module: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
-    world = _world_of()
+    world = _find_world()
     return _torch_forward(module, x) if world is None else _normalize(module, x, model_collectives(world))
 
 
-def _world_of() -> World | None:
+def _find_world() -> World | None:
     """Return the world over which layers synchronize; None to run torch's own forward."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():

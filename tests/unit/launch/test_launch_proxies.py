@@ -39,7 +39,7 @@ ORTED = [
 ]
 
 
-def call(words: list[str]) -> bytes:
+def encode_call(words: list[str]) -> bytes:
     """Return `words` as the agent reports a call: each followed by a zero byte."""
     return b"".join(word.encode() + b"\0" for word in words)
 
@@ -76,7 +76,7 @@ def test_options_of_an_older_hydra_are_parsed(mpich: Mpi) -> None:
 
 
 def test_prted_goes_through_the_tunnel(tmp_path: Path) -> None:
-    number, port, parameters = proxies.agent_parameters(call(PRTED))
+    number, port, parameters = proxies.agent_parameters(encode_call(PRTED))
     assert (number, port) == (1, 46039), "daemon 0 is mpiexec itself"
     command = proxies.proxy_command(parameters, install_mpi(tmp_path, "OpenMPI", "5.0.11", "prted"), 777)
     text = " ".join(command)
@@ -89,7 +89,7 @@ def test_prted_goes_through_the_tunnel(tmp_path: Path) -> None:
 
 
 def test_orted_of_open_mpi_4_goes_through_the_tunnel(tmp_path: Path) -> None:
-    number, port, parameters = proxies.agent_parameters(call(ORTED))
+    number, port, parameters = proxies.agent_parameters(encode_call(ORTED))
     assert (number, port) == (0, 35971)
     command = proxies.proxy_command(parameters, install_mpi(tmp_path, "OpenMPI", "4.1.4", "orted"), 777)
     text = " ".join(command)
@@ -148,7 +148,7 @@ def test_unknown_options_of_hydra_are_refused(line: str) -> None:
 def test_unknown_calls_of_the_agent_are_refused() -> None:
     for words in ([], ["host"], ["host", "rm", "-rf"], [*PRTED, "--stray"], ["host", "/bin/prted", "--prtemca", "a"]):
         with pytest.raises(LaunchError, match="TopKube does not support"):
-            proxies.agent_parameters(call(words))
+            proxies.agent_parameters(encode_call(words))
 
 
 def test_a_worker_starts_nothing_but_its_proxy(mpich: Mpi, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_worker_starts_nothing_but_its_proxy(mpich: Mpi, tmp_path: Path) -> No
         proxies.proxy_command(ProxyParameters(mpi="OpenMPI"), Mpi("OpenMPI", "5.0", tmp_path / "none" / "mpiexec"), 7)
 
 
-def test_hosts_are_given_in_worker_order(mpich: Mpi) -> None:
+def test_hosts_are_listed_in_worker_order(mpich: Mpi) -> None:
     command = proxies.mpiexec_command(mpich, ["10.0.0.7", "10.0.0.2"], 2, Path("/t/agent"), ["python", "-m", "x"])
     assert command[command.index("-hosts") + 1] == "10.0.0.7:2,10.0.0.2:2"
     assert "-genvnone" in command

@@ -21,7 +21,7 @@ def answer(rank: int, collectives: int = 5, what: bytes = b"all-reduce") -> Answ
 
 
 def count_hops(size: int, silent: set[int], first: int) -> tuple[set[int], int]:
-    """The ranks that hear news of rank `first`, and the hops until the last one does."""
+    """Return the ranks that hear news of rank `first`, and the number of hops until the last rank hears it."""
     informed, latest, count = {first}, {first}, 0
     while latest := {other for rank in latest for other in neighbours(rank, size)} - informed - silent:
         informed |= latest
