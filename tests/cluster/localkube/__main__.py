@@ -65,7 +65,7 @@ def main() -> int:
             print(usage(running))
         case "images":
             if arguments.tag:
-                wanted = [image.tagged(arguments.tag) for image in wanted]
+                wanted = [image.with_tag(arguments.tag) for image in wanted]
             built = running.load_images(wanted, images.Store(layout.cache, arguments.sources.resolve()))
             names = ", ".join(image.name for image in built) or "nothing"
             print(f"built {names}; every node is up to date after {time.monotonic() - began:.1f} s")

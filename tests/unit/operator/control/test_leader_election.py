@@ -139,7 +139,7 @@ def test_who_stops_hands_over_at_once(election: Election) -> None:
     first = election.leader()
     first.part.stop()
     assert not first.part.acting()
-    assert election.leases.lease["spec"]["holderIdentity"] != election.name_of(first), "nobody waits for its end"
+    assert election.leases.lease["spec"]["holderIdentity"] != election.find_name(first), "nobody waits for its end"
     election.leader(but=first)
 
 
