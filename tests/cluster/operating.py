@@ -143,8 +143,9 @@ class Operator:
 
 
 class Guillotine:
-    """Stands between an operator and the API server, and kills the operator at each of its writes: before the first try
-    gets through, after the second has been carried out and before it is answered. The third is left alone."""
+    """A proxy between an operator and the API server that kills the operator twice at each of its writes. At the first
+    try, the write does not reach the API server. At the second, the API server has done the write, and the operator
+    gets no answer. The third try passes."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self._target = cluster.configuration

@@ -47,11 +47,11 @@ class Reported(Part):
         bounded = dict(data)
         for name, field in cls.model_fields.items():
             for key in {name, field.alias or name} & bounded.keys():
-                bounded[key] = within(bounded[key], field, keep_end=name in _TAILS)
+                bounded[key] = bound_value(bounded[key], field, keep_end=name in _TAILS)
         return {key: value for key, value in bounded.items() if value is not None}
 
 
-def within(value: Any, field: FieldInfo, *, keep_end: bool = False) -> Any:
+def bound_value(value: Any, field: FieldInfo, *, keep_end: bool = False) -> Any:
     """Return the value within the bounds of the field: cut if necessary, or None if it is not allowed."""
     limits: dict[type, Any] = {type(limit): limit for limit in field.metadata}
     kind = bare(field.annotation)

@@ -61,7 +61,7 @@ def test_ranks_that_are_seen_to_live_are_not_waited_for(members: list[Member]) -
     assert [member.link.sent for member in members] == [[CheckRanks()], [CheckRanks()]]  # type: ignore[attr-defined]
     assert not is_settled(PLAN, members, now - 1.5, now)
     members[0].has_checked = True
-    assert not is_settled(PLAN, members, now - 1.5, now), "the other may still have something to tell"
+    assert not is_settled(PLAN, members, now - 1.5, now), "the other worker may still report a failure"
     members[1].has_checked = True
     assert is_settled(PLAN, members, now - 1.5, now)
 
@@ -183,7 +183,7 @@ def test_a_data_loader_killed_for_memory_is_the_ranks_cause(
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
-def test_pods_with_ipv6_addresses_alone_are_refused_with_words(members: list[Member], mpi: str) -> None:
+def test_pods_with_ipv6_addresses_alone_are_refused_with_the_next_step(members: list[Member], mpi: str) -> None:
     """Both mpiexecs cut such an address at its first colon."""
     hello = members[1].hello.model_copy(update={"ip": "fd00::2", "mpi": f"{mpi} 5.0.2"})
     member = Member(1, hello, Recorded())
@@ -220,6 +220,6 @@ def test_a_shims_command_counts_as_living_until_it_has_ended(tmp_path: Path) -> 
         (rank,) = wait_for_ranks(1)
         assert Path(f"/proc/{rank}/comm").read_text() == "sleep\n"
         os.kill(rank, signal.SIGSTOP)
-        assert commands_among(descendants(shim.pid)) == [rank], "one that hangs lives"
+        assert commands_among(descendants(shim.pid)) == [rank], "a stopped process still lives"
         os.kill(rank, signal.SIGKILL)
         wait_for_ranks(0)

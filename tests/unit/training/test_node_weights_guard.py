@@ -31,16 +31,16 @@ def test_the_guard_measures_unsent_changes_and_the_distance_of_nodes() -> None:
         (math.nan, math.nan, math.nan),
     ],
 )
-def test_beyond_a_limit_the_guard_halves_the_period_and_warns_once_at_one(
+def test_beyond_a_limit_the_guard_halves_the_period_and_warns_once_at_a_period_of_one(
     change: float, left: float, agreed: float
 ) -> None:
     guard = Guard(6, "onebit")
-    said = [guard.check_drift(change, left, agreed) for _ in range(4)]
+    messages = [guard.check_drift(change, left, agreed) for _ in range(4)]
     assert guard.period == 1
-    assert "onebit now exchanges every 3 steps" in said[0]
-    assert "onebit now exchanges in every step" in said[1]
-    assert "lower the learning rate" in said[2]
-    assert said[3] == ""
+    assert "onebit now exchanges every 3 steps" in messages[0]
+    assert "onebit now exchanges in every step" in messages[1]
+    assert "lower the learning rate" in messages[2]
+    assert messages[3] == ""
 
 
 def test_the_guard_measures_the_first_of_every_sixteen_exchanges() -> None:

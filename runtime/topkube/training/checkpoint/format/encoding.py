@@ -240,7 +240,7 @@ def _items(value: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
     return ((_decode(key), _decode(item)) for key, item in value["items"])
 
 
-def _order_keys(value: dict[str, Any]) -> OrderedDict[Any, Any]:
+def _ordered_dict(value: dict[str, Any]) -> OrderedDict[Any, Any]:
     rebuilt = OrderedDict(_items(value))
     vars(rebuilt).update(_decode(value["attributes"]))
     return rebuilt
@@ -301,7 +301,7 @@ _REBUILD: dict[str, Callable[[dict[str, Any]], Any]] = {
     "frozenset": lambda value: frozenset(_decode(value["items"])),
     "deque": lambda value: deque(_decode(value["items"]), value["maxlen"]),
     "dict": lambda value: dict(_items(value)),
-    "OrderedDict": _order_keys,
+    "OrderedDict": _ordered_dict,
     "defaultdict": _default,
     "Counter": _counter,
     "tensor": _tensor,
