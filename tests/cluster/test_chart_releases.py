@@ -19,7 +19,7 @@ import yaml
 from jobs import endless, fails, job
 from localkube import images
 from monitored import Found
-from releases import REPOSITORY, Commands, merged
+from releases import REPOSITORY, Commands, merge_values
 from target import KUBELET_SECONDS, OPERATOR_NAMESPACE, Namespace, Target, wait_for
 
 from conftest import apply_manifests, manifest
@@ -50,7 +50,7 @@ class Release:
 
     def rules(self) -> list[dict[str, Any]]:
         """Return the alerting rules of the release's PrometheusRule."""
-        values = merged(self.values, {"metrics": {"alerts": {"enabled": True}}})
+        values = merge_values(self.values, {"metrics": {"alerts": {"enabled": True}}})
         with helm.Chart.load(REPOSITORY / "charts/topkube") as chart:
             text = chart.render(values, name=self.name, namespace=self.home)["topkube/templates/monitoring.yaml"]
         (rule,) = (each for each in yaml.safe_load_all(text) if each and each["kind"] == "PrometheusRule")
