@@ -58,7 +58,7 @@ def test_a_pod_that_its_kubelet_evicts(namespace: Namespace) -> None:
 
 def test_a_collective_that_hangs_names_the_rank_that_is_missing(namespace: Namespace) -> None:
     hung = job("hung", ["python", "-c", HANGS], slots=2, runPolicy={"backoffLimit": 0})
-    hung["spec"]["template"]["spec"]["containers"][0]["env"] = [{"name": "TOPKUBE_DEADLINE_SECONDS", "value": "4"}]
+    hung["spec"]["template"]["spec"]["containers"][0]["env"] = [{"name": "TOPKUBE_DEADLINE_SECONDS", "value": "20"}]
     failure = namespace.wait_phase(namespace.create(hung), "Failed", seconds=120)["firstFailure"]
     assert "rank 1 never arrived" in failure["message"] + failure.get("logTail", ""), failure
 

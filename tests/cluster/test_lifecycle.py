@@ -15,7 +15,7 @@ GONE_SECONDS = 15.0 * PATIENCE
 
 
 def test_suspended_from_the_start_then_resumed(namespace: Namespace) -> None:
-    quiet = job("quiet", steps(3), runPolicy={"suspend": True, "activeDeadlineSeconds": 60})
+    quiet = job("quiet", steps(3), runPolicy={"suspend": True, "activeDeadlineSeconds": 60 * PATIENCE})
     quiet["spec"]["template"]["spec"]["tolerations"] = [{"key": "gpu", "operator": "Exists"}]
     name = namespace.create(quiet)
     namespace.wait_phase(name, "Suspended")

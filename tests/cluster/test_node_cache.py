@@ -282,7 +282,7 @@ def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Name
         "nodeSelector": {"kubernetes.io/hostname": entry["status"]["where"]},
         "securityContext": {"runAsUser": 4321, "runAsNonRoot": True},
     }
-    wait_for(lambda: not list_cached_datasets(target, entry["status"]["where"], allowed.name), "the eviction", 30)
+    wait_for(lambda: not list_cached_datasets(target, entry["status"]["where"], allowed.name), "the eviction")
     allowed.create(other)
     allowed.wait_phase("other", "Succeeded")
     assert remote.sent == 2 * sent
