@@ -91,7 +91,7 @@ def picture(rows: list[Row], path: Path) -> None:
 
     import plots
 
-    rows = [row for row in rows if row["rate"] == 1]
+    shown = [row for row in rows if row["rate"] == 1]
     colours = {
         "hitopk": plots.TOPK,
         "sign-weights": plots.OURS,
@@ -102,7 +102,11 @@ def picture(rows: list[Row], path: Path) -> None:
     figure, (lengths, models) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for label, colour in colours.items():
         line = sorted(
-            (row for row in rows if _label(row) == label and (row["model"], row["optimizer"]) == ("char_gpt", "adamw")),
+            (
+                row
+                for row in shown
+                if _label(row) == label and (row["model"], row["optimizer"]) == ("char_gpt", "adamw")
+            ),
             key=lambda row: row["steps"],
         )
         steps, means = [row["steps"] for row in line], [row["difference_percent"] for row in line]
@@ -111,12 +115,12 @@ def picture(rows: list[Row], path: Path) -> None:
             if row["interval_percent"] and row["seeds"] > 2:
                 lengths.vlines(row["steps"], *row["interval_percent"], color=colour, linewidth=1)
     lengths.set_xscale("log")
-    lengths.set_xticks(sorted({row["steps"] for row in rows}), minor=False)
+    lengths.set_xticks(sorted({row["steps"] for row in shown}), minor=False)
     lengths.xaxis.set_major_formatter("{x:.0f}")
     lengths.xaxis.minorticks_off()
     lengths.set(xlabel="steps of the run", ylabel="held-out loss against dense, %", title="char_gpt, AdamW")
-    markers = dict(zip(sorted({row["model"] for row in rows}), "osD^v", strict=False))
-    for row in rows:
+    markers = dict(zip(sorted({row["model"] for row in shown}), "osD^v", strict=False))
+    for row in shown:
         if row["steps"] == STEPS and _label(row) in colours:
             models.plot(
                 row["times_fewer_bytes"],
