@@ -6,7 +6,8 @@ It needs root. nginx (installed if it is missing) serves from its own network na
 nodes that read have links of 10 Gbit/s. One machine simulates all three, so its processors may limit a first epoch:
 their load is reported, and large datasets are also read over 200 Mbit/s. All ranks read batches of 256 at the same
 time. Every contender starts with an empty cache, and every epoch is checked to contain every sample once. `--quick`,
-`--problem`, `--fast-only` and `--contender` store nothing unless --json is given. Everything takes about 20 minutes;
+`--problem`, `--fast-only` and `--contender` store nothing unless --json is given. The results are stored after each
+dataset, and `--resume` measures only those that the file lacks. Everything takes about 20 minutes;
 the peers take most of that with small files. The processor time of the ranks and their workers is reported too: it says
 more than seconds if other programs use the machine.
 """
@@ -83,7 +84,14 @@ PEERS = (
     Entry("DataLoader + fsspec filecache, 2 workers", "FileCache", {"workers": 2}, ("files",)),
     Entry("litdata", "LitData", {"workers": 0}),
     Entry("litdata, 2 workers", "LitData", {"workers": 2}),
+    Entry("MosaicML Streaming", "Mosaic", {"workers": 0}),
+    Entry("MosaicML Streaming, 2 workers", "Mosaic", {"workers": 2}),
 )
+OWN_SHARDS = {
+    "LitData": ("litdata", "pip install 'topkube[bench]'"),
+    "Mosaic": ("mosaic", "pip install mosaicml-streaming"),
+}
+"""The peers that have a format of their own: the ending of its folder, and how to install the peer."""
 
 
 class CacheBench:
@@ -101,6 +109,10 @@ class CacheBench:
         """True if nothing is read over the slow link."""
         self.repeated: dict[str, int] = {}
         """For each contender, the most samples of an epoch that came twice."""
+
+    def own_shards(self, entry: Entry, problem: CacheProblem) -> Path | None:
+        """Return the folder with the dataset in the peer's own format; None if it reads the same objects as TopKube."""
+        return self.root / f"{problem.name}.{OWN_SHARDS[entry.kind][0]}" if entry.kind in OWN_SHARDS else None
 
     def shape(self, rate: str) -> None:
         """Limit the link of the remote."""
@@ -150,8 +162,8 @@ class CacheBench:
         answers = self.epoch(entry, problem, 0)
         worked, had = (now - then for now, then in zip(_processors(), (worked, had), strict=True))
         fetched, least = self.remote.sent_bytes() - before, problem.bytes(self.root)
-        if entry.kind == "LitData":
-            least = sum(path.stat().st_size for path in (self.root / f"{problem.name}.litdata").iterdir())
+        if (own := self.own_shards(entry, problem)) is not None:
+            least = sum(path.stat().st_size for path in own.iterdir())
         seconds = _seconds(answers)
         row = {
             "problem": problem.name,
@@ -252,8 +264,8 @@ def measure(
         bench.close(PAGES, forget=False)
         bench.close(OURS_DISK)
     for entry in filter(asked, PEERS):
-        if entry.kind == "LitData" and not (bench.root / f"{problem.name}.litdata").exists():
-            print(f"skipping {entry.label}: pip install 'topkube[bench]'", flush=True)
+        if (own := bench.own_shards(entry, problem)) is not None and not own.exists():
+            print(f"skipping {entry.label}: {OWN_SHARDS[entry.kind][1]}", flush=True)
             continue
         first.append(bench.first(entry, problem, link))
         second += bench.second([(entry, {}, "")], problem)
@@ -271,7 +283,7 @@ def slow(bench: CacheBench, problem: CacheProblem, contenders: list[Entry]) -> l
     link = bench.link(problem, 1)
     rows = []
     for entry in contenders:
-        if entry.kind == "LitData" and not (bench.root / f"{problem.name}.litdata").exists():
+        if (own := bench.own_shards(entry, problem)) is not None and not own.exists():
             continue
         rows.append(bench.first(entry, problem, link, SLOW_LINK))
         bench.close(entry)
@@ -281,7 +293,7 @@ def slow(bench: CacheBench, problem: CacheProblem, contenders: list[Entry]) -> l
 
 def versions() -> str:
     versions_found = []
-    for name in ("torch", "fsspec", "litdata"):
+    for name in ("torch", "fsspec", "litdata", "mosaicml-streaming"):
         with contextlib.suppress(PackageNotFoundError):
             versions_found.append(f"{name} {version(name)}")
     return ", ".join(versions_found)
@@ -293,6 +305,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS} for the whole run)")
     parser.add_argument("--problem", action="append", choices=[problem.name for problem in PROBLEMS])
     parser.add_argument("--fast-only", action="store_true", help="leave the slow link out")
+    parser.add_argument("--resume", action="store_true", help="measure only datasets that the result file lacks")
     parser.add_argument("--contender", action="append", default=[], help="only those whose name has this text")
     options = parser.parse_args()
     reason = missing() or remote.install()
@@ -303,34 +316,46 @@ def main() -> int:
     target = options.json or (
         None if options.quick or options.problem or options.contender or options.fast_only else RESULTS
     )
+    stored = json.loads(target.read_text()) if options.resume and target and target.exists() else {}
+    problems = [problem for problem in problems if problem.name not in stored.get("problems", {})]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nodes and ranks are closed in order
     begun = time.monotonic()
-    first: list[dict[str, Any]] = []
-    second: list[dict[str, Any]] = []
-    links: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
         bench = CacheBench(stack.enter_context(scratch()), stack)
         bench.fast_only = options.fast_only
         for problem in problems:
-            rows = measure(bench, problem, options.contender)
-            first, second = first + rows[0], second + rows[1]
-            links[problem.name] = round(rows[2] / 1e6, 1)
-    results = {
+            stored = add_rows(stored, problem, *measure(bench, problem, options.contender))
+            if target:
+                target.write_text(json.dumps(stored, indent=1) + "\n")
+    if "entries" not in stored:
+        stored["entries"] = entries.measure()
+    print(f"{stored['entries']}\n{time.monotonic() - begun:.0f} s in all", flush=True)
+    if target:
+        target.write_text(json.dumps(stored, indent=1) + "\n")
+        print(f"kept in {target}")
+    return 0
+
+
+def add_rows(
+    stored: dict[str, Any],
+    problem: CacheProblem,
+    first: list[dict[str, Any]],
+    second: list[dict[str, Any]],
+    link: float,
+) -> dict[str, Any]:
+    """Return the results with the rows of one more dataset."""
+    description = {"form": problem.form, "sample_bytes": problem.size, "samples": problem.samples}
+    return {
         "command": "python benchmarks/cache.py",
         "date": time.strftime("%Y-%m-%d"),
-        "problems": {p.name: {"form": p.form, "sample_bytes": p.size, "samples": p.samples} for p in problems},
-        "link_mb_per_s": links,
-        "first": first,
-        "second": second,
-        "entries": entries.measure(),
+        "problems": {**stored.get("problems", {}), problem.name: description},
+        "link_mb_per_s": {**stored.get("link_mb_per_s", {}), problem.name: round(link / 1e6, 1)},
+        "first": stored.get("first", []) + first,
+        "second": stored.get("second", []) + second,
+        **({"entries": stored["entries"]} if "entries" in stored else {}),
         "facts": machine_facts(),
         "versions": versions(),
     }
-    print(f"{results['entries']}\n{time.monotonic() - begun:.0f} s in all", flush=True)
-    if target:
-        target.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"kept in {target}")
-    return 0
 
 
 if __name__ == "__main__":

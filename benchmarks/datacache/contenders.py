@@ -1,15 +1,20 @@
-"""The contenders: TopKube, torch's DataLoader over fsspec's filecache, litdata, and a NumPy array as the reference.
+"""The contenders: TopKube, torch's DataLoader over fsspec's filecache, litdata, MosaicML Streaming, and references.
 
 Every contender yields (n, size) uint8 batches of at most 256 samples. Each sample of an epoch is read by one rank.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import shutil
+import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -160,6 +165,83 @@ def _downloader() -> type[Any]:
             return body
 
     return Http
+
+
+class Mosaic:
+    """MosaicML's StreamingDataset over its own shards (MDS), with `workers` worker processes of torch's DataLoader. It
+    does not support plain HTTP; the downloader below adds it. Its ranks agree through torch.distributed."""
+
+    def __init__(self, problem: CacheProblem, uri: str, folder: Path, root: Path, *, workers: int) -> None:
+        from torch import distributed
+
+        world = topkube.init()
+        os.environ |= {"WORLD_SIZE": str(world.size), "LOCAL_WORLD_SIZE": str(world.local_size)}
+        os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank), "GLOO_SOCKET_IFNAME": "eth0"}
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.tempdir = str(folder)  # its locks are files there; every node needs its own
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{folder.parent}/ranks", rank=world.rank, world_size=world.size
+        )
+        mosaic = import_mosaic()
+        mosaic.downloaders["http"] = _mosaic_downloader(mosaic.Downloader)
+        dataset = mosaic.Dataset(
+            remote=f"{uri}/{problem.name}.mosaic", local=str(folder / "mosaic"), shuffle=True, batch_size=BATCH
+        )
+        self._loader: Any = DataLoader(
+            dataset, BATCH, num_workers=workers, persistent_workers=workers > 0, collate_fn=_stacked_fields
+        )
+
+    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+        return iter(self._loader)
+
+    def close(self) -> None:
+        from torch import distributed
+
+        self._loader = None
+        distributed.destroy_process_group()
+        tempfile.tempdir = None
+
+
+def import_mosaic() -> SimpleNamespace:
+    """Return MosaicML's writer, dataset, downloader and downloaders. Its package imports torchvision and transformers
+    for ready-made datasets, which this benchmark does not need, so only `streaming.base` is imported."""
+    if "streaming" not in sys.modules:
+        spec = importlib.util.find_spec("streaming")
+        if spec is None or not spec.submodule_search_locations:
+            raise ImportError("mosaicml-streaming is not installed")
+        package = ModuleType("streaming")
+        package.__path__ = list(spec.submodule_search_locations)
+        sys.modules["streaming"] = package
+    base = importlib.import_module("streaming.base")
+    download = importlib.import_module("streaming.base.storage.download")
+    return SimpleNamespace(
+        Writer=base.MDSWriter,
+        Dataset=base.StreamingDataset,
+        Downloader=download.CloudDownloader,
+        downloaders=download.DOWNLOADER_MAPPINGS,
+    )
+
+
+def _mosaic_downloader(base: Any) -> type[Any]:
+    class Http(base):  # type: ignore[misc]
+        @staticmethod
+        def _client_identifier() -> str:
+            return "http"
+
+        def clean_up(self) -> None:
+            pass
+
+        def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
+            part = f"{local}.part"
+            with urllib.request.urlopen(remote, timeout=timeout) as answer, open(part, "wb") as file:
+                shutil.copyfileobj(answer, file, 1 << 20)
+            os.replace(part, local)
+
+    return Http
+
+
+def _stacked_fields(samples: list[dict[str, bytes]]) -> torch.Tensor:
+    return _stacked([sample["bin"] for sample in samples])
 
 
 class InMemory:

@@ -1,4 +1,4 @@
-"""The datasets that all contenders read: random samples as files, tar shards, litdata chunks, and one flat file."""
+"""The datasets that all contenders read: random samples as files, tar shards, peers' shards and a flat file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def shard_name(number: int) -> str:
 
 
 def create(problem: CacheProblem, root: Path) -> None:
-    """Write all forms of the dataset below `root`; litdata's only if litdata is installed."""
+    """Write all forms of the dataset below `root`; those of a peer only if the peer is installed."""
     random = np.random.default_rng(problem.samples)
     data = random.integers(0, 256, (problem.samples, problem.size), np.uint8)
     data[:, :NUMBER_BYTES] = np.arange(problem.samples, dtype="<i8").view(np.uint8).reshape(-1, NUMBER_BYTES)
@@ -75,6 +75,7 @@ def create(problem: CacheProblem, root: Path) -> None:
     folder.mkdir()
     (_files if problem.form == "files" else _shards)(problem, data, folder)
     _chunks(problem, data, root / f"{problem.name}.litdata")
+    _mosaic_shards(problem, data, root / f"{problem.name}.mosaic")
 
 
 def _files(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
@@ -109,3 +110,15 @@ def _chunks(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) ->
         writer[number] = sample.tobytes()
     writer.done()
     writer.merge()
+
+
+def _mosaic_shards(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
+    from datacache.contenders import import_mosaic
+
+    try:
+        mosaic = import_mosaic()
+    except ImportError:
+        return
+    with mosaic.Writer(out=str(folder), columns={"bin": "bytes"}, size_limit=SHARD_BYTES) as writer:
+        for sample in data:
+            writer.write({"bin": sample.tobytes()})

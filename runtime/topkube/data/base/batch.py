@@ -228,10 +228,8 @@ def collate(samples: Any) -> Any:
 
     Samples that are stored in columns become tensors without building each sample. bytes and text stay lists.
     """
-    from torch.utils.data import default_collate
-
     if not isinstance(samples, Batch):
-        return default_collate(samples)
+        return _collate_default(samples)
     values = []
     for leaf, column in zip(samples.schema.leaves, samples.columns, strict=True):
         if leaf.fixed and isinstance(column, np.ndarray):
@@ -239,9 +237,15 @@ def collate(samples: Any) -> Any:
         elif leaf.kind in ("bytes", "text"):
             values.append([restore_value(leaf, stored) for stored in column])
         else:
-            values.append(default_collate([restore_value(leaf, stored) for stored in column]))
+            values.append(_collate_default([restore_value(leaf, stored) for stored in column]))
     form = samples.schema.form
     return assemble_sample(samples.schema, values) if form != "tuple" else list(values)
+
+
+def _collate_default(samples: Any) -> Any:
+    from torch.utils.data import default_collate
+
+    return default_collate(samples)
 
 
 class ArrayOf:
