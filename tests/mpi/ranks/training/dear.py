@@ -82,16 +82,19 @@ def check_equal(script: Step, steps: int = STEPS, **options: object) -> None:
 
 
 def case_updates_come_with_the_next_forward(world: World) -> None:
-    late = []
+    late, memories = [], []
 
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
         plainly(model, optimizer, step)
         late.append(is_late(optimizer))
+        parts = [part for bucket in optimizer._backward.plan.buckets for part in bucket.parts if part.memory]
+        memories.append({part.memory._values.data_ptr() for part in parts if part.memory._values is not None})
         assert all(parameter.grad is None for parameter in model.parameters())
 
     for options in ({"bucket_bytes": None}, {"dense_wire": "bf16"}, {"aggregation": "auto"}):
-        late.clear()
+        late.clear(), memories.clear()
         check_equal(script, **options)
+        assert all(memory == memories[1] for memory in memories[1:STEPS])  # nothing keeps the gradients of a step
         assert late == [False, *[world.nodes > 1] * (STEPS - 1), *[False] * STEPS], (options, late)  # the first plans
 
 
