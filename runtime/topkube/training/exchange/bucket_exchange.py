@@ -337,7 +337,7 @@ class BucketExchange:
         """Begin to gather the parts, in their order."""
         assert isinstance(self._overlapped, DecoupledAllReduce)
         self._overlapped.gather([part.halved for part in parts])
-        schedule().advance_meanwhile(self._overlapped.advance)
+        schedule().advance_meanwhile(self._overlapped.advance, is_awaited=True)
 
     def finish_gather(self, parts: Sequence[HalvedPart]) -> None:
         """Return when the parts are gathered."""

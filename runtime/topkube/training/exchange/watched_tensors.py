@@ -95,7 +95,9 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """Notice no more uses in this thread."""
+    """Notice no more uses in this thread, if no tensor is registered."""
+    if _owners:
+        return
     modes = _list_modes()
     _replace_modes([mode for mode in modes if not isinstance(mode, _Watch)])
     _here.watch = None

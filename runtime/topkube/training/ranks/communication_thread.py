@@ -41,6 +41,8 @@ class Schedule:
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._closing = False
         self._advance: Callable[[], float | None] | None = None
+        self._is_awaited = False
+        self._leaves = threading.Event()
         self._thread = threading.Thread(target=self._run, name=COMMUNICATION_THREAD, daemon=True)
         self._thread.start()
 
@@ -50,10 +52,11 @@ class Schedule:
         self._queue.put((work, future))
         return future
 
-    def advance_meanwhile(self, advance: Callable[[], float | None]) -> None:
+    def advance_meanwhile(self, advance: Callable[[], float | None], is_awaited: bool = False) -> None:
         """Call `advance` while the queue is empty, until it returns None. Otherwise it returns the seconds until its
-        next call; new work is not delayed. Called in the thread itself."""
-        self._advance = advance
+        next call; new work is not delayed. If other ranks may wait for it at the end of the program (`is_awaited`),
+        the end waits too. Called in the thread itself."""
+        self._advance, self._is_awaited = advance, is_awaited
 
     def close(self, seconds: float) -> None:
         """End the thread. It finishes the queued work first, for up to `seconds`, and then leaves its waits."""
@@ -61,6 +64,7 @@ class Schedule:
         self._queue.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive() and self._thread.ident is not None:
+            self._leaves.set()
             leave_waits(self._thread.ident)
             self._thread.join(_LEAVE_SECONDS)
 
@@ -83,6 +87,12 @@ class Schedule:
                 future.set_result(result)
                 del result
             del future
+        while self._advance is not None and self._is_awaited and not self._leaves.is_set():
+            pause = self._advance()
+            if pause is None:
+                self._advance = None
+            else:
+                self._leaves.wait(pause)
         if self._advance is not None:  # messages are under way: their buffers must outlive the interpreter
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._advance))
 
