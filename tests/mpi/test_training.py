@@ -14,7 +14,7 @@ CASES = (
     "training.checkpoints,coordination"
 )
 SCRIPTS = "training.scripts,training.tensor_kinds,training.owed,training.refusals"
-SCRIPT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (1, 1), (4,), (2, 2)]}
+SCRIPT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (2, 2)]}
 LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (2, 2), (2, 1)]}
 
 
@@ -33,7 +33,7 @@ def test_sharded_models(outcome, mpi: str, layout: tuple[int, ...], case: str) -
     assert not (problem := outcome("training.sharded", mpi, layout, case)), problem
 
 
-DENSE_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (1, 1), (2, 2), (3, 1)], "openmpi": [(2, 2)]}
+DENSE_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (3, 1)], "openmpi": [(2, 2)]}
 
 
 DENSE = "training.tuning,training.dear"
@@ -55,10 +55,8 @@ def test_simulated_nodes(outcome, mpi: str, layout: tuple[int, ...], case: str) 
 
 
 ONEBIT = "training.onebit,training.onebit_checkpoints"
-ONEBIT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {
-    "mpich": [(2,), (1, 1), (2, 2), (2, 1), (1, 1, 1)],
-    "openmpi": [(2, 2), (3, 1)],
-}
+# A node, uneven nodes, and three nodes, from which on averages take two stages; under Open MPI nodes of two shards.
+ONEBIT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (2, 1), (1, 1, 1)], "openmpi": [(2, 2)]}
 
 
 @pytest.mark.parametrize(("mpi", "layout", "case"), parameters(ONEBIT, ONEBIT_LAYOUTS))
@@ -66,14 +64,12 @@ def test_onebit(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome(ONEBIT, mpi, layout, case)), problem
 
 
-@pytest.mark.parametrize(
-    ("mpi", "layout", "case"), parameters("training.two_stage", {"mpich": [EIGHT_NODES], "openmpi": [EIGHT_NODES]})
-)
+@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.two_stage", {"mpich": [EIGHT_NODES]}))
 def test_onebit_in_two_stages(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome("training.two_stage", mpi, layout, case)), problem
 
 
-PRESETS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2, 2), (2, 1), (1, 1, 1)], "openmpi": [(2, 2)]}
+PRESETS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2, 1), (2, 2)], "openmpi": [(1, 1, 1)]}
 
 
 @pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.presets", PRESETS))

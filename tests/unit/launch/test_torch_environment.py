@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import worlds
 from local_runs import run, write_job
 
 from topkube.errors import WorldError
@@ -63,13 +64,17 @@ def test_these_variables_do_not_count_as_torchrun() -> None:
 
 
 def test_a_ddp_script_runs_unchanged_on_two_nodes_as_under_torchrun(tmp_path: Path) -> None:
-    """A stale RANK of the shell does no harm."""
-    job = write_job(tmp_path, ["python", str(SCRIPT), "--out", "topkube.pt"])
-    ended = run(job, tmp_path, environment={**os.environ, "RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "nowhere"})
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
-    command = [*torchrun, "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(SCRIPT), "--out", "run.pt"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True)
+    """A stale RANK of the shell does no harm. Ranks are forks of a process that has imported torch."""
+    with worlds.forking("mpich", tmp_path, ("torch._dynamo", "torch.distributed")) as socket:
+        script = worlds.forked(socket, SCRIPT)
+        job = write_job(tmp_path, ["python", *script, "--out", "topkube.pt"])
+        ended = run(job, tmp_path, environment={**os.environ, "RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "nowhere"})
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
+        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable]
+        subprocess.run(
+            [*torchrun, *script, "--out", "run.pt"], cwd=tmp_path, check=True, timeout=120, capture_output=True
+        )
     weights, size = torch.load(tmp_path / "topkube.pt")
     reference, _ = torch.load(tmp_path / "run.pt")
     assert size == 4

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import worlds
 
 import topkube
 from topkube.errors import TrainingError
@@ -21,11 +22,13 @@ DENSITY, NODES, LOCAL = 0.1, 2, 2
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """(weights, steps) of each rank, for each run of the script."""
+    """(weights, steps) of each rank, for each run of the script. Ranks are forks of a process that imported torch."""
     folder = tmp_path_factory.mktemp("ddp")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    ended = subprocess.run([*torchrun, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=240)
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable]
+    with worlds.forking("mpich", folder, ("torch._dynamo", "torch.distributed")) as socket:
+        command = [*torchrun, *worlds.forked(socket, SCRIPT), str(folder)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr[-3000:]
     ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(NODES * LOCAL)]
     return {name: [results[name] for results in ranks] for name in ranks[0]}

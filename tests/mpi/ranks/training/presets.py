@@ -14,7 +14,7 @@ import topkube
 from ranks.training.checkpoints import shared_directory
 from ranks.training.onebit import adamw, batch, sgd
 from ranks.training.scene import loss_of, network, same_on_all_ranks, weights
-from topkube.algorithms import OWN, PERIOD, Stage
+from topkube.algorithms import OWN, PERIOD, Algorithm, Stage
 from topkube.errors import TrainingError
 from topkube.settings import Settings
 from topkube.world import World
@@ -31,6 +31,15 @@ def build_optimizer(model: nn.Module, algorithm: Any, make: Any = sgd) -> topkub
         outer_momentum=0.3,  # at a period of two, 0.9 would make steps ten times as long
         bucket_bytes=8192,
     )
+
+
+def algorithms_of(world: World) -> list[Algorithm]:
+    """Return the algorithms that run in this world, so that each runs in two worlds: all of them on uneven nodes; on
+    three nodes those that take two stages there, and one of each family; the rest on even nodes."""
+    if len({len(ranks) for ranks in world.node_ranks}) > 1:
+        return list(OWN)
+    on_three_nodes = {"localsgd", "diloco", "onebit", "hitopk", "gtopk", "hierarchical"}
+    return [algorithm for algorithm in OWN if (algorithm.name in on_three_nodes) == (world.nodes > 2)]
 
 
 def train(world: World, model: nn.Module, optimizer: topkube.DistributedOptimizer, steps: range) -> None:
@@ -52,7 +61,7 @@ def read_agreed_weights(optimizer: topkube.DistributedOptimizer, model: nn.Modul
 
 
 def case_every_algorithm_trains(world: World) -> None:
-    for algorithm in OWN:
+    for algorithm in algorithms_of(world):
         model = network()
         before = compute_held_out_loss(model)
         optimizer = build_optimizer(model, algorithm)
@@ -65,7 +74,7 @@ def case_every_algorithm_trains(world: World) -> None:
 
 
 def case_a_nan_on_one_rank_changes_nothing(world: World) -> None:
-    for algorithm in OWN:
+    for algorithm in algorithms_of(world):
         model = network()
         optimizer = build_optimizer(model, algorithm, adamw)
         train(world, model, optimizer, range(3))
@@ -82,7 +91,7 @@ def case_a_nan_on_one_rank_changes_nothing(world: World) -> None:
 
 def case_runs_repeat_and_resume_bit_for_bit(world: World) -> None:
     """The checkpoint of step 5 lies between two exchanges of the algorithms that exchange every two steps."""
-    for algorithm in OWN:
+    for algorithm in algorithms_of(world):
         ends = []
         for parts in ([12], [5, 12]):
             with shared_directory(world) as directory:

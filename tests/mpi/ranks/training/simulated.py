@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import topkube
+from ranks.training.scene import same_on_all_ranks, weights
 from topkube.world import World
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
@@ -33,12 +34,27 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32))
 
 
+def simulate(
+    world: World, rule: str, make: Callable[[nn.Module], torch.optim.Optimizer], options: RuleOptions
+) -> nn.Module | None:
+    """Return the model that the simulated nodes have after all steps. Rank 0 plays all nodes; the other ranks, which
+    have the weights of rank 0, sleep and return None."""
+    played_model = None
+    if world.rank == 0:
+        nodes = Nodes(network(), world.nodes, make)
+        simulated = RULES[rule](nodes, options)
+        for step in range(STEPS):
+            simulated.step(step, lambda node, model, step=step: loss_of(model, *batch(node, step)))
+        simulated.finish()
+        played_model = nodes.global_model()
+    topkube.barrier()
+    return played_model
+
+
 def compare_with_simulation(world: World, rule: str, warmup_steps: int) -> None:
     """Train on this world, one rank per node, and on simulated nodes; the weights must be equal to rounding."""
     assert world.size == world.nodes
     model = network()
-    nodes = Nodes(copy.deepcopy(model), world.nodes, lambda model: torch.optim.SGD(model.parameters(), 0.2, 0.9))
-    simulated = RULES[rule](nodes, RuleOptions(world.nodes, density=0.05, warmup_steps=warmup_steps))
     optimizer = topkube.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
         model.named_parameters(),
@@ -47,14 +63,21 @@ def compare_with_simulation(world: World, rule: str, warmup_steps: int) -> None:
         warmup_steps=warmup_steps,
         wire="bf16",
     )
-    start = [parameter.detach().clone() for parameter in model.parameters()]
+    start = weights(model)
     for step in range(STEPS):
         loss_of(model, *batch(world.node, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        simulated.step(step, lambda node, model, step=step: loss_of(model, *batch(node, step)))
-    simulated.finish()
-    for before, real, played in zip(start, model.parameters(), nodes.global_model().parameters(), strict=True):
+    assert same_on_all_ranks(weights(model))
+    played_model = simulate(
+        world,
+        rule,
+        lambda model: torch.optim.SGD(model.parameters(), 0.2, 0.9),
+        RuleOptions(world.nodes, density=0.05, warmup_steps=warmup_steps),
+    )
+    if played_model is None:
+        return
+    for before, real, played in zip(start, model.parameters(), played_model.parameters(), strict=True):
         assert not torch.allclose(before, real, atol=1e-3)
         torch.testing.assert_close(real, played, rtol=0, atol=1e-4)  # a bf16 value may round the other way
 
@@ -87,10 +110,8 @@ def compare_weights(world: World, kind: str, period: int, tolerance: float, name
         "adamw": lambda model: torch.optim.AdamW(model.parameters(), 1e-3),
     }
     model = network()
-    start = [parameter.detach().clone() for parameter in model.parameters()]
-    nodes = Nodes(network(), world.nodes, makes[kind])
+    start = weights(model)
     rule = name if name != "onebit" else "sign-weights" if world.nodes < 8 else "sign-weights-two-stage"
-    simulated = RULES[rule](nodes, RuleOptions(world.nodes, period=period))
     optimizer = topkube.DistributedOptimizer(
         makes[kind](model), model.named_parameters(), aggregation=name, period=period
     )
@@ -98,19 +119,22 @@ def compare_weights(world: World, kind: str, period: int, tolerance: float, name
         loss_of(model, *batch(world.node, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        simulated.step(step, lambda node, model, step=step: loss_of(model, *batch(node, step)))
-    simulated.finish()
-    errors = []
     with optimizer.consensus():
-        for before, real, played in zip(start, model.parameters(), nodes.global_model().parameters(), strict=True):
-            assert not torch.allclose(before, real, atol=1e-3)
-            errors.append((real.detach() - played.detach()).abs().reshape(-1))
+        agreed = weights(model)
+    optimizer.unwrap()
+    assert same_on_all_ranks(agreed)
+    played_model = simulate(world, rule, makes[kind], RuleOptions(world.nodes, period=period))
+    if played_model is None:
+        return
+    errors = []
+    for before, real, played in zip(start, agreed, played_model.parameters(), strict=True):
+        assert not torch.allclose(before, real, atol=1e-3)
+        errors.append((real - played.detach()).abs().reshape(-1))
     # The sign of a change that is zero to rounding is open, and probes are sent as bf16.
     error = torch.cat(errors)
     assert float(error.mean()) < tolerance, float(error.mean())
     # Compressed twice: the sum of eight nodes' signs is near zero more often than one change is (measured: 1.3%).
     assert float((error > 10 * tolerance).float().mean()) < (0.01 if world.nodes < 8 else 0.03), float(error.max())
-    optimizer.unwrap()
 
 
 def case_powersgd_is_simulated(world: World) -> None:
