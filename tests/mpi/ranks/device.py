@@ -156,7 +156,7 @@ def case_nccl_between_nodes_equals_the_sum_on_the_host(world: World) -> None:
         rng = np.random.default_rng(number)
         everyone = torch.from_numpy(rng.integers(-8, 9, (world.size, size)).astype(np.float32))
         for name in names:
-            tensor = everyone[world.rank].to(dtype)
+            tensor = everyone[world.rank].to(dtype, copy=True)
             engine.begin(load(find_algorithm(name)), Request(tensor, "sum", density=1.0))
             reduced.append((name, tensor, everyone.sum(0)))
     assert engine.flush()
