@@ -12,9 +12,13 @@ needs no network: it compiles with CMake alone, and takes packages that the mach
 the script starts itself again for each stage with this folder on the path.
 
 Each result is a line of gpu.jsonl, written at once. A call continues where the last one stopped. The stages are: facts,
-checks at every size, kernels, training, the tests marked `gpu`, counters (Nsight Compute), and sanitisers at the end.
-Each runs in a process group that is killed if it takes too long. Times are medians of CUDA events; inputs rotate
-through more memory than the L2 cache holds.
+checks at every size, sanitisers, kernels, counters (Nsight Compute), variants of the kernels, training, and the tests
+marked `gpu`. Each runs in a process group that is killed if it takes too long. At the end the script compares the
+figures with the predictions in gpu_plan/predictions.py. Times are medians of CUDA events; inputs rotate
+through more memory than the L2 cache holds. Rows of other sources, and of other options, go to a file of their own.
+
+Kernels are compiled for one device, on all cores, before the first stage. The build prints the time of each of its
+stages, and a build that was interrupted continues with the files that are missing.
 
 The exit code is 0 if every stage ended, 1 if a result is wrong or a stage failed, 2 if something is missing on this
 machine; what is missing is printed.
@@ -27,17 +31,31 @@ import datetime
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from gpu_plan import machine, tools
+from gpu_plan.predictions import judge_all
+from gpu_plan.programs import run_group
 from gpu_plan.rows import Row, Rows, read
 
 RESULTS = machine.ROOT / "benchmarks" / "results"
-STAGES = {"facts": 1, "checks": 6, "kernels": 8, "training": 5, "suite": 5, "counters": 4, "sanitisers": 6}
+STAGES = {
+    "facts": 1,
+    "checks": 6,
+    "sanitisers": 6,
+    "kernels": 8,
+    "counters": 4,
+    "variants": 8,
+    "training": 5,
+    "suite": 5,
+}
 """The stages in their order, and the minutes that each one may take."""
+GRACE_SECONDS = 30
+"""After the time of a stage, its process is killed this much later."""
 
 
 def missing(dry: bool) -> list[str]:
@@ -56,6 +74,11 @@ def missing(dry: bool) -> list[str]:
         f"{', '.join(absent)} missing, needed for: {kind}. Next: gpu.py --prepare where pip works"
         for kind in machine.NEEDED
         if (absent := machine.absent(kind))
+    ]
+    problems += [
+        f"there is no {program}. Next: install {program}"
+        for program in ("cmake", "c++")
+        if shutil.which(program) is None
     ]
     return problems if not dry else [f"{line} (not needed for --dry)" if "GPU" in line else line for line in problems]
 
@@ -83,6 +106,10 @@ def _run_on_device(name: str, args: argparse.Namespace, rows: Rows) -> None:
         from gpu_plan import checks
 
         checks.run(device, rows, args.quick)
+    elif name == "variants":
+        from gpu_plan import variants
+
+        variants.run(device, rows, args.quick, args.work.resolve())
     elif name == "kernels":
         from gpu_plan import timing
 
@@ -123,37 +150,49 @@ def run_all(args: argparse.Namespace) -> int:
     has_nvcc, has_torch = machine.find_nvcc() is not None, importlib.util.find_spec("torch") is not None
     if not has_torch or (not args.dry and any("GPU" in line or "nvcc" in line for line in lacking)):
         return 2
-    start = time.perf_counter()
+    architecture = args.architecture or machine.find_architecture() or "90"
     try:
-        package = machine.build(work, environment, cuda=has_nvcc)
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"the build failed: {error}. Next: install what its output above names", file=sys.stderr)
+        package = machine.build(work, environment, architecture if has_nvcc else None, end)
+    except (OSError, machine.BuildError) as error:
+        print(f"the build did not end: {error}", file=sys.stderr)
         return 2
-    print(f"built in {time.perf_counter() - start:.0f} s", flush=True)
     here = str(Path(__file__).parent)
     environment["PYTHONPATH"] = os.pathsep.join([str(package), here, environment["PYTHONPATH"]])
+    start_rows(args)
     failed = []
     for name, minutes in STAGES.items():
         left = (end - time.monotonic()) / 60
         if left <= 0:
             print(f"the time is over before the stage {name}. Next: run the same command again", flush=True)
             break
-        command = [
-            sys.executable,
-            __file__,
-            "--stage",
-            name,
-            "--out",
-            str(args.out),
-            "--minutes",
-            str(min(left, minutes)),
-        ]
-        command += [option for option in ("--dry", "--quick") if getattr(args, option[2:])]
-        status, _ = tools.run_group(command, 60 * min(left, minutes) + 60, environment)
+        start = time.monotonic()
+        status, _ = run_group(
+            _stage_command(name, args, work, min(left, minutes)), 60 * min(left, minutes) + GRACE_SECONDS, environment
+        )
+        print(f"stage {name}: {time.monotonic() - start:.0f} s", flush=True)
         if status != 0:
             failed.append(name)
             print(f"the stage {name} {'ran too long' if status is None else f'ended with status {status}'}", flush=True)
     return finish(args, failed)
+
+
+def _stage_command(name: str, args: argparse.Namespace, work: Path, minutes: float) -> list[str]:
+    options = ["--stage", name, "--out", str(args.out), "--work", str(work), "--minutes", str(minutes)]
+    flags = [option for option in ("--dry", "--quick") if getattr(args, option[2:])]
+    return [sys.executable, __file__, *options, *flags]
+
+
+def start_rows(args: argparse.Namespace) -> None:
+    """Let the file of rows begin with what was run. Move a file that began with something else out of the way: its rows
+    would mix with those of these sources."""
+    run = {"sources": machine.digest_sources(), "dry": args.dry, "quick": args.quick}
+    stored = next((row for row in read(args.out) if row["key"] == "run"), None)
+    if args.out.exists() and (stored is None or any(stored.get(name) != value for name, value in run.items())):
+        of = "unknown" if stored is None else stored["sources"]
+        kept = args.out.with_name(f"{args.out.stem}-{of}-{time.time_ns()}.jsonl")
+        args.out.rename(kept)
+        print(f"rows of other sources or options are kept in {kept}", flush=True)
+    Rows(args.out).measure("run", lambda: run)
 
 
 def finish(args: argparse.Namespace, failed: list[str]) -> int:
@@ -180,6 +219,8 @@ def finish(args: argparse.Namespace, failed: list[str]) -> int:
         }
         args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
         print("then: python benchmarks/report.py", flush=True)
+    for line in [] if args.dry else judge_all(rows):
+        print(line, flush=True)
     print(f"{len(rows)} rows in {args.out}", flush=True)
     return 1 if wrong or failed else 0
 
@@ -188,6 +229,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prepare", action="store_true", help="collect wheels for a machine without network")
     parser.add_argument("--python", default="3.12", help="the Python version of that machine (%(default)s)")
+    parser.add_argument(
+        "--processor", default="x86_64", choices=["x86_64", "aarch64"], help="its processor (%(default)s)"
+    )
+    parser.add_argument("--architecture", help="compile for this compute capability, such as 90 (that of the GPU here)")
     parser.add_argument("--wheels", type=Path, default=machine.WHEELS, help="the folder of wheels (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="one size, few repeats")
     parser.add_argument(
@@ -199,7 +244,7 @@ def main() -> int:
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.prepare:
-        failed = machine.prepare(args.python, args.wheels)
+        failed = machine.prepare(args.python, args.processor, args.wheels)
         size = sum(wheel.stat().st_size for wheel in args.wheels.glob("*.whl"))
         print(f"{size / 1e6:.1f} MB in {args.wheels}" + (f"; no wheel for {', '.join(failed)}" if failed else ""))
         return 1 if failed else 0
@@ -208,8 +253,6 @@ def main() -> int:
         run_stage(args.stage, args)
         return 0
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    if args.dry:
-        args.out.unlink(missing_ok=True)
     return run_all(args)
 
 

@@ -86,5 +86,31 @@ class Device:
                 "multiprocessors": properties.multi_processor_count,
                 "memory bytes": properties.total_memory,
                 "compute capability": f"{properties.major}.{properties.minor}",
+                "NCCL": ".".join(map(str, torch.cuda.nccl.version()))
+                if torch.distributed.is_nccl_available()
+                else None,
+                "launch us": self._time_launch(),
+                **{
+                    f"{name} GB/s": self._time_copy(is_up)
+                    for name, is_up in (("host to device", True), ("device to host", False))
+                },
             }
         return facts
+
+    def _time_launch(self) -> float:
+        """Return the microseconds that the host needs to launch a small kernel."""
+        x = torch.zeros(1, device=self.place)
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(1000):
+            x.add_(1)
+        seconds = time.perf_counter() - start
+        self.synchronize()
+        return seconds * 1e3
+
+    def _time_copy(self, is_up: bool) -> float:
+        """Return the gigabytes per second of a copy of 256 MiB from pinned host memory to the device, or back."""
+        host, there = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True), torch.empty(1 << 28, dtype=torch.uint8)
+        there = there.to(self.place)
+        to, source = (there, host) if is_up else (host, there)
+        return (1 << 28) / self.milliseconds(lambda _: to.copy_(source, non_blocking=True)) / 1e6

@@ -3,13 +3,18 @@ network, and build the extension."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from gpu_plan.programs import run_group
 
 ROOT = Path(__file__).parents[2]
 WHEELS = ROOT / "benchmarks" / "wheels"
@@ -37,18 +42,23 @@ _CARRIED = [name for name in PACKAGES if name != "numpy"]
 _GLIBC = (17, 24, 27, 28, 31, 34)
 
 
-def prepare(python: str, folder: Path, constraints: Path = ROOT / "constraints.txt") -> list[str]:
-    """Download the wheels that a machine without network needs, for Python `python` ("3.12") on Linux x86-64. Return
-    the names of the packages that have no wheel."""
+class BuildError(Exception):
+    """A stage of the build failed, or its time is over. What was compiled stays, and the next build continues there."""
+
+
+def prepare(python: str, processor: str, folder: Path, constraints: Path = ROOT / "constraints.txt") -> list[str]:
+    """Download the wheels that a machine without network needs, for Python `python` ("3.12") on Linux with this
+    processor ("x86_64" or "aarch64"). Return the names of the packages that have no wheel."""
     folder.mkdir(parents=True, exist_ok=True)
-    platforms = [word for minor in _GLIBC for word in ("--platform", f"manylinux_2_{minor}_x86_64")]
+    tags = [f"manylinux_2_{minor}_{processor}" for minor in _GLIBC] + [f"manylinux2014_{processor}"]
+    platforms = [word for tag in tags for word in ("--platform", tag)]
     pinned = pinned_versions(constraints)
     failed = []
     for module in _CARRIED:
         name = PACKAGES[module]
         command = [
             *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
-            *("--python-version", python, "--implementation", "cp", *platforms, "--platform", "manylinux2014_x86_64"),
+            *("--python-version", python, "--implementation", "cp", *platforms),
             *("--dest", str(folder), name + (f"=={pinned[canonical(name)]}" if canonical(name) in pinned else "")),
         ]
         if subprocess.run(command, check=False).returncode:
@@ -74,15 +84,18 @@ def absent(kind: str) -> list[str]:
 
 
 def unpack_wheels(folder: Path, site: Path) -> list[str]:
-    """Install carried wheels of modules that are absent into `site`, without a network. Return the names of the wheels.
-    A module that the machine has keeps its version."""
+    """Install carried wheels of modules that are absent into `site`, without a network. Return the names of the
+    packages. A module that the machine has keeps its version."""
     wanted = {canonical(PACKAGES[module]) for module in PACKAGES if importlib.util.find_spec(module) is None}
-    wheels = [wheel for wheel in sorted(folder.glob("*.whl")) if canonical(wheel.name.split("-")[0]) in wanted]
-    if wheels:
+    carried = {canonical(wheel.name.split("-")[0]) for wheel in folder.glob("*.whl")}
+    installed = []
+    for name in sorted(wanted & carried):  # pip chooses the wheel of this Python: the folder may hold those of several
+        options = ["--quiet", "--no-index", "--find-links", str(folder), "--no-deps", "--no-compile", "--upgrade"]
+        command = [sys.executable, "-m", "pip", "install", *options, "--target", str(site), name]
         site.mkdir(parents=True, exist_ok=True)
-        install = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(site)]
-        subprocess.run([sys.executable, "-m", "pip", *install, *map(str, wheels)], check=True)
-    return [wheel.name for wheel in wheels]
+        if subprocess.run(command, check=False).returncode == 0:
+            installed.append(name)
+    return installed
 
 
 def find_nvcc() -> str | None:
@@ -91,22 +104,42 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or (str(toolkit) if toolkit.exists() else None)
 
 
-def build(work: Path, environment: dict[str, str], cuda: bool) -> Path:
-    """Compile the extension for this Python with CMake, and return a folder with the package, to import it from. This
-    needs no scikit-build-core and changes no environment. Raises subprocess.CalledProcessError."""
+def find_architecture() -> str | None:
+    """Return the compute capability of the first GPU without its dot, such as "90". None without a driver."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next((line.strip().replace(".", "") for line in answer.splitlines() if line.strip()), None)
+
+
+def digest_sources() -> str:
+    """Return a digest of what the figures depend on: the kernels, the runtime and the plan."""
+    digest = hashlib.sha256()
+    for folder in ("csrc", "runtime/topkube", "benchmarks/gpu_plan"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".cpp", ".hpp", ".cu", ".txt"):
+                digest.update(str(path.relative_to(ROOT)).encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build(work: Path, environment: dict[str, str], architecture: str | None, end: float) -> Path:
+    """Compile the extension for this Python with CMake, and the CUDA kernels for one `architecture` ("90"; None leaves
+    them out). Return a folder with the package, to import it from. This needs no scikit-build-core and changes no
+    environment. Prints the time of each stage, and continues after what an earlier call compiled. Raises BuildError if
+    a stage fails or is not over at `end` (monotonic seconds)."""
     compiled, site = work / "build", work / "package"
-    command = [sys.executable, "-m", "nanobind", "--cmake_dir"]
-    nanobind = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
-    configure = [
-        *("cmake", "-S", str(ROOT / "csrc"), "-B", str(compiled), "-DCMAKE_BUILD_TYPE=Release"),
-        *(f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind}"),
-        f"-DTOPKUBE_CUDA={'on' if cuda else 'off'}",
-    ]
-    subprocess.run(configure, env=environment, check=True, stdout=subprocess.DEVNULL)
-    jobs = str(os.cpu_count() or 1)
-    subprocess.run(
-        ["cmake", "--build", str(compiled), "-j", jobs], env=environment, check=True, stdout=subprocess.DEVNULL
+    cuda = (
+        ["-DTOPKUBE_CUDA=on", f"-DTOPKUBE_CUDA_ARCHITECTURES={architecture}"]
+        if architecture
+        else ["-DTOPKUBE_CUDA=off"]
     )
+    _configure(compiled, environment, cuda, end)
+    _compile("the extension", compiled, environment, end, "_kernels", "_loopback")
+    if architecture:
+        _compile(f"the CUDA kernels for sm_{architecture}", compiled, environment, end, "topkube_cuda")
     shutil.rmtree(site, ignore_errors=True)
     shutil.copytree(
         ROOT / "runtime" / "topkube", site / "topkube", ignore=shutil.ignore_patterns("*.so", "__pycache__")
@@ -114,3 +147,48 @@ def build(work: Path, environment: dict[str, str], cuda: bool) -> Path:
     for library in compiled.glob("*.so"):
         shutil.copy2(library, site / "topkube")
     return site
+
+
+def build_variant(
+    work: Path, environment: dict[str, str], defines: Sequence[str], architecture: str, end: float = float("inf")
+) -> Path:
+    """Compile only the CUDA kernels, with these options, for the device `architecture` ("90"). Return the library.
+    Raises BuildError."""
+    options = ["-DTOPKUBE_CUDA=on", f"-DTOPKUBE_CUDA_ARCHITECTURES={architecture}"]
+    _configure(work, environment, [*options, f"-DTOPKUBE_CUDA_DEFINES={';'.join(defines)}"], end)
+    _compile(f"the variant {' '.join(defines) or 'default'}", work, environment, end, "topkube_cuda")
+    return work / "libtopkube_cuda.so"
+
+
+def find_nanobind(environment: dict[str, str]) -> str:
+    """Return the folder of nanobind's CMake files. Raises BuildError."""
+    command = [sys.executable, "-m", "nanobind", "--cmake_dir"]
+    answer = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    if answer.returncode:
+        raise BuildError("nanobind is not installed. Next: gpu.py --prepare where pip works")
+    return answer.stdout.strip()
+
+
+def _configure(compiled: Path, environment: dict[str, str], options: Sequence[str], end: float) -> None:
+    python = [f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={find_nanobind(environment)}"]
+    command = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(compiled), "-DCMAKE_BUILD_TYPE=Release", *python, *options]
+    _run_stage("configure", command, environment, end)
+
+
+def _compile(name: str, compiled: Path, environment: dict[str, str], end: float, *targets: str) -> None:
+    """Compile `targets` on all cores."""
+    jobs = str(len(os.sched_getaffinity(0)))
+    _run_stage(name, ["cmake", "--build", str(compiled), "-j", jobs, "--target", *targets], environment, end)
+
+
+def _run_stage(name: str, command: list[str], environment: dict[str, str], end: float) -> None:
+    start = time.monotonic()
+    status, output = run_group(command, min(end - start, 24 * 3600), environment, capture=True)
+    if status is None:
+        raise BuildError(
+            f"the time is over while compiling ({name}, {time.monotonic() - start:.0f} s)."
+            " Next: run the same command again; it continues with the files that are missing"
+        )
+    if status != 0:
+        raise BuildError(f"{name} failed:\n{output[-4000:]}")
+    print(f"build: {name}, {time.monotonic() - start:.0f} s", flush=True)

@@ -79,6 +79,9 @@ def _measured(device: Device, name: str, elements: int, dtype_name: str, dtype: 
         "mstopk × torch": composed / mstopk,
         "topk kernels us": device.kernel_times(lambda: kernels.topk(inputs[0], k)),
         "compress_ kernels us": device.kernel_times(lambda: compress(0)),
+        "mstopk kernels us": device.kernel_times(lambda: kernels.mstopk(inputs[0], k)),
+        "encode kernels us": device.kernel_times(lambda: kernels.encode(indices, values, elements, wire="bf16")),
+        "decode_add_ kernels us": device.kernel_times(lambda: kernels.decode_add_(accumulated, buffer)),
     }
 
 

@@ -1,16 +1,14 @@
-"""Programs that run until they end or are killed with all their children: stages, sanitisers, profilers."""
+"""The stages that run other programs: the tests marked `gpu`, sanitisers, profilers."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import signal
-import subprocess
 import sys
-from contextlib import suppress
+import time
 
 from gpu_plan.machine import ROOT
+from gpu_plan.programs import run_group
 from gpu_plan.rows import Row, Rows
 
 _SAMPLE = (
@@ -23,27 +21,8 @@ _COUNTERS = (
     "sm__warps_active.avg.pct_of_peak_sustained_active,gpu__time_duration.sum"
 )
 _HOT = "regex:filter|collect|narrow|total"
-
-
-def run_group(
-    command: list[str], seconds: float, environment: dict[str, str] | None = None, capture: bool = False
-) -> tuple[int | None, str]:
-    """Run a command in a process group of its own. Return its exit status, None if it ran too long, and its output if
-    `capture` is set. Kill the whole group at the end: a profiler's children outlive the profiler."""
-    output = subprocess.PIPE if capture else None
-    process = subprocess.Popen(
-        command, env=environment, stdout=output, stderr=subprocess.STDOUT if capture else None, start_new_session=True
-    )
-    try:
-        text, _ = process.communicate(timeout=seconds)
-        return process.returncode, (text or b"").decode(errors="replace")
-    except subprocess.TimeoutExpired:
-        return None, ""
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=10)
+_BEFORE_THE_KILL = 15
+"""Seconds after the deadline of a stage, before its process is killed (gpu.py: GRACE_SECONDS)."""
 
 
 def suite(rows: Rows, dry: bool, seconds: float = 300) -> None:
@@ -53,33 +32,37 @@ def suite(rows: Rows, dry: bool, seconds: float = 300) -> None:
     is_there = all(importlib.util.find_spec(name) is not None for name in ("pytest", "hypothesis"))
     skipped = "the dry mode" if dry else "" if is_there else "pytest or hypothesis is not installed"
     rows.measure(
-        "suite", lambda: {"tool": "pytest", "skipped": skipped} if skipped else _run_command(command, seconds, 1)
+        "suite", lambda: {"tool": "pytest", "skipped": skipped} if skipped else _run_command(rows, command, seconds, 1)
     )
 
 
 def profile(rows: Rows, dry: bool, seconds: float = 120) -> None:
     """Read the counters of the hot kernels with Nsight Compute."""
     command = ["ncu", "--metrics", _COUNTERS, "--kernel-name", _HOT, "--csv", sys.executable, "-c", _SAMPLE]
-    rows.measure("counters", lambda: _run_if_installed(command, seconds, dry))
+    rows.measure("counters", lambda: _run_if_installed(rows, command, seconds, dry))
 
 
 def sanitise(rows: Rows, dry: bool, seconds: float = 120) -> None:
     """Check a selection for memory errors and races with compute-sanitizer."""
     for tool in ("memcheck", "racecheck"):
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", sys.executable, "-c", _SAMPLE]
-        rows.measure(f"sanitiser {tool}", lambda command=command: _run_if_installed(command, seconds, dry))
+        rows.measure(f"sanitiser {tool}", lambda command=command: _run_if_installed(rows, command, seconds, dry))
 
 
-def _run_if_installed(command: list[str], seconds: float, dry: bool) -> Row:
+def _run_if_installed(rows: Rows, command: list[str], seconds: float, dry: bool) -> Row:
     if dry or shutil.which(command[0]) is None:
         return {"tool": command[0], "skipped": "the dry mode" if dry else "it is not installed"}
-    return _run_command(command, seconds, 3)
+    return _run_command(rows, command, seconds, 3)
 
 
-def _run_command(command: list[str], seconds: float, wrong_status: int) -> Row:
+def _run_command(rows: Rows, command: list[str], seconds: float, wrong_status: int) -> Row:
     """Run a command. Return its exit status and its output. `wrong_status` is the exit status with which it reports
-    errors."""
-    status, output = run_group(command, seconds, capture=True)
+    errors. It ends before this stage is killed, which would leave it on the device. Raises TimeoutError if it did not
+    end in the time that is left, so that the next call runs it again."""
+    left = rows.deadline + _BEFORE_THE_KILL - time.monotonic()
+    status, output = run_group(command, min(seconds, left), capture=True)
+    if status is None and left < seconds:
+        raise TimeoutError(f"the time was over after {left:.0f} s")
     if status is None:
         return {"tool": command[0], "skipped": f"it did not end within {seconds:g} s"}
     wrong = ["errors"] if status == wrong_status else []

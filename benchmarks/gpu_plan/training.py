@@ -78,7 +78,7 @@ def _measure_steps(device: Device, shape: tuple[int, int, int, int, int], steps:
             if step >= _WARMUP_STEPS:
                 times[name].append((time.perf_counter() - start) * 1e3)
     median = {name: statistics.median(milliseconds) for name, milliseconds in times.items()}
-    launches = {name: _count_launches(device, lambda name=name: run_step(name)) for name in contenders}
+    kernels = {name: _profile_step(device, lambda name=name: run_step(name)) for name in contenders}
     return {
         "parameters": sum(p.numel() for p in contenders["dense"][0].parameters()),
         "layers": layers,
@@ -89,17 +89,31 @@ def _measure_steps(device: Device, shape: tuple[int, int, int, int, int], steps:
         "dense ms": median["dense"],
         "hitopk 1% ms": median["hitopk"],
         "overhead %": 100 * (median["hitopk"] / median["dense"] - 1),
-        "launches": launches,
+        "kernels of a step": kernels,
     }
 
 
-def _count_launches(device: Device, run: Any) -> int | None:
-    """Return how many kernels a step launches, from torch's profiler; None in the dry mode."""
+def _profile_step(device: Device, run: Any) -> Row | None:
+    """Return what a step does on the device, from torch's profiler: the kernels that it launches, the milliseconds from
+    the first to the last of them, and the milliseconds in which no kernel ran. None in the dry mode."""
     if device.dry:
+        run()
         return None
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         device.synchronize()
-    return len(profiler.events() or [])
+    spans = [(event.time_range.start, event.time_range.end) for event in profiler.events() or []]
+    return measure_gaps(spans)
+
+
+def measure_gaps(spans: list[tuple[float, float]]) -> Row:
+    """Return the number of spans (start and end in microseconds), the milliseconds from the start of the first to the
+    end of the last, and the milliseconds of the gaps between them. Spans of two streams may overlap."""
+    gaps, reached = 0.0, min((start for start, _ in spans), default=0.0)
+    first = reached
+    for start, end in sorted(spans):
+        gaps += max(0.0, start - reached)
+        reached = max(reached, end)
+    return {"launches": len(spans), "ms": (reached - first) / 1e3, "gaps ms": gaps / 1e3}

@@ -22,7 +22,7 @@ using u64 = std::uint64_t;
 #else
 #include <cuda_runtime.h>
 
-#define TOPKUBE_KERNEL(threads) __global__ void __launch_bounds__(threads)
+#define TOPKUBE_KERNEL(threads) static __global__ void __launch_bounds__(threads)
 #define TOPKUBE_DEVICE __device__ __forceinline__
 #define TOPKUBE_DEVICE_MEMBER __device__ __forceinline__
 

@@ -5,32 +5,21 @@
 #include <algorithm>
 #include <cmath>
 
-#include "mstopk.hpp"
+#include "api.hpp"
 #include "select.hpp"
 
 namespace topkube {
 
-// Allocates aligned parts of the caller's workspace. Without a workspace, it only adds up their sizes.
-class Arena {
- public:
-  explicit Arena(void* start) : start_(static_cast<char*>(start)) {}
-  template <class T>
-  T* take(u64 count) {
-    T* part = start_ ? reinterpret_cast<T*>(start_ + used_) : nullptr;
-    used_ += (count * sizeof(T) + 255) / 256 * 256;
-    return part;
-  }
-  u64 used() const { return used_; }
-
- private:
-  char* start_;
-  u64 used_ = 0;
-};
+template <class... Pointers>
+bool are_aligned(Pointers... pointers) {
+  return ((reinterpret_cast<std::uintptr_t>(pointers) % 16 == 0) && ...);
+}
 
 // `k`: the rank to find. Uses the formulas of csrc/cpu/selection/candidates.cpp: how many samples are expected above the k-th
 // magnitude, the bounds 4 standard deviations away, and room for the candidates above the lower bound.
-inline Selection lay_out(u64 length, u64 k, u32 tile_items, void* state, Arena& arena) {
+inline Selection lay_out(u64 length, u64 k, u32 tile_items, bool aligned, void* state, Arena& arena) {
   Selection s{};
+  s.aligned = aligned;
   s.length = length;
   s.k = k;
   s.capacity = length;
@@ -94,63 +83,6 @@ template <class Source, class Value>
 void launch_collect(gpu::Launcher& launcher, const Source& source, const Selection& s, u32* indices, Value* values, float* acc) {
   launcher.launch<CollectShared>(collect<Source, Value>, launcher.blocks_for(s.length, collect_tile, 8), collect_threads, source, s,
                                  indices, values, acc);
-}
-
-template <class T>
-u64 topk(gpu::Launcher* launcher, const void* data, u64 length, u64 k, u32* indices, void* values, void* state, void* workspace) {
-  using Source = Bits<T>;
-  using Word = typename Source::Word;
-  Arena arena(workspace);
-  const Selection s = lay_out(length, k, filter_tile<Source>(), state, arena);
-  if (launcher) {
-    const Source source{static_cast<const Word*>(data)};
-    launch_prepare(*launcher, source, s);
-    launch_filter(*launcher, source, s);
-    launch_narrow(*launcher, source, s);
-    launch_collect(*launcher, source, s, indices, static_cast<Word*>(values), static_cast<float*>(nullptr));
-  }
-  return arena.used();
-}
-
-template <class T>
-u64 compress(gpu::Launcher* launcher, const void* gradient, const float* residual, float* acc, u64 length, u64 k, u32* indices,
-             float* values, void* state, void* workspace) {
-  using Source = Sums<T>;
-  Arena arena(workspace);
-  const Selection s = lay_out(length, k, filter_tile<Source>(), state, arena);
-  if (launcher) {
-    const Source source{static_cast<const typename T::Item*>(gradient), residual, acc};
-    const Bits<F32> sums{reinterpret_cast<const u32*>(acc)};
-    launch_prepare(*launcher, source, s);
-    launch_filter(*launcher, source, s);
-    launch_narrow(*launcher, sums, s);
-    launch_collect(*launcher, sums, s, indices, reinterpret_cast<u32*>(values), acc);
-  }
-  return arena.used();
-}
-
-template <class T>
-u64 mstopk(gpu::Launcher* launcher, const void* data, u64 length, u64 k, int iterations, u64 seed, u32* indices, void* values,
-           void* state, void* workspace) {
-  using Source = Bits<T>;
-  using Word = typename Source::Word;
-  Arena arena(workspace);
-  const Selection s = lay_out(length, std::min(k + 1, length), filter_tile<Source>(), state, arena);
-  const u64 blocks = (length + moments_block - 1) / moments_block;
-  double* sums = arena.take<double>(blocks);
-  u32* largest = arena.take<u32>(blocks);
-  if (launcher) {
-    const Source source{static_cast<const Word*>(data)};
-    launch_prepare(*launcher, source, s);
-    launcher->launch(moments<T>, launcher->blocks_for(blocks, 16, 4), moments_threads, source, length, sums, largest);
-    launcher->launch<TotalShared>(total, 1, total_threads, s, k, sums, largest, blocks);
-    launch_filter(*launcher, source, s);
-    launch_narrow(*launcher, source, s);
-    launcher->launch(bisect<T>, 1, 32, s, k, iterations);
-    launcher->launch<CountShared>(count<Source>, launcher->blocks_for(length, 4096, 8), count_threads, source, s, k, seed);
-    launch_collect(*launcher, source, s, indices, static_cast<Word*>(values), static_cast<float*>(nullptr));
-  }
-  return arena.used();
 }
 
 }  // namespace topkube

@@ -49,29 +49,26 @@ TOPKUBE_KERNEL(moments_threads) moments(Bits<T> source, u64 length, double* sums
 }
 
 struct TotalShared {
-  BlockScratch scratch;
-  double staged[4096];
+  double sums[total_threads];
   u32 largest[32];
 };
 
-// Runs as one block. One thread adds the sums of the blocks in order while the other threads fetch them. Also finds the largest
-// magnitude, and sets the rank to search for.
+// Runs as one block. Adds the sums of the blocks in a fixed order, as csrc/cpu/selection/mstopk.cpp does: thread i adds the sums i,
+// i + 1,024, i + 2,048, ...; then a tree adds the sums of the threads. Also finds the largest magnitude, and sets the rank to search
+// for.
 TOPKUBE_KERNEL(total_threads) total(Selection s, u64 kept, const double* sums, const u32* largest, u64 blocks) {
   auto& shared = gpu::shared<TotalShared>();
   double sum = 0;
   u32 top = 0;
-  for (u64 start = 0; start < blocks; start += 4096) {
-    const u32 here = blocks - start < 4096 ? static_cast<u32>(blocks - start) : 4096u;
-    gpu::sync();
-    for (u32 i = gpu::thread(); i < here; i += gpu::threads()) {
-      shared.staged[i] = sums[start + i];
-      top = largest[start + i] > top ? largest[start + i] : top;
-    }
-    gpu::sync();
-    if (gpu::thread() == 0) {
 #pragma unroll 8
-      for (u32 i = 0; i < here; ++i) sum += shared.staged[i];
-    }
+  for (u64 i = gpu::thread(); i < blocks; i += total_threads) {
+    sum += sums[i];
+    top = largest[i] > top ? largest[i] : top;
+  }
+  shared.sums[gpu::thread()] = sum;
+  for (u32 half = total_threads / 2; half; half /= 2) {
+    gpu::sync();
+    if (gpu::thread() < half) shared.sums[gpu::thread()] += shared.sums[gpu::thread() + half];
   }
   for (u32 mask = 16; mask; mask /= 2) {
     const u32 other = gpu::shuffle_xor(top, mask);
@@ -82,7 +79,7 @@ TOPKUBE_KERNEL(total_threads) total(Selection s, u64 kept, const double* sums, c
   if (gpu::thread() != 0) return;
   for (u32 i = 0; i < gpu::threads() / 32; ++i) top = shared.largest[i] > top ? shared.largest[i] : top;
   State& state = *s.state;
-  state.mean = sum / static_cast<double>(s.length);
+  state.mean = shared.sums[0] / static_cast<double>(s.length);
   state.largest = top;
   state.nonfinite = top >= 0x7f800000u;
   state.rank = state.nonfinite ? kept : s.k;  // the rank of the exact top-k, or the rank that answers all probes

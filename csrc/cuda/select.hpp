@@ -17,6 +17,18 @@
 
 namespace topkube {
 
+// Variants that a build can choose (-DTOPKUBE_CUDA_DEFINES="-DTOPKUBE_CUDA_VECTOR=0"), to compare them on a device. They return the
+// same bits.
+#ifndef TOPKUBE_CUDA_VECTOR
+#define TOPKUBE_CUDA_VECTOR 1  // load 16 bytes per instruction, if arrays are aligned
+#endif
+#ifndef TOPKUBE_CUDA_AHEAD
+#define TOPKUBE_CUDA_AHEAD 8  // loads in flight per thread in `narrow`
+#endif
+constexpr bool vector_loads = TOPKUBE_CUDA_VECTOR != 0;
+constexpr u32 narrow_ahead = TOPKUBE_CUDA_AHEAD;
+
+constexpr u32 filter_steps = 16;  // items per thread in `filter`
 // The 2^14 counters of a block need 64 KiB of shared memory, which every device since sm_80 has.
 constexpr u32 coarse_bins = 1u << 12, upper_bits = 14, upper_bins = 1u << upper_bits, lower_bins = 1u << (31 - upper_bits);
 constexpr u32 filter_threads = 256, collect_threads = 256, narrow_threads = 1024, prepare_threads = 256;
@@ -44,11 +56,13 @@ struct State {
   u32 nonfinite;
   float thresholds[2];
 };
+static_assert(sizeof(State) <= 256);  // the size that topkube/kernels allocates
 
 // The layout of the workspace, and the values that the host computes in advance.
 struct Selection {
   u64 length, k;  // k: the rank to find
   u32 mode;       // from_data: k is so large that candidates do not pay off
+  bool aligned;   // all arrays that `filter` reads and writes are aligned to 16 bytes
   u32 samples, low_rank, high_rank;
   u64 stratum, capacity;
   State* state;
@@ -63,39 +77,67 @@ struct Selection {
   u32* values;
 };
 
-// A source returns the bits of element i that are compared, as 32-bit words. `peek` has no side effect. `load` and `finish` are
-// separate so that a thread can start many loads before it uses the first value.
+// A source returns the bits of element i that are compared, as 32-bit words. `peek` has no side effect. Loads and `finish` are
+// separate so that a thread can start many loads before it uses the first value. `load_pack` loads 16 bytes at once (of a 16-bit
+// gradient, 8).
 template <class T>
 struct Bits {
-  static constexpr u32 steps = 16, width = sizeof(typename T::Item) == 4 ? 31 : 15, mask = (u32{1} << width) - 1;
   using Item = typename T::Item;
   using Word = std::conditional_t<sizeof(Item) == 4, u32, u16>;
-  using Raw = u32;
+  static constexpr u32 width = sizeof(Item) == 4 ? 31 : 15, mask = (u32{1} << width) - 1;
+  static constexpr u32 pack = 16 / sizeof(Word), steps = filter_steps, chunks = steps / pack;
+  struct alignas(16) Raw {
+    Word words[pack];
+  };
   const Word* x;
   TOPKUBE_DEVICE_MEMBER u32 peek(u64 i) const { return x[i]; }
-  TOPKUBE_DEVICE_MEMBER Raw load(u64 i) const { return x[i]; }
-  TOPKUBE_DEVICE_MEMBER u32 finish(u64, Raw raw) const { return raw; }
+  TOPKUBE_DEVICE_MEMBER Raw load_pack(u64 i) const { return *reinterpret_cast<const Raw*>(x + i); }
+  TOPKUBE_DEVICE_MEMBER void load(u64 i, Raw& raw, u32 place) const { raw.words[place] = x[i]; }
+  TOPKUBE_DEVICE_MEMBER u32 finish(const Raw& raw, u32 place) const { return raw.words[place]; }
+  TOPKUBE_DEVICE_MEMBER void store_pack(u64, const u32*) const {}
+  TOPKUBE_DEVICE_MEMBER void store(u64, u32) const {}
   static constexpr bool writes = false;
 };
 
 // Reads residual + gradient, and writes it to acc in the same pass.
 template <class T>
 struct Sums {
-  static constexpr u32 steps = 16, width = 31, mask = 0x7fffffffu;
-  struct Raw {
-    typename T::Item gradient;
-    float residual;
+  using Item = typename T::Item;
+  static constexpr u32 width = 31, mask = 0x7fffffffu, pack = 4, steps = filter_steps, chunks = steps / pack;
+  struct alignas(pack * sizeof(Item)) Gradients {
+    Item items[pack];
   };
-  const typename T::Item* gradient;
+  struct alignas(16) Floats {
+    float items[pack];
+  };
+  struct Raw {
+    Gradients gradient;
+    Floats residual;
+  };
+  const Item* gradient;
   const float* residual;
   float* acc;
-  TOPKUBE_DEVICE_MEMBER u32 peek(u64 i) const { return bits_of(canonical(gpu::plus(residual[i], T::load(gradient[i])))); }
-  TOPKUBE_DEVICE_MEMBER Raw load(u64 i) const { return {gradient[i], residual[i]}; }
-  TOPKUBE_DEVICE_MEMBER u32 finish(u64 i, Raw raw) const {
-    const float sum = canonical(gpu::plus(raw.residual, T::load(raw.gradient)));
-    acc[i] = sum;
-    return bits_of(sum);
+  TOPKUBE_DEVICE_MEMBER static u32 sum(Item gradient, float residual) {
+    return bits_of(canonical(gpu::plus(residual, T::load(gradient))));
   }
+  TOPKUBE_DEVICE_MEMBER u32 peek(u64 i) const { return sum(gradient[i], residual[i]); }
+  TOPKUBE_DEVICE_MEMBER Raw load_pack(u64 i) const {
+    return {*reinterpret_cast<const Gradients*>(gradient + i), *reinterpret_cast<const Floats*>(residual + i)};
+  }
+  TOPKUBE_DEVICE_MEMBER void load(u64 i, Raw& raw, u32 place) const {
+    raw.gradient.items[place] = gradient[i];
+    raw.residual.items[place] = residual[i];
+  }
+  TOPKUBE_DEVICE_MEMBER u32 finish(const Raw& raw, u32 place) const {
+    return sum(raw.gradient.items[place], raw.residual.items[place]);
+  }
+  TOPKUBE_DEVICE_MEMBER void store_pack(u64 i, const u32* values) const {
+    Floats sums;
+#pragma unroll
+    for (u32 j = 0; j < pack; ++j) sums.items[j] = float_of(values[j]);
+    *reinterpret_cast<Floats*>(acc + i) = sums;
+  }
+  TOPKUBE_DEVICE_MEMBER void store(u64 i, u32 value) const { acc[i] = float_of(value); }
   static constexpr bool writes = true;
 };
 
@@ -159,6 +201,70 @@ struct FilterShared {
   u64 offset;
 };
 
+// A warp reads chunks of 32 packs. Lane i has pack i of every chunk, so its items of a chunk are neighbours. Returns the position
+// of this lane's item j among the items of the warp.
+template <class Source>
+TOPKUBE_DEVICE u32 item_position(u32 j) {
+  return j / Source::pack * (32 * Source::pack) + gpu::lane() * Source::pack + j % Source::pack;
+}
+
+// Reads this lane's items from element `base` on, and writes the sums of a source that writes. Items beyond `here` are 0. If `whole`,
+// all items of the warp exist and all arrays are aligned to 16 bytes.
+template <class Source>
+TOPKUBE_DEVICE void read_items(const Source& source, u64 base, u32 here, bool whole, u32 (&value)[Source::steps]) {
+  typename Source::Raw raw[Source::chunks];
+  if (vector_loads && whole) {
+#pragma unroll
+    for (u32 c = 0; c < Source::chunks; ++c) raw[c] = source.load_pack(base + item_position<Source>(c * Source::pack));
+#pragma unroll
+    for (u32 j = 0; j < Source::steps; ++j) value[j] = source.finish(raw[j / Source::pack], j % Source::pack);
+#pragma unroll
+    for (u32 c = 0; c < Source::chunks; ++c) {
+      source.store_pack(base + item_position<Source>(c * Source::pack), value + c * Source::pack);
+    }
+    return;
+  }
+#pragma unroll
+  for (u32 j = 0; j < Source::steps; ++j) {
+    if (item_position<Source>(j) < here) source.load(base + item_position<Source>(j), raw[j / Source::pack], j % Source::pack);
+  }
+#pragma unroll
+  for (u32 j = 0; j < Source::steps; ++j) {
+    value[j] = item_position<Source>(j) < here ? source.finish(raw[j / Source::pack], j % Source::pack) : 0;
+    if (item_position<Source>(j) < here) source.store(base + item_position<Source>(j), value[j]);
+  }
+}
+
+// Where the taken items of a warp go: in the order of their positions. Each lane counts its items of each chunk, and one
+// prefix sum over the warp adds all these counts at once, in the parts of a word. A count is at most 256.
+template <class Source>
+struct Places {
+  static_assert(Source::chunks <= 4 && 32 * Source::pack < 0x10000);
+  u64 lanes_before, chunks_before;
+  u32 all;
+  TOPKUBE_DEVICE_MEMBER explicit Places(u32 taken) {
+    constexpr u32 pack_mask = (u32{1} << Source::pack) - 1;
+    u64 counts = 0;
+#pragma unroll
+    for (u32 c = 0; c < Source::chunks; ++c) counts |= u64{gpu::popcount(taken >> (c * Source::pack) & pack_mask)} << (16 * c);
+    u64 sums = counts;
+#pragma unroll
+    for (u32 step = 1; step < 32; step *= 2) {
+      const u64 below = gpu::shuffle(sums, (gpu::lane() - step) & 31u);
+      if (gpu::lane() >= step) sums += below;
+    }
+    lanes_before = sums - counts;
+    const u64 totals = gpu::shuffle(sums, 31u);
+    chunks_before = (totals << 16) + (totals << 32) + (totals << 48);
+    all = static_cast<u32>((chunks_before >> 48) + (totals >> 48));
+  }
+  // Returns how many taken items of the warp come before this lane's item j.
+  TOPKUBE_DEVICE_MEMBER u32 before(u32 taken, u32 j) const {
+    const u32 c = j / Source::pack, own = taken >> (c * Source::pack) & ((u32{1} << j % Source::pack) - 1);
+    return static_cast<u32>((chunks_before >> (16 * c) & 0xffffu) + (lanes_before >> (16 * c) & 0xffffu)) + gpu::popcount(own);
+  }
+};
+
 template <class Source>
 TOPKUBE_KERNEL(filter_threads) filter(Source source, Selection s) {
   constexpr u32 warp_items = 32 * Source::steps, tile_items = warp_items * (filter_threads / 32);
@@ -168,52 +274,44 @@ TOPKUBE_KERNEL(filter_threads) filter(Source source, Selection s) {
   const u64 base = u64{tile} * tile_items + u64{gpu::warp()} * warp_items;
   const u32 here = base >= s.length ? 0 : s.length - base < warp_items ? static_cast<u32>(s.length - base) : warp_items;
 
-  typename Source::Raw raw[Source::steps];
   u32 value[Source::steps];
-#pragma unroll
-  for (u32 j = 0; j < Source::steps; ++j) {
-    if (32 * j + lane < here) raw[j] = source.load(base + 32 * j + lane);
-  }
-#pragma unroll
-  for (u32 j = 0; j < Source::steps; ++j) {
-    value[j] = 32 * j + lane < here ? source.finish(base + 32 * j + lane, raw[j]) : 0;
-  }
+  read_items(source, base, here, s.aligned && here == warp_items, value);
   if (s.mode == from_data) return;
 
   const u32 least = state.least, most = state.most, shift = above_digit(bit_width(most - least));
-  u32 mine = 0;
+  u32 taken = 0;
 #pragma unroll
   for (u32 j = 0; j < Source::steps; ++j) {
-    mine += gpu::popcount(gpu::ballot(32 * j + lane < here && (value[j] & Source::mask) >= least));
+    taken |= (item_position<Source>(j) < here && (value[j] & Source::mask) >= least ? 1u : 0u) << j;
   }
+  const Places<Source> places(taken);
   u64 total;
-  const u64 before = warps_before(mine, shared.scratch, &total);
+  const u64 before = warps_before(places.all, shared.scratch, &total);
   if (gpu::warp() == 0) {
     const u64 offset = look_back(s.filtered, tile, total);
     if (lane == 0) shared.offset = offset;
   }
   gpu::sync();
-  u64 offset = shared.offset + before;
+  const u64 offset = shared.offset + before;
+  const bool crowded = places.all >= 8 * Source::steps;  // many equal values would wait for one counter
+  if (places.all != 0) {
 #pragma unroll
-  for (u32 j = 0; j < Source::steps; ++j) {
-    const u32 magnitude = value[j] & Source::mask;
-    const bool taken = 32 * j + lane < here && magnitude >= least;
-    const u32 votes = gpu::ballot(taken);
-    if (votes == 0) continue;
-    const u64 at = offset + gpu::popcount(votes & ((u32{1} << lane) - 1));
-    const bool fits = taken && at < s.capacity;
-    const bool binned = fits && magnitude <= most;
-    const u32 bin = (magnitude - least) >> shift;
-    if (fits) {
-      s.indices[at] = static_cast<u32>(base + 32 * j + lane);
-      s.values[at] = value[j];
-    }
-    offset += gpu::popcount(votes);
-    if (gpu::popcount(votes) < 8) {
-      if (binned) gpu::add(s.coarse + bin, 1u);
-    } else {  // many equal values would wait for one counter
-      const u32 peers = gpu::matching(binned ? bin : 0x80000000u | lane);
-      if (binned && gpu::first_bit(peers) == lane) gpu::add(s.coarse + bin, gpu::popcount(peers));
+    for (u32 j = 0; j < Source::steps; ++j) {
+      const u32 magnitude = value[j] & Source::mask, bin = (magnitude - least) >> shift;
+      bool binned = false;
+      if (taken >> j & 1) {
+        const u64 at = offset + places.before(taken, j);
+        binned = at < s.capacity && magnitude <= most;
+        if (at < s.capacity) {
+          s.indices[at] = static_cast<u32>(base + item_position<Source>(j));
+          s.values[at] = value[j];
+        }
+        if (binned && !crowded) gpu::add(s.coarse + bin, 1u);
+      }
+      if (crowded) {
+        const u32 peers = gpu::matching(binned ? bin : 0x80000000u | lane);
+        if (binned && gpu::first_bit(peers) == lane) gpu::add(s.coarse + bin, gpu::popcount(peers));
+      }
     }
   }
 
@@ -237,6 +335,22 @@ TOPKUBE_KERNEL(filter_threads) filter(Source source, Selection s) {
   }
 }
 
+// Calls use(load(i), true) for the elements i of this thread. A thread starts several loads before it uses the first value. All
+// lanes of a warp make the same calls; `inside` is false for elements beyond `length`.
+template <class Load, class Use>
+TOPKUBE_DEVICE void for_each_ahead(u64 length, const Load& load, const Use& use) {
+  const u64 stride = u64{gpu::blocks()} * gpu::threads(), lane = gpu::lane();
+  for (u64 first = u64{gpu::block()} * gpu::threads() + gpu::thread(); first - lane < length; first += narrow_ahead * stride) {
+    u32 value[narrow_ahead];
+#pragma unroll
+    for (u32 j = 0; j < narrow_ahead; ++j) value[j] = first + j * stride < length ? load(first + j * stride) : 0;
+#pragma unroll
+    for (u32 j = 0; j < narrow_ahead; ++j) {
+      if (first - lane + j * stride < length) use(value[j], first + j * stride < length);
+    }
+  }
+}
+
 struct NarrowShared {
   BlockScratch scratch;
   u32 bins[upper_bins];
@@ -256,40 +370,46 @@ TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
   auto& shared = gpu::shared<NarrowShared>();
   State& state = *s.state;
   const u32 base = state.base, bits = state.bits;
-  const u64 start = u64{gpu::block()} * gpu::threads() + gpu::thread(), stride = u64{gpu::blocks()} * gpu::threads();
   u32* bins = round == 0 ? s.fine : s.finest;
   if (bits == 0) {  // only one magnitude is left
-    if (round == 1 && start == 0) settle(state, base, state.rank);
+    if (round == 1 && gpu::block() == 0 && gpu::thread() == 0) settle(state, base, state.rank);
     return;
   }
   u32 size, shift = 0;
   if (state.mode == from_candidates) {
     shift = above_digit(bits);
     size = coarse_bins;
-    for (u64 i = start; i < state.candidates; i += stride) {
-      const u32 place = (s.values[i] & Source::mask) - base;  // wraps around below the base
-      if (place >> bits == 0) gpu::add(bins + (place >> shift), 1u);
-    }
+    for_each_ahead(
+        state.candidates, [&](u64 i) { return s.values[i]; },
+        [&](u32 value, bool inside) {
+          const u32 place = (value & Source::mask) - base;  // wraps around below the base
+          if (inside && place >> bits == 0) gpu::add(bins + (place >> shift), 1u);
+        });
   } else if (round == 0) {
     shift = Source::width - upper_bits;
     size = upper_bins;
     for (u32 i = gpu::thread(); i < size; i += gpu::threads()) shared.bins[i] = 0;
     gpu::sync();
-    for (u64 i = start; i < s.length; i += stride) gpu::add(shared.bins + ((source.peek(i) & Source::mask) >> shift), 1u);
+    for_each_ahead(
+        s.length, [&](u64 i) { return source.peek(i); },
+        [&](u32 value, bool inside) {
+          if (inside) gpu::add(shared.bins + ((value & Source::mask) >> shift), 1u);
+        });
     gpu::sync();
     for (u32 i = gpu::thread(); i < size; i += gpu::threads()) {
       if (shared.bins[i]) gpu::add(bins + i, shared.bins[i]);
     }
   } else {
     size = u32{1} << bits;
-    for (u64 first = start - gpu::lane(); first < s.length; first += stride) {  // whole warps, for `matching`
-      const u64 i = first + gpu::lane();
-      const u32 place = i < s.length ? (source.peek(i) & Source::mask) - base : ~u32{0};
-      const bool counted = place >> bits == 0;
-      if (gpu::ballot(counted) == 0) continue;
-      const u32 peers = gpu::matching(counted ? place : 0x80000000u | gpu::lane());
-      if (counted && gpu::first_bit(peers) == gpu::lane()) gpu::add(bins + place, gpu::popcount(peers));
-    }
+    for_each_ahead(
+        s.length, [&](u64 i) { return source.peek(i); },
+        [&](u32 value, bool inside) {
+          const u32 place = inside ? (value & Source::mask) - base : ~u32{0};
+          const bool counted = place >> bits == 0;
+          if (gpu::ballot(counted) == 0) return;
+          const u32 peers = gpu::matching(counted ? place : 0x80000000u | gpu::lane());
+          if (counted && gpu::first_bit(peers) == gpu::lane()) gpu::add(bins + place, gpu::popcount(peers));
+        });
   }
   if (!is_last_block(state.narrow_done + round, shared.scratch)) return;
   const Bin bin = bin_of_rank(bins, size, state.rank, shared.scratch);

@@ -28,6 +28,18 @@ std::uint32_t element_bits(const void* data, Dtype dtype, std::size_t i) {
   return bits_of(dtype == Dtype::bf16 ? from_bf16(bits) : from_f16(bits));
 }
 
+// Adds the sums of the blocks in a fixed order that a GPU can follow in parallel (csrc/cuda/mstopk.hpp): chain i adds the sums i,
+// i + 1,024, i + 2,048, ...; then a tree adds the chains.
+double total(const std::vector<double>& sums) {
+  constexpr std::size_t chains = 1024;
+  double chain[chains] = {};
+  for (std::size_t i = 0; i < sums.size(); ++i) chain[i % chains] += sums[i];
+  for (std::size_t half = chains / 2; half; half /= 2) {
+    for (std::size_t i = 0; i < half; ++i) chain[i] += chain[i + half];
+  }
+  return chain[0];
+}
+
 // Filters by fp32 magnitude, and computes the moments of each block while the block is in the cache.
 struct MomentsFilter {
   static constexpr bool goes_on = true;
@@ -195,9 +207,7 @@ Effort mstopk(const void* data, Dtype dtype, std::size_t length, std::size_t k, 
     ++effort.passes;
     return effort;
   }
-  double total = 0;
-  for (const double sum : sums) total += sum;
-  Bisection bisection{total / static_cast<double>(length), float_of(largest), iterations};
+  Bisection bisection{total(sums) / static_cast<double>(length), float_of(largest), iterations};
 
   bool complete = !candidates.overflowed && candidates.count >= known;  // the candidates are sufficient for the answer
   if (complete) {

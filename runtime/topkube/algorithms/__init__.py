@@ -41,6 +41,7 @@ from topkube.algorithms.declaration import (
     Route,
     Scope,
     State,
+    Transport,
 )
 from topkube.algorithms.own import OWN
 from topkube.algorithms.parameters import (
@@ -95,6 +96,7 @@ __all__ = [
     "Stage",
     "State",
     "Traffic",
+    "Transport",
     "Workload",
     "all_gather_memory",
     "all_gather_messages",

@@ -22,6 +22,7 @@ CHOICES = {
 """Names that stand for an algorithm, with one sentence for people. `auto` may take an algorithm that compresses only if
 docs/accuracy.md shows a loss within 1% of dense training, with its whole interval: today there is no such algorithm."""
 _DENSE_OWN = tuple(algorithm for algorithm in OWN if algorithm.family is Family.DENSE)
+_DENSE_MPI = tuple(algorithm for algorithm in _DENSE_OWN if not algorithm.needs_gpu)
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,15 @@ class Choice:
 def rank_choices(name: str, machines: Machines, buckets: Sequence[BucketSize], dense_wire: str) -> list[Choice]:
     """Return the choices that `name`, one of CHOICES, can stand for, the fastest first.
 
-    `dense_wire` is the format that the job names. `dense` uses this format; `auto` uses this format or float32. The
-    result depends on the arguments only: ranks that pass the same measurements get the same order.
+    `dense_wire` is the format that the job names. `dense` uses this format; `auto` uses this format or float32. NCCL
+    is a choice if its link was measured. The result depends on the arguments only: ranks that pass the same
+    measurements get the same order.
     """
     wires = dict.fromkeys([DENSE_WIRE.default, dense_wire] if name == AUTO else [dense_wire])
     choices = [
         _predict(algorithm, wire, machines, buckets)
         for wire in wires
-        for algorithm in _DENSE_OWN
+        for algorithm in (_DENSE_MPI if machines.nccl_link is None else _DENSE_OWN)
         if wire == DENSE_WIRE.default or DENSE_WIRE in algorithm.parameters
     ]
     return sorted(choices, key=lambda choice: choice.seconds)
@@ -73,7 +75,7 @@ def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets:
         wire = dense_wire if is_narrow else DENSE_WIRE.default
         scale = bucket.itemsize / 4  # the catalogue counts float32
         exchange = estimate_cost(algorithm, machines, bucket.elements, dense_wire=wire)
-        on_link = exchange.sent / machines.link
+        on_link = exchange.sent / machines.link_of(algorithm)
         link = exchange.between - on_link + on_link * scale
         memory = exchange.inside * scale
         between, inside = between + link, inside + memory
@@ -151,4 +153,4 @@ def _find_least_traffic(nodes: int, length: int, density: float) -> Algorithm:
         traffic = algorithm.traffic(Workload(max(nodes, 2), 1, length, density, "fp32"))
         return traffic.sent, traffic.messages
 
-    return min(_DENSE_OWN, key=price)
+    return min(_DENSE_MPI, key=price)

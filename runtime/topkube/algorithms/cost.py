@@ -79,6 +79,12 @@ class Machines:
     """Bandwidth of one node's memory, all ranks together, reading and writing."""
     latency: float = 50e-6
     """Time of one short message between nodes."""
+    nccl_link: float | None = None
+    """Bandwidth of one node's link for NCCL; None if it is not measured, or if there are no GPUs."""
+
+    def link_of(self, algorithm: Algorithm) -> float:
+        """Return the bandwidth of one node's link for what carries the algorithm's data."""
+        return self.nccl_link if self.nccl_link is not None and algorithm.needs_gpu else self.link
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ def estimate_cost(
     load = Workload(machines.nodes, machines.slots, elements, density, wire, dense_wire, period)
     traffic = algorithm.traffic(load)
     sent, messages = (traffic.sent, traffic.messages) if machines.nodes > 1 else (0.0, 0)
-    between = sent / machines.link + messages * machines.latency
+    between = sent / machines.link_of(algorithm) + messages * machines.latency
     return Cost(algorithm, sent, between, traffic.memory / machines.memory)
 
 

@@ -43,6 +43,15 @@ class Route(enum.StrEnum):
     """Every node adds up a part of what all nodes send, and sends the sum to all."""
 
 
+class Transport(enum.StrEnum):
+    """What carries data between nodes."""
+
+    MPI = "MPI"
+    """Messages of MPI. A tensor on a GPU crosses through pinned host memory, unless MPI takes device pointers."""
+    NCCL = "NCCL"
+    """A communicator of NCCL, through torch.distributed: tensors on a GPU only."""
+
+
 class Scope(enum.StrEnum):
     """The ranks that hold a state."""
 
@@ -69,7 +78,8 @@ class Algorithm:
     is sent: the compressor. `route` is the collective that sends these bytes between nodes. `state` lists what each
     rank keeps for the next step. `parameters` are those that the algorithm reads. `traffic` returns what one exchange
     costs. `overlaps` is True if the algorithm sends one piece while it adds up another. `on_device` is True if the
-    algorithm also reduces torch tensors on a GPU; every algorithm reduces CPU arrays.
+    algorithm also reduces torch tensors on a GPU. `transport` carries the data between nodes: an algorithm of NCCL
+    reduces nothing else than tensors on a GPU, all others reduce CPU arrays too.
 
     `in_weights` is True if training keeps what was not sent in the node's weights: gradients are then reduced within
     the node only, and nodes exchange the changes of their weights in the optimizer's step (training/node_weights/).
@@ -95,6 +105,7 @@ class Algorithm:
     parameters: tuple[AlgorithmParameter, ...] = ()
     overlaps: bool = False
     on_device: bool = False
+    transport: Transport = Transport.MPI
     in_weights: bool = False
     two_stage_from: int | None = None
     corrects_second_moment: bool = False
@@ -112,6 +123,12 @@ class Algorithm:
             raise ArgumentError(
                 f"the implementation of {self.name} is {self.implementation!r}",
                 next_step='write the import path of its class, such as "acme.stride_k:StrideK"',
+            )
+        if self.transport is Transport.NCCL and not self.on_device:
+            raise ArgumentError(
+                f"{self.name} declares the transport NCCL, and on_device=False",
+                cause="NCCL carries tensors on a GPU only",
+                next_step="declare on_device=True, or the transport MPI",
             )
         for parameter in self.parameters:
             if PARAMETERS.get(parameter.name) is not parameter:
@@ -134,6 +151,11 @@ class Algorithm:
     def compresses(self) -> bool:
         """True if the algorithm sends less than the whole gradient."""
         return self.family is not Family.DENSE
+
+    @property
+    def needs_gpu(self) -> bool:
+        """True if the algorithm reduces nothing else than tensors on a GPU."""
+        return self.transport is Transport.NCCL
 
     @property
     def residual(self) -> State | None:

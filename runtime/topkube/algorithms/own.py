@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from topkube.algorithms import parameters
 from topkube.algorithms.cost import (
     VALUE_BYTES,
@@ -23,6 +25,7 @@ from topkube.algorithms.declaration import (
     Algorithm,
     Family,
     Route,
+    Transport,
 )
 
 _SPARSE = (
@@ -66,6 +69,22 @@ def _flat(load: Workload) -> Traffic:
     ranks = load.nodes * load.slots
     memory = reduce_scatter_memory(load) + all_gather_memory(load)
     return Traffic(all_reduce_sent(load.array_bytes, ranks), memory, 2 * (ranks - 1))
+
+
+def _hierarchical_nccl(load: Workload) -> Traffic:
+    memory = reduce_scatter_memory(load) + all_gather_memory(load)
+    return Traffic(all_reduce_sent(load.array_bytes, load.nodes), memory, _tree_messages(load.nodes))
+
+
+def _nccl(load: Workload) -> Traffic:
+    ranks = load.nodes * load.slots
+    memory = reduce_scatter_memory(load) + all_gather_memory(load)
+    return Traffic(all_reduce_sent(load.array_bytes, ranks), memory, _tree_messages(load.nodes))
+
+
+def _tree_messages(partners: int) -> int:
+    """Return how many messages wait for one another in a sum up a tree, and down again."""
+    return 2 * math.ceil(math.log2(max(partners, 2)))
 
 
 def _hitopk(load: Workload) -> Traffic:
@@ -193,6 +212,29 @@ FLAT = Algorithm(
     overlaps=True,
     on_device=True,
     implementation="topkube.collectives.dense:Flat",
+)
+HIERARCHICAL_NCCL = Algorithm(
+    name="hierarchical-nccl",
+    summary="reduces inside each node, then each shard between nodes, with NCCL for both (GPUs only)",
+    family=Family.DENSE,
+    sends="all entries",
+    route=Route.ALL_REDUCE,
+    traffic=_hierarchical_nccl,
+    on_device=True,
+    transport=Transport.NCCL,
+    implementation="topkube.collectives.dense:HierarchicalNccl",
+)
+NCCL = Algorithm(
+    name="nccl",
+    summary="reduces with one communicator of NCCL over all ranks (GPUs only)",
+    family=Family.DENSE,
+    sends="all entries",
+    route=Route.ALL_REDUCE,
+    traffic=_nccl,
+    overlaps=True,
+    on_device=True,
+    transport=Transport.NCCL,
+    implementation="topkube.collectives.dense:Nccl",
 )
 HITOPK = Algorithm(
     name="hitopk",
@@ -349,6 +391,8 @@ OWN = (
     HIERARCHICAL,
     TORUS2D,
     FLAT,
+    HIERARCHICAL_NCCL,
+    NCCL,
     HITOPK,
     GTOPK,
     OKTOPK,

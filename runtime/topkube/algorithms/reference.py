@@ -62,8 +62,19 @@ def _row(algorithm: Algorithm) -> str:
     stages = (
         f"; from {algorithm.two_stage_from} nodes on, reduce-scatter and all-gather" if algorithm.two_stage_from else ""
     )
-    cells = [f"`{algorithm.name}`", algorithm.family, algorithm.sends, f"{algorithm.route}{stages}"]
-    return "| " + " | ".join([*cells, "; ".join(kept) or "nothing", "yes" if algorithm.on_device else "no"]) + " |"
+    by = f" over {algorithm.transport}" if algorithm.needs_gpu else ""
+    cells = [f"`{algorithm.name}`", algorithm.family, algorithm.sends, f"{algorithm.route}{by}{stages}"]
+    return (
+        "| "
+        + " | ".join(
+            [
+                *cells,
+                "; ".join(kept) or "nothing",
+                "only" if algorithm.needs_gpu else "yes" if algorithm.on_device else "no",
+            ]
+        )
+        + " |"
+    )
 
 
 _COPIES = {"shard": "node, cut over its ranks", "rank": "rank"}

@@ -140,7 +140,7 @@ def _names(text: str) -> list[str]:
     if world.current().rank == 0:
         for error in broken:
             print(f"warning: {error}", file=sys.stderr)
-    return [algorithm.name for algorithm in listed]
+    return [algorithm.name for algorithm in listed if not algorithm.needs_gpu]  # the arrays are in host memory
 
 
 def _check(here: World, name: str, density: float, wire: str, dtype: str) -> tuple[bool, float]:

@@ -173,6 +173,7 @@ def _plan(options: PlanOptions) -> _Plan:
         listed = _select_allowed(listed, period, wanted)
     if wanted in CHOICES:
         dense_wire = _choose(wanted, machines, elements, dense_wire).dense_wire
+    listed = [algorithm for algorithm in listed if not algorithm.needs_gpu or algorithm.name == wanted]
     situation = Situation(machines, density, wire, cores, options.overlap, dense_wire=dense_wire, period=period)
     return _Plan(situation, elements, wanted, listed, profile, model)
 

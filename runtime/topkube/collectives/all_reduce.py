@@ -6,7 +6,7 @@ import functools
 import importlib
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -72,7 +72,12 @@ class ShardAllReduce(NodeAllReduce):
     """An algorithm whose nodes send each other one message: `pack` returns what this rank sends, the algorithm's
     `route` carries it, `unpack` puts the result into the shard. The same `pack` and `unpack` serve CPU arrays and, if
     the algorithm is declared `on_device`, tensors on a GPU.
+
+    If `over_all_ranks` is True, tensors on a GPU are not reduced inside the node first: the transport adds them up over
+    all ranks, and the shard is the whole tensor.
     """
+
+    over_all_ranks: ClassVar[bool] = False
 
     @abstractmethod
     def pack(self, shard: Shard) -> Any:

@@ -1,4 +1,5 @@
-"""Dense all-reduce: `Hierarchical`, `Torus2d` and `Flat`. On one node all three are the shared-memory all-reduce."""
+"""Dense all-reduce: `Hierarchical`, `Torus2d` and `Flat`, and `HierarchicalNccl` and `Nccl` on GPUs. On one node, the
+first three are the shared-memory all-reduce, and the others are NCCL's."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from topkube.collectives.exchange import Exchanges, all_reduce_buffer_length, ri
 from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce, is_narrow, split
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
+from topkube.errors import ArgumentError
 from topkube.telemetry import phases
 from topkube.world import World
 
@@ -123,6 +125,29 @@ class Flat(_Dense):
         sent = 2 * (world.size - 1) * x.nbytes // world.size
         phases.current.sent(**{"intra" if right in world.node_ranks[world.node] else "inter": sent})
         return finite.all
+
+
+class HierarchicalNccl(_Dense):
+    """Reduce-scatter inside the node, NCCL's all-reduce of each shard among equal local ranks, all-gather inside the
+    node. The pipeline of tensors on a device (device/pipeline.py) launches all three stages on one stream, and the host
+    waits for none of them."""
+
+    def run(self, world: World, request: Request) -> bool:
+        name = self.algorithm.name
+        raise ArgumentError(
+            f"{name} reduces tensors on a GPU, and this array is in host memory",
+            cause="this process has no GPU, or the model is on the CPU",
+            next_step="choose the algorithm dense, or move model and data to topkube.device()",
+        )
+
+    def _run_on_nodes(self, call: Call, request: Request) -> bool:
+        raise AssertionError("run() refuses arrays in host memory")
+
+
+class Nccl(HierarchicalNccl):
+    """NCCL's all-reduce over all ranks. NCCL chooses rings or trees by itself, and knows nothing of this topology."""
+
+    over_all_ranks = True
 
 
 def _start_shard(world: World, exchanges: Exchanges, x: Array, finite: _Finite) -> None:

@@ -1,4 +1,4 @@
-"""The compiled CUDA kernels (csrc/cuda/api.cu): a C library beside the extension, loaded when it is first needed.
+"""The compiled CUDA kernels (csrc/cuda): a C library beside the extension, loaded when it is first needed.
 
 It takes device pointers and a stream as numbers, so it does not depend on torch. It exists if nvcc was found when the
 package was built, and loads without a driver.

@@ -16,6 +16,7 @@ from ranks.training import gradients
 from ranks.training.scene import distributed, loss_of, network, own_part, same_on_all_ranks, samples, sgd, weights
 from topkube.algorithms import find_algorithm
 from topkube.collectives import Request, load
+from topkube.collectives.device import nccl_link
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.collectives.error_feedback import Residual
 from topkube.errors import ArgumentError
@@ -147,9 +148,64 @@ def case_dense_values_of_16_bits_are_those_of_the_cpus_path(world: World) -> Non
             torch.testing.assert_close(torch.from_numpy(here), there, rtol=2**-6, atol=1e-3)
 
 
+def case_nccl_between_nodes_equals_the_sum_on_the_host(world: World) -> None:
+    """gloo takes the place of NCCL here: the same calls of torch.distributed, on CPU tensors."""
+    engine, reduced = DeviceAllReduce(world, CPU), []
+    names = ("nccl", "hierarchical-nccl", "hitopk", "hierarchical")
+    for number, (size, dtype) in enumerate(itertools.product((1, 3, 1000, 70_001), (torch.float32, torch.bfloat16))):
+        rng = np.random.default_rng(number)
+        everyone = torch.from_numpy(rng.integers(-8, 9, (world.size, size)).astype(np.float32))
+        for name in names:
+            tensor = everyone[world.rank].to(dtype, copy=True)
+            engine.begin(load(find_algorithm(name)), Request(tensor, "sum", density=1.0))
+            reduced.append((name, tensor, everyone.sum(0)))
+    assert engine.flush()
+    for name, tensor, expected in reduced:
+        assert torch.equal(tensor.float(), expected), name
+    groups = [name for name in world.cache if "group of" in name]
+    assert len(groups) == (0 if world.nodes == 1 else 2 if world.cross_comm is not None else 1), groups
+
+
+def case_training_over_nccl_equals_dense_training(world: World) -> None:
+    results = []
+    for name in ("hierarchical", "nccl", "hierarchical-nccl"):
+        model = network()
+        with through_torch():
+            optimizer = distributed(model, sgd, aggregation=name)
+        for step in range(3):
+            x, y = samples(8 * topkube.size(), step)
+            loss_of(model, own_part(x), own_part(y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.unwrap()
+        assert same_on_all_ranks(weights(model))
+        results.append(weights(model))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def case_nccl_without_a_gpu_is_refused(world: World) -> None:
+    for name in ("nccl", "hierarchical-nccl"):
+        with pytest.raises(ArgumentError, match=f"the algorithm {name} reduces gradients on GPUs only.*algorithm auto"):
+            distributed(network(), sgd, aggregation=name)
+        with pytest.raises(ArgumentError, match=r"this array is in host memory.*choose the algorithm dense"):
+            topkube.allreduce_(np.ones(5, np.float32), algorithm=name)
+    topkube.barrier()
+
+
+def case_the_link_of_nccl_is_measured_once_for_auto(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl_link, "_ELEMENTS", 4096)
+        engine = DeviceAllReduce(world, CPU)
+        assert nccl_link.measure_nccl_link(engine) is None  # no GPU
+        rate = nccl_link.measure_link(engine, find_algorithm("nccl"))
+    assert rate > 0 if world.nodes > 1 else rate == 0
+
+
 def case_values_that_are_not_finite_are_reported(world: World) -> None:
     engine = DeviceAllReduce(world, CPU)
-    for name in ("hierarchical", "hitopk"):
+    for name in ("hierarchical", "hitopk", "nccl", "hierarchical-nccl"):
         for poison in (torch.nan, torch.inf):
             x = torch.ones(3000)
             if world.rank == 0:

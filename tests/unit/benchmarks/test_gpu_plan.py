@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -12,9 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_plan import checks, machine, timing, tools
+import gpu
+from gpu_plan import checks, machine, timing, variants
 from gpu_plan.device import Device
+from gpu_plan.predictions import PREDICTIONS, Prediction
+from gpu_plan.programs import run_group
 from gpu_plan.rows import Rows, read
+from gpu_plan.training import measure_gaps
 
 SCRIPT = machine.ROOT / "benchmarks" / "gpu.py"
 
@@ -41,6 +46,68 @@ def test_rows_are_written_at_once_and_measured_once(tmp_path: Path) -> None:
     assert sorted(row["key"] for row in read(path) if "error" not in row) == ["a", "b", "c"]
 
 
+def test_a_row_that_was_killed_twice_does_not_stop_the_rows_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    kills = """
+import os, sys
+from pathlib import Path
+from gpu_plan.rows import Rows
+rows = Rows(Path(sys.argv[1]))
+rows.measure("first", dict)
+rows.measure("hangs", lambda: os._exit(9))
+rows.measure("last", dict)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
+    statuses = [
+        subprocess.run([sys.executable, "-c", kills, str(path)], check=False, env=environment).returncode
+        for _ in range(3)
+    ]
+    assert statuses == [9, 9, 0]
+    rows = {row["key"]: row for row in read(path)}
+    assert "started 2 times and did not end" in rows["hangs"]["error"]
+    assert "error" not in rows["last"]
+
+
+def test_rows_of_other_sources_are_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = argparse.Namespace(out=tmp_path / "gpu.jsonl", dry=False, quick=False)
+    gpu.start_rows(args)
+    Rows(args.out).measure("facts", lambda: {"device": "first"})
+    gpu.start_rows(args)
+    assert [row["key"] for row in read(args.out)] == ["run", "facts"]
+    monkeypatch.setattr(machine, "digest_sources", lambda: "changed")
+    gpu.start_rows(args)
+    assert [row["key"] for row in read(args.out)] == ["run"]
+    kept = next(path for path in tmp_path.iterdir() if path != args.out)
+    assert [row["key"] for row in read(kept)] == ["run", "facts"]
+
+
+def test_the_plan_fits_45_minutes_and_no_stage_exceeds_a_command() -> None:
+    assert sum(gpu.STAGES.values()) <= 45
+    assert max(gpu.STAGES.values()) <= 9
+    assert list(gpu.STAGES)[:2] == ["facts", "checks"]  # figures of wrong results are worth nothing
+
+
+def test_a_build_that_runs_out_of_time_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cmake", "nvcc"):
+        program = tmp_path / name
+        program.write_text("#!/bin/sh\nexec sleep 600\n")
+        program.chmod(0o755)
+    monkeypatch.setattr(machine, "find_nanobind", lambda environment: "nowhere")
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    monkeypatch.setenv("PATH", environment["PATH"])
+    with pytest.raises(machine.BuildError, match=r"the time is over.*configure.*run the same command again"):
+        machine.build(tmp_path / "work", environment, "90", time.monotonic() + 0.2)
+
+
+def test_gaps_are_the_time_without_a_kernel() -> None:
+    assert measure_gaps([(0, 1000), (500, 700), (900, 2000), (5000, 6000)]) == {
+        "launches": 4,
+        "ms": 6.0,
+        "gaps ms": 3.0,
+    }
+    assert measure_gaps([]) == {"launches": 0, "ms": 0.0, "gaps ms": 0.0}
+
+
 def test_no_row_starts_after_the_deadline(tmp_path: Path) -> None:
     rows = Rows(tmp_path / "rows.jsonl", deadline=time.monotonic() - 1)
     assert rows.measure("late", lambda: pytest.fail("it was started")) is None
@@ -50,7 +117,7 @@ def test_no_row_starts_after_the_deadline(tmp_path: Path) -> None:
 def test_a_program_that_runs_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
     child = tmp_path / "child"
     script = f"sleep 600 & echo $! > {child}.new; mv {child}.new {child}; wait"
-    status, _ = tools.run_group(["bash", "-c", script], 3)
+    status, _ = run_group(["bash", "-c", script], 3)
     assert status is None
     number = int(child.read_text())
     deadline = time.monotonic() + 30
@@ -78,7 +145,13 @@ def test_wheels_are_installed_without_a_network_and_only_if_they_are_absent(
             wheel.writestr(f"{info}/RECORD", "")
     monkeypatch.setattr(machine, "PACKAGES", {"topkube_absent": "topkube-absent", "numpy": "numpy"})
     site = tmp_path / "site"
-    assert machine.unpack_wheels(tmp_path, site) == ["topkube_absent-1.0-py3-none-any.whl"]
+    other = tmp_path / "topkube_absent-1.0-py3-none-any.whl"
+    other.rename(tmp_path / "kept.whl")
+    (tmp_path / "topkube_absent-2.0-cp27-cp27mu-manylinux1_x86_64.whl").write_bytes(
+        (tmp_path / "kept.whl").read_bytes()
+    )
+    (tmp_path / "kept.whl").rename(other)  # the folder also holds the wheel of another Python
+    assert machine.unpack_wheels(tmp_path, site) == ["topkube-absent"]
     assert (site / "topkube_absent" / "__init__.py").exists()
     assert not (site / "numpy").exists()
 
@@ -116,3 +189,28 @@ def test_without_a_gpu_the_script_prints_the_missing_parts(tmp_path: Path) -> No
     ended = subprocess.run([*command, "--wheels", str(tmp_path)], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "Next: run this on a machine with an NVIDIA GPU" in ended.stdout
+
+
+def test_a_prediction_names_what_it_did_not_expect() -> None:
+    rows = {"a": {"ms": 1.0}, "b": {"ms": 4.0}}
+    assert Prediction("a", "ms", 0.2, 0.3, "why", per="b").judge(rows).startswith("as expected")
+    assert Prediction("a", "ms", 2, 3, "why").judge(rows).startswith("UNEXPECTED")
+    assert Prediction("a", "ms", 2, 3, "why", per="c").judge(rows).startswith("not measured")
+
+
+def test_predictions_are_about_rows_that_the_plan_measures() -> None:
+    sizes = [
+        f"time {size} {dtype} {density:g}"
+        for size in timing.SIZES
+        for dtype in timing.DTYPES
+        for density in timing.DENSITIES
+    ]
+    keys = {*sizes, *(f"variant {name}" for name in variants.VARIANTS), "training step"}
+    assert {key for p in PREDICTIONS for key in (p.key, p.per) if key} <= keys
+
+
+def test_every_variant_is_a_choice_that_the_kernels_offer() -> None:
+    source = (machine.ROOT / "csrc/cuda/select.hpp").read_text()
+    for defines in variants.VARIANTS.values():
+        for option in defines:
+            assert f"#ifndef {option.removeprefix('-D').partition('=')[0]}\n" in source

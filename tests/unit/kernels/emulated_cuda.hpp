@@ -274,6 +274,6 @@ class Launcher {
 }  // namespace topkube::gpu
 
 // Returns how many kernels were launched so far.
-extern "C" __attribute__((visibility("default"), used)) topkube::u64 topkube_emulated_launches() {
+extern "C" __attribute__((visibility("default"), used)) inline topkube::u64 topkube_emulated_launches() {
   return topkube::gpu::Launcher::launches;
 }

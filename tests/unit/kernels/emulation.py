@@ -18,7 +18,7 @@ from topkube.kernels.device import DeviceKernels
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-SOURCE = ROOT / "csrc" / "cuda" / "api.cu"
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 _BUILDS = ROOT / "build" / "emulation"
 FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fPIC"]
 # A misaligned access fails on a GPU, and a shift by 32 has another result than on a CPU: here both end the process.
@@ -26,12 +26,13 @@ TRAPS = ["-fsanitize=alignment,shift,bounds", "-fsanitize-undefined-trap-on-erro
 
 
 @functools.cache
-def emulated() -> DeviceKernels:
-    """Return the kernels for CPU tensors, with the same launches. Skips if there is no g++."""
+def emulated(*options: str) -> DeviceKernels:
+    """Return the kernels for CPU tensors, with the same launches, compiled with `options` too. Skips if there is no
+    g++."""
     if not shutil.which("g++") or not sysconfig.get_platform().startswith("linux"):
         pytest.skip("no g++ here to compile the emulation")
     defines = ["-DTOPKUBE_EMULATE_CUDA", '-DTOPKUBE_CUDA_BUILD="an emulation"', "-I", str(HERE)]
-    command = ["g++", *FLAGS, *TRAPS, *defines, "-shared", "-x", "c++", str(SOURCE)]
+    command = ["g++", *FLAGS, *TRAPS, *defines, *options, "-shared", "-x", "c++", *map(str, SOURCES)]
     library = _BUILDS / f"{_digest(command)}.so"
     _BUILDS.mkdir(parents=True, exist_ok=True)
     with FileLock(library.with_suffix(".lock")):  # other processes of this run need it too

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_device import DTYPES, NAMES, Device, adversarial_inputs, have_same_bits, read_bits
+from emulation import emulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -101,7 +102,8 @@ def test_any_bits(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 def test_a_part_of_an_array_that_begins_anywhere(device: Device, dtype: torch.dtype) -> None:
-    """No load is wider than an element, so no offset is misaligned. The emulation stops at a misaligned load."""
+    """Loads of 16 bytes need aligned arrays; at other offsets a load is one element. The emulation stops at a
+    misaligned load."""
     whole = adversarial_inputs(20_011)["heavy tails"].to(dtype)
     for start in (1, 3):
         part, there = whole[start:], device.put(whole)[start:]
@@ -132,3 +134,15 @@ def test_orders_of_blocks_do_not_matter(device: Device) -> None:
     x = adversarial_inputs(40_003)["few values"]
     for _ in range(6):  # each run draws another order of blocks
         check_topk(device, x, 4000)
+
+
+def test_every_variant_of_a_build_selects_the_same_entries() -> None:
+    """A run on a device compares variants by their times, so their results must be equal."""
+    variant = emulated("-DTOPKUBE_CUDA_VECTOR=0", "-DTOPKUBE_CUDA_AHEAD=3")
+    for name in ("normal", "constant", "mostly zero", "nan"):
+        x = adversarial_inputs(20_011)[name]
+        for dtype, k in ((torch.float32, 200), (torch.bfloat16, 9_000)):
+            indices, values = variant.topk(x.to(dtype), k)
+            expected = kernels.topk(x.to(dtype), k)
+            assert have_same_bits(indices, expected[0])
+            assert have_same_bits(values, expected[1])

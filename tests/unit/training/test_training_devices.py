@@ -15,6 +15,7 @@ import torch
 
 import topkube
 from topkube.collectives.device import node_group as node_group_module
+from topkube.collectives.device import spanning_group
 from topkube.collectives.device.node_group import node_group, refuse_mig
 from topkube.errors import ArgumentError, DeviceError
 from topkube.processors import bind_near_pci, find_processors_near_pci
@@ -98,6 +99,47 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_watchdog_of_nccl_waits_twice_as_long_as_topkube(nccl: World) -> None:
     group = node_group(nccl, torch.device("cuda", 0))
     assert group._group.options._timeout == timedelta(seconds=120)
+
+
+def test_a_build_of_torch_without_nccl_is_refused(nccl: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(DeviceError, match=r"this build of torch has no NCCL.*install a build of torch for CUDA"):
+        node_group(nccl, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("names", "route", "address"),
+    [
+        (["10.1.2.3"], "192.168.0.2", "10.1.2.3"),  # a pod: its name resolves to its address
+        (["127.0.1.1", "::1"], "192.168.0.2", "192.168.0.2"),  # Debian's /etc/hosts
+        (["fe80::1%eth0", "2001:db8::5"], "", "2001:db8::5"),
+        ([], "", ""),
+    ],
+)
+def test_ranks_of_other_nodes_meet_at_an_address_that_they_reach(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], route: str, address: str
+) -> None:
+    class Route:
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def connect(self, _: object) -> None:
+            if not route:
+                raise OSError("there is no route")
+
+        def getsockname(self) -> tuple[str, int]:
+            return route, 1
+
+    def resolve(*_: object) -> Any:
+        if not names:
+            raise OSError("the name is unknown")
+        return [(0, 0, 0, "", (name, 0)) for name in names]
+
+    monkeypatch.setattr(spanning_group.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(spanning_group.socket, "socket", Route)
+    assert spanning_group.find_own_address() == address
 
 
 def test_a_process_has_one_communicator_per_device_and_ends_it(nccl: World) -> None:

@@ -21,16 +21,18 @@ GIGABIT = 125e6
 BUCKETS = [BucketSize(5_000_000), BucketSize(2_000, small=True)]
 
 
-def machines(link: float = GIGABIT, nodes: int = 2) -> Machines:
-    return Machines(nodes, 2, link, memory=10e9, latency=50e-6)
+def machines(link: float = GIGABIT, nodes: int = 2, nccl: float | None = None) -> Machines:
+    return Machines(nodes, 2, link, memory=10e9 if nccl is None else 1e12, latency=50e-6, nccl_link=nccl)
 
 
-def measure_and_choose(monkeypatch: Any, link: float, name: str = "auto", wire: str = "fp32", nodes: int = 2) -> Tuning:
+def measure_and_choose(
+    monkeypatch: Any, link: float, name: str = "auto", wire: str = "fp32", nodes: int = 2, nccl: float | None = None
+) -> Tuning:
     """The tuning of a rank that measured a link of `link` bytes per second and has chosen."""
     world = SimpleNamespace(
         nodes=nodes, rank=1, shards=2, node_ranks=[(0, 1)] * nodes, cache={}, run_directory=None, size=2 * nodes
     )
-    monkeypatch.setattr(Tuning, "_agree_on_machines", lambda self: machines(link, nodes))
+    monkeypatch.setattr(Tuning, "_agree_on_machines", lambda self: machines(link, nodes, nccl))
     settings = AggregationSettings.of(Settings(), algorithm=name, dense_wire=wire)
     tuned = Tuning(world, settings, lambda ask: ask(None))  # type: ignore[arg-type]
     tuned.choose(BUCKETS)
@@ -108,6 +110,34 @@ def test_a_link_that_is_slower_than_measured_changes_the_wire_and_a_faster_step_
     assert not decide(tuned, 0.9, 0.1, inside)
     assert (tuned.is_settled, tuned.choice.dense_wire) == (True, "bf16")
     assert "900 ms per step, 1e+03 ms before" in tuned.summary
+
+
+@pytest.mark.parametrize(
+    ("mpi", "nccl", "first", "second"),
+    [(2e9, 3e9, "hierarchical-nccl", "hierarchical"), (3e9, 2e9, "hierarchical", "hierarchical-nccl")],
+)
+def test_on_gpus_the_transport_is_decided_by_the_steps(
+    monkeypatch: Any, mpi: float, nccl: float, first: str, second: str
+) -> None:
+    for seconds, kept in ((0.9, second), (0.99, first)):
+        tuned = measure_and_choose(monkeypatch, mpi, nccl=nccl)
+        assert tuned.choice is not None
+        assert tuned.choice.algorithm.name == first
+        assert decide(tuned, 1.0, 0.0, 0.0)  # the host does not see the stages of a GPU
+        assert tuned.choice.algorithm.name == second
+        decide(tuned, seconds, 0.0, 0.0)
+        assert (tuned.is_settled, tuned.choice.algorithm.name) == (True, kept)
+
+
+def test_a_transport_that_is_far_slower_is_not_tried(monkeypatch: Any) -> None:
+    tuned = measure_and_choose(monkeypatch, GIGABIT, nccl=100 * GIGABIT)
+    assert not decide(tuned, 1.0, 0.0, 0.0)
+    assert tuned.is_settled
+
+
+def test_without_gpus_nccl_is_no_choice() -> None:
+    names = {choice.algorithm.name for choice in rank_choices("auto", machines(), BUCKETS, "fp32")}
+    assert not any("nccl" in name for name in names)
 
 
 def test_a_choice_that_does_not_make_steps_faster_is_taken_back(monkeypatch: Any) -> None:

@@ -4,7 +4,8 @@ Every algorithm that is declared `on_device` runs here: its `pack` and `unpack` 
 shard on the stream. Two tensors are under way: while the shard of one travels between nodes, the next one is reduced
 inside the node and packed. Every rank launches in the same order (reduce 0, reduce 1, gather 0, reduce 2, gather 1,
 ...), because NCCL matches calls by order. Bytes cross to the network through pinned host memory, or directly if MPI
-takes device pointers. On CPU tensors the same code runs with gloo and without streams.
+takes device pointers. NCCL carries the bytes of an algorithm that declares this transport: then all of its stages are
+in the stream, and no message of MPI carries data. On CPU tensors the same code runs with gloo and without streams.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from topkube.collectives.call import Call, own_shard, shard_bounds
 from topkube.collectives.device.cuda_aware import mpi_takes_device_pointers
 from topkube.collectives.device.memory import DeviceMemory, Mark, Slot
 from topkube.collectives.device.node_group import NodeGroup, node_group
+from topkube.collectives.device.rank_group import RankGroup
+from topkube.collectives.device.spanning_group import all_ranks_group, cross_group
 from topkube.collectives.exchange import Exchanges
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
@@ -64,6 +67,8 @@ class DeviceAllReduce:
         self.world, self.device, self._torch = world, device, torch
         self.memory = DeviceMemory(device)
         self._group: NodeGroup | None = None
+        self._between: RankGroup | None = None
+        """The group between nodes that the series of collectives uses."""
         self._direct = self.memory.is_cuda and mpi_takes_device_pointers()
         self._slots = [Slot() for _ in range(_SLOTS)]
         self._number = 0
@@ -97,8 +102,9 @@ class DeviceAllReduce:
         with self.on_stream():
             finite = self.memory.all_true(self._finite)
         self._finite.clear()
-        if self._group is not None:
-            self._group.release()
+        for group in (self._group, self._between):
+            if group is not None:
+                group.release()
         return finite
 
     def follow(self) -> None:
@@ -127,17 +133,25 @@ class DeviceAllReduce:
         count_dense(world, request.nbytes)
         slot = self._slots[self._number % _SLOTS]
         self._number += 1
-        with self.on_stream(), phases.current.timed("intra"):
-            padded, values = self._reduce(slot, request.array, request.scale(world.size))
-        if world.local_size > 1:
-            phases.current.sent(intra=(world.local_size - 1) * request.nbytes // world.local_size)
+        if all_reduce.algorithm.needs_gpu and world.nodes > 1:
+            call.check_everywhere()  # NCCL connects at its first collective, and names no rank that is missing
+        if all_reduce.over_all_ranks:
+            with self.on_stream(), phases.current.timed("inter"):
+                padded = values = self._reduce_all(request.array, request.scale(world.size))
+        else:
+            with self.on_stream(), phases.current.timed("intra"):
+                padded, values = self._reduce(slot, request.array, request.scale(world.size))
+            if world.local_size > 1:
+                phases.current.sent(intra=(world.local_size - 1) * request.nbytes // world.local_size)
         shard = Shard(world, request, values, world.calls, partial(self._scratch, slot), self._finite)
         under_way = _UnderWay(all_reduce, call, slot, padded, shard, finished)
         if world.cross_comm is None:
             return under_way
         with self.on_stream(), phases.current.timed("select"):
             packed = under_way.packed = all_reduce.pack(shard)
-            if world.nodes > 1:
+            if all_reduce.algorithm.needs_gpu:
+                self._reduce_between(all_reduce, packed)
+            elif world.nodes > 1:
                 is_gathered = all_reduce.algorithm.route is Route.ALL_GATHER
                 direct = self._direct and is_gathered
                 under_way.carried = packed if direct else memory.host_twin(slot, packed)
@@ -171,10 +185,43 @@ class DeviceAllReduce:
             shard.mul_(scale)
         return padded, shard
 
+    def _reduce_all(self, flat: Any, scale: float) -> Any:
+        """Replace `flat` by the sum over all ranks times `scale`, and return it."""
+        world, narrow = self.world, flat.dtype != self._torch.float32
+        if narrow and scale != 1:
+            flat.mul_(scale)  # before the sum: that of all ranks may exceed fp16
+        if world.nodes == 1:
+            assert self._group is not None
+            self._group.all_reduce(flat)
+        else:
+            self._claim_between(all_ranks_group(world, self.device)).all_reduce(flat)
+        if not narrow and scale != 1:
+            flat.mul_(scale)
+        sent = 2 * (world.size - 1) * flat.numel() * flat.element_size() // world.size
+        between = sent // world.local_size if world.nodes > 1 else 0  # a ring enters and leaves each node once
+        phases.current.sent(intra=sent - between, inter=between)
+        return flat
+
+    def _reduce_between(self, all_reduce: ShardAllReduce, packed: Any) -> None:
+        """Add up what the ranks of equal local rank on all nodes have packed, unless it is the sum of all ranks."""
+        world = self.world
+        if all_reduce.over_all_ranks or world.nodes == 1 or not packed.numel():
+            return
+        self._claim_between(cross_group(world, self.device)).all_reduce(packed)
+        nbytes = packed.numel() * packed.element_size()
+        phases.current.sent(inter=2 * (world.nodes - 1) * nbytes // world.nodes)
+
+    def _claim_between(self, group: RankGroup) -> RankGroup:
+        group.claim(self)
+        if self._between is not None and self._between is not group:
+            self._between.release()
+        self._between = group
+        return group
+
     def _post(self, under_way: _UnderWay) -> None:
         """Start the messages, once the device has made what they carry."""
         world, call = self.world, under_way.call
-        if world.nodes == 1:
+        if world.nodes == 1 or under_way.all_reduce.algorithm.needs_gpu:
             return
         call.check_everywhere()
         if world.cross_comm is None:
@@ -203,7 +250,8 @@ class DeviceAllReduce:
                     under_way.packed.copy_(under_way.carried, non_blocking=True)
                     under_way.slot.read = self.memory.mark()
                 under_way.all_reduce.unpack(under_way.shard, under_way.packed)
-            self._gather(under_way)
+            if not under_way.all_reduce.over_all_ranks:
+                self._gather(under_way)
             under_way.finished()
 
     def _gather(self, under_way: _UnderWay) -> None:

@@ -66,7 +66,9 @@ class Backward:
         self.turns = Turns(world)
         within = aggregation.within_node if aggregation.in_weights else aggregation
         self.exchange = BucketExchange(node_world or world, within, momentum, exchange_device(parameters, settings))
-        self.plan = BucketPlan(world, parameters, aggregation, self.turns.run_agreement)
+        self.plan = BucketPlan(
+            world, parameters, aggregation, self.turns.run_agreement, self.exchange.measure_nccl_link
+        )
         self.weights = WeightsCheck(parameters, settings.check_weights, settings.check_weights_every)
         self.parameters, self._aggregation = parameters, aggregation
         self._seen: list[int] = []

@@ -18,10 +18,12 @@ from topkube.collectives import AllReduce, Request, load
 from topkube.collectives.decoupled import DecoupledAllReduce, Halved
 from topkube.collectives.dense import Hierarchical
 from topkube.collectives.device.memory import Mark
+from topkube.collectives.device.nccl_link import measure_nccl_link
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.collectives.double import mean_of_doubles
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce
+from topkube.errors import ArgumentError
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Bucket, Parameter, real_view
 from topkube.training.exchange.residuals import Momentum, Residuals
@@ -68,6 +70,8 @@ class BucketExchange:
     ) -> None:
         self.world = world
         self.choice: Choice | None = None
+        if device is None:
+            _refuse_nccl(world, aggregation)
         self.change_to(aggregation)
         self.residuals = Residuals(world, self._keeper(aggregation), momentum, device)
         self.on_device = DeviceAllReduce(world, device) if device is not None else None
@@ -80,6 +84,11 @@ class BucketExchange:
         self._staging: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self._scale: tuple[torch.Tensor, float] | None = None
         self._number = 0
+
+    def measure_nccl_link(self) -> float | None:
+        """Return the bytes per second that a node sends through NCCL; None if gradients are not reduced on a GPU. A
+        collective of all ranks."""
+        return measure_nccl_link(self.on_device)
 
     def adopt(self, choice: Choice | None) -> None:
         """Use what `auto` or `dense` stands for from the next bucket on. All ranks call this between two steps."""
@@ -474,3 +483,14 @@ def _finite(gradients: Sequence[torch.Tensor]) -> bool:
         return True
     sums = torch.stack([gradient.sum().float() for gradient in gradients])
     return bool(torch.isfinite(sums).all()) or all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+def _refuse_nccl(world: World, aggregation: AggregationSettings) -> None:
+    """Raise ArgumentError if the job names an algorithm for GPUs only. Gradients here are in host memory."""
+    for name in aggregation.algorithms:
+        if algorithms.resolve(name, world.nodes, sys.maxsize, aggregation.density).needs_gpu:
+            raise ArgumentError(
+                f"the algorithm {name} reduces gradients on GPUs only, and the parameters are in host memory",
+                cause="this process has no GPU, or the model was not moved to topkube.device()",
+                next_step="choose the algorithm auto, or move the model to a GPU before DistributedOptimizer",
+            )

@@ -36,6 +36,7 @@ class BucketPlan:
         parameters: list[Parameter],
         aggregation: AggregationSettings,
         run_agreement: RunAgreement[Any],
+        measure_nccl: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.buckets: list[Bucket] = []
         self.order: list[str] | None = None
@@ -43,7 +44,7 @@ class BucketPlan:
         self.trainable: set[int] = set()
         self._world, self._parameters, self._aggregation = world, parameters, aggregation
         self._run_agreement = run_agreement
-        self.tuning = Tuning(world, aggregation, run_agreement)
+        self.tuning = Tuning(world, aggregation, run_agreement, measure_nccl)
         self._bucket_of: dict[int, Bucket] = {}
 
     def bucket_of(self, parameter: Parameter) -> Bucket | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from topkube.collectives.device.node_group import refuse_mig
+from topkube.collectives.device.rank_group import refuse_mig
 from topkube.errors import ArgumentError, DeviceError
 from topkube.processors import bind_near_pci
 from topkube.settings import Settings

@@ -3,7 +3,9 @@
 At the first exchange all ranks measure their links and memory, agree on the slowest, and choose by the cost model that
 the catalogue declares. After a few steps they compare its prediction with what the steps took. If the prediction was
 wrong by more than 10%, they fit the model to the steps and choose again. A new choice is kept only if the steps become
-faster by 3%. Every decision follows from numbers that are the same on all ranks.
+faster by 3%. On GPUs the host does not see how long a stage takes: there the ranks try the best choice of the other
+transport (NCCL or MPI) instead of fitting the model. Every decision follows from numbers that are the same on all
+ranks.
 
 When a rank saves the state, the choice becomes final, so that a run that resumes from the state makes the same steps.
 """
@@ -32,6 +34,8 @@ WRONG = 0.1
 present choice by this share."""
 KEPT = 0.03
 """A choice on trial stays if it makes the steps faster by this share. Less could be chance."""
+_WORTH_A_TRIAL = 2.0
+"""The other transport is tried if its predicted exchange takes at most this many times as long."""
 _OTHER_BUCKETS = 2.0
 """The sizes of buckets change if the rate of the link is this many times higher or lower than expected."""
 _MEASURED = "measured machines"
@@ -53,7 +57,13 @@ class Tuning:
     the first exchange, and with one node, where nothing is measured. `machines` holds the measured or fitted cluster.
     `summary` describes the choice and its reason, the same on all ranks; "" without a choice."""
 
-    def __init__(self, world: World, aggregation: AggregationSettings, run_agreement: RunAgreement) -> None:
+    def __init__(
+        self,
+        world: World,
+        aggregation: AggregationSettings,
+        run_agreement: RunAgreement,
+        measure_nccl: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self.choice: Choice | None = None
         self.machines: Machines | None = None
         self.summary = ""
@@ -61,6 +71,7 @@ class Tuning:
         self.is_saved = False
         """True if this rank saved the state since the last exchange."""
         self._world, self._aggregation, self._run_agreement = world, aggregation, run_agreement
+        self._measure_nccl = measure_nccl
         self._previous: tuple[Choice, Machines, Measurement] | None = None
         self._is_settled = False
         self._steps: list[tuple[float, float, float]] = []
@@ -70,7 +81,9 @@ class Tuning:
     @property
     def rate(self) -> float:
         """The bytes per second that a node sends to other nodes; 0 if unknown."""
-        return self.machines.link if self.machines is not None else 0.0
+        if self.machines is None:
+            return 0.0
+        return self.machines.link if self.choice is None else self.machines.link_of(self.choice.algorithm)
 
     @property
     def predicted_seconds(self) -> float | None:
@@ -96,11 +109,12 @@ class Tuning:
     def _agree_on_machines(self) -> Machines:
         """Return the machines of the slowest node and the slowest link."""
         own = self._run_agreement(lambda _: measure_machines(self._world))
-        worst = [-own.rate if own.rate else -math.inf, own.latency or 0.0, -own.memory]
-        rate, latency, memory = self._run_agreement(lambda agreement: agreement.maximum(worst))
+        nccl = self._run_agreement(lambda _: self._measure_nccl())
+        worst = [-own.rate if own.rate else -math.inf, own.latency or 0.0, -own.memory, -(nccl or 0.0)]
+        rate, latency, memory, nccl = self._run_agreement(lambda agreement: agreement.maximum(worst))
         slots = max(map(len, self._world.node_ranks))
         link = -float(rate) * self._world.shards
-        return Machines(self._world.nodes, slots, link, -float(memory), float(latency))
+        return Machines(self._world.nodes, slots, link, -float(memory), float(latency), -float(nccl) or None)
 
     def choose(self, buckets: Sequence[BucketSize]) -> None:
         """Choose for a step that exchanges `buckets`, if there is a choice and none was made or loaded. All ranks call
@@ -149,6 +163,8 @@ class Tuning:
         if self._previous is not None:
             return self._keep_or_revert(measured)
         expected = self._rank(buckets)
+        if self.machines is not None and self.machines.nccl_link is not None:
+            return self._try_other_transport(measured, expected)
         if not self._is_wrong(measured):
             self.settle()
             self._adopt(self.choice, "confirmed by the first steps", expected)
@@ -165,6 +181,23 @@ class Tuning:
         self.settle()
         self._adopt(present, "fitted to the first steps", ranked)
         return False
+
+    def _try_other_transport(self, measured: Measurement, ranked: Sequence[Choice]) -> bool:
+        """Begin the trial of the best choice that NCCL carries if MPI carries the present choice, or the reverse.
+        Return False, and keep the present choice, if all others are predicted to be far slower."""
+        assert self.choice is not None
+        assert self.machines is not None
+        present = self.choice
+        most = _WORTH_A_TRIAL * present.seconds
+        others = (c for c in ranked if c.algorithm.needs_gpu != present.algorithm.needs_gpu and c.seconds <= most)
+        other = next(others, None)
+        if other is None:
+            self.settle()
+            self._adopt(present, "far ahead of the other transport", ranked)
+            return False
+        self._previous = (present, self.machines, measured)
+        self._adopt(other, f"the other transport, on trial against {present.algorithm.name}", ranked)
+        return True
 
     def _keep_or_revert(self, measured: Measurement) -> bool:
         """End the trial of a new choice: keep it if it made the steps faster."""

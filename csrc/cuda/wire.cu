@@ -1,72 +1,11 @@
-// The C functions of the library, which topkube/kernels/cuda_library.py calls. One compilation unit holds all kernels.
-//
-// Every function takes device pointers and a stream of `device`, launches kernels, and returns 0 or CUDA's error code. No
-// function waits, allocates or frees. `workspace` is memory of that device, aligned to 256 bytes. Its size is at least the size
-// that the same function returned through `needed` when it was called with a null workspace. It can be reused when the stream has
-// passed the call. topkube/kernels has checked lengths, dtypes and overlap.
-#include <type_traits>
+// The C functions of the wire format.
+#include <algorithm>
 
-#include "dense.hpp"
-#include "launch_select.hpp"
+#include "api.hpp"
 #include "wire.hpp"
-
-#define TOPKUBE_API extern "C" __attribute__((visibility("default"))) int
 
 namespace topkube {
 namespace {
-
-constexpr int wrong_argument = -1;
-static_assert(sizeof(State) <= 256);
-
-template <class Do>
-int with_dtype(int code, const Do& act) {
-  switch (code) {
-    case 0: return act(F32{});
-    case 1: return act(BF16{});
-    case 2: return act(F16{});
-    default: return wrong_argument;
-  }
-}
-
-// Makes the device current for the call, and restores the caller's device.
-class OnDevice {
- public:
-#if defined(TOPKUBE_EMULATE_CUDA)
-  explicit OnDevice(int) {}
-  int error() const { return 0; }
-#else
-  explicit OnDevice(int device) {
-    error_ = cudaGetDevice(&before_);
-    if (error_ == cudaSuccess && before_ != device) error_ = cudaSetDevice(device);
-    changed_ = error_ == cudaSuccess && before_ != device;
-  }
-  ~OnDevice() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  int error() const { return static_cast<int>(error_); }
-
- private:
-  cudaError_t error_ = cudaSuccess;
-  int before_ = 0;
-  bool changed_ = false;
-#endif
-};
-
-// `work(launcher, workspace)` returns the size of the workspace in bytes. If the launcher is null, it launches nothing.
-template <class Work>
-int plan_or_run(int device, void* stream, void* workspace, u64* needed, const Work& work) {
-  if (!workspace) {
-    *needed = work(static_cast<gpu::Launcher*>(nullptr));
-    return 0;
-  }
-  const OnDevice on(device);
-  if (on.error()) return on.error();
-  gpu::Launcher launcher(stream);
-  work(&launcher);
-  return launcher.error();
-}
 
 u64 hashed_bytes(u64 bytes) { return bytes < wire_header_bytes ? 0 : bytes - 8; }
 
@@ -99,93 +38,6 @@ void launch_check(gpu::Launcher& launcher, const Rows& rows, u64 expected_length
 }  // namespace topkube
 
 using namespace topkube;
-
-// Returns the compiler and the targets of the library, such as "13.0; sm_80 sm_90 compute_90".
-extern "C" __attribute__((visibility("default"))) const char* topkube_cuda_build() { return TOPKUBE_CUDA_BUILD; }
-
-#if defined(TOPKUBE_EMULATE_CUDA)
-extern "C" __attribute__((visibility("default"))) const char* topkube_cuda_error(int) { return "none: this is an emulation"; }
-#else
-extern "C" __attribute__((visibility("default"))) const char* topkube_cuda_error(int code) {
-  return cudaGetErrorString(static_cast<cudaError_t>(code));
-}
-#endif
-
-TOPKUBE_API topkube_cuda_topk(int device, void* stream, const void* data, int dtype, u64 length, u64 k, u32* indices, void* values,
-                              void* state, void* workspace, u64* needed) {
-  return with_dtype(dtype, [&](auto type) {
-    return plan_or_run(device, stream, workspace, needed, [&](gpu::Launcher* launcher) {
-      return topk<decltype(type)>(launcher, data, length, k, indices, values, state, workspace);
-    });
-  });
-}
-
-TOPKUBE_API topkube_cuda_compress(int device, void* stream, const void* gradient, int dtype, const float* residual, float* acc,
-                                  u64 length, u64 k, u32* indices, float* values, void* state, void* workspace, u64* needed) {
-  return with_dtype(dtype, [&](auto type) {
-    return plan_or_run(device, stream, workspace, needed, [&](gpu::Launcher* launcher) {
-      return compress<decltype(type)>(launcher, gradient, residual, acc, length, k, indices, values, state, workspace);
-    });
-  });
-}
-
-TOPKUBE_API topkube_cuda_mstopk(int device, void* stream, const void* data, int dtype, u64 length, u64 k, int iterations, u64 seed,
-                                u32* indices, void* values, void* state, void* workspace, u64* needed) {
-  return with_dtype(dtype, [&](auto type) {
-    return plan_or_run(device, stream, workspace, needed, [&](gpu::Launcher* launcher) {
-      return mstopk<decltype(type)>(launcher, data, length, k, iterations, seed, indices, values, state, workspace);
-    });
-  });
-}
-
-// Selections write statistics of their work into 256 more bytes, `state`. This function reads a copy of `state` in host memory: the
-// mode and the number of candidates; for mstopk also the thresholds, and how many magnitudes reach them.
-TOPKUBE_API topkube_cuda_effort(const void* state, u64* from_the_data, u64* candidates, float* thresholds, u64* above) {
-  const State& copy = *static_cast<const State*>(state);
-  *from_the_data = copy.mode;
-  *candidates = copy.candidates;
-  for (int i = 0; i < 2; ++i) {
-    thresholds[i] = copy.thresholds[i];
-    above[i] = copy.above[i];
-  }
-  return 0;
-}
-
-// `inputs`: up to 16 device pointers, in host memory.
-TOPKUBE_API topkube_cuda_sum(int device, void* stream, void* out, int out_dtype, const void* const* inputs, u32 input_count,
-                             int in_dtype, u64 length, float scale) {
-  if (input_count < 1 || input_count > most_inputs) return wrong_argument;
-  Inputs all{};
-  for (u32 i = 0; i < input_count; ++i) all.of[i] = inputs[i];
-  all.count = input_count;
-  const OnDevice on(device);
-  if (on.error() || length == 0) return on.error();
-  gpu::Launcher launcher(stream);
-  const u64 blocks = launcher.blocks_for(length, 4 * dense_threads, 8);
-  return with_dtype(in_dtype, [&](auto in) {
-    return with_dtype(out_dtype, [&](auto to) {
-      using In = decltype(in);
-      using Out = decltype(to);
-      launcher.launch(sum_inputs<In, Out>, blocks, dense_threads, static_cast<typename Out::Item*>(out), all, length, scale);
-      return launcher.error();
-    });
-  });
-}
-
-// Sets *flag to 0 if an element is NaN or infinite, and to 1 otherwise.
-TOPKUBE_API topkube_cuda_is_finite(int device, void* stream, const void* data, int dtype, u64 length, u32* flag) {
-  const OnDevice on(device);
-  if (on.error()) return on.error();
-  gpu::Launcher launcher(stream);
-  launcher.launch(set_word, 1, 32, flag, u32{1});
-  if (length == 0) return launcher.error();
-  return with_dtype(dtype, [&](auto type) {
-    using T = decltype(type);
-    launcher.launch(find_nonfinite<T>, launcher.blocks_for(length, 8 * dense_threads, 8), dense_threads,
-                    static_cast<const typename T::Item*>(data), length, flag);
-    return launcher.error();
-  });
-}
 
 // In all functions below, `verdict` is 4 words that are ~0 (wire.hpp: VerdictWord). If a check fails, nothing else is written,
 // except that encode sets its first word to 0, so that no reader accepts the buffer.

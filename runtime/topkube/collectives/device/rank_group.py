@@ -1,0 +1,126 @@
+"""Ranks joined through torch.distributed: by NCCL on GPUs, by gloo on CPUs.
+
+A group is made directly, not with `init_process_group`: the script's own default group, if it has one, stays its own.
+torch is imported here on use.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+from topkube.errors import ArgumentError, DeviceError
+from topkube.mpi_exit import exit_status
+from topkube.settings import nccl_orders_launches
+from topkube.world import World
+
+
+class RankGroup:
+    """Collectives of some ranks of `world` on tensors of `device`. `where` says in errors which exchange they are part
+    of. On CUDA they run in torch's current stream and return at once. All ranks of the group make it together and call
+    the same methods in the same order. A group of one rank exchanges nothing.
+
+    The watchdog of NCCL waits twice the deadline of a collective. It ends the process without naming a rank, so
+    TopKube's own deadline, whose error names the missing ranks, must come first.
+    """
+
+    def __init__(self, world: World, device: Any, size: int, where: str) -> None:
+        import torch.distributed
+
+        distributed: Any = torch.distributed
+        self._world, self._distributed, self.size, self._where = world, distributed, size, where
+        self._group: Any = None
+        self._is_nccl = device.type == "cuda"
+        self._user: object = None
+
+    def _join(self, make_store: Callable[[], Any], rank: int) -> None:
+        """Make the communicator: `make_store` returns the store of torch.distributed through which its ranks meet.
+        Raises DeviceError if this build of torch has no NCCL."""
+        distributed, deadline = self._distributed, datetime.timedelta(seconds=self._world.deadline_seconds)
+        if not self._is_nccl:
+            self._group = distributed.ProcessGroupGloo(make_store(), rank, self.size, deadline)
+            return
+        if not distributed.is_nccl_available():
+            raise DeviceError(
+                f"this build of torch has no NCCL, which {self._where} needs for CUDA tensors",
+                next_step="install a build of torch for CUDA",
+            )
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = 2 * deadline
+        self._group = distributed.ProcessGroupNCCL(make_store(), rank, self.size, options)
+
+    def claim(self, user: object) -> None:
+        """Note that `user` starts a series of collectives, until `release`. Raises ArgumentError if another user's
+        series is not over, and DeviceError if torch's default group uses NCCL too: ranks could start the collectives in
+        different orders, and then wait for each other forever."""
+        if self._user not in (None, user):
+            raise ArgumentError(
+                "allreduce_() of a CUDA tensor while backward() exchanges gradients",
+                cause="a hook of the script or of a library called it",
+                next_step="call it before or after backward()",
+            )
+        if self._user is None and self._group is not None and self._is_nccl:
+            self._refuse_second_nccl()
+        self._user = user
+
+    def release(self) -> None:
+        """Note that the series of collectives is over."""
+        self._user = None
+
+    def close(self) -> None:
+        """End the group. All of its ranks call this."""
+        group, self._group = self._group, None
+        if group is not None and self._is_nccl and not exit_status():  # after a failure, other ranks are gone
+            group.shutdown()
+
+    def _refuse_second_nccl(self) -> None:
+        distributed = self._distributed
+        if not distributed.is_initialized() or distributed.get_world_size() == 1 or nccl_orders_launches():
+            return
+        if "nccl" in str(distributed.get_backend()):
+            raise DeviceError(
+                f"torch.distributed's default group uses NCCL, and TopKube uses NCCL for {self._where}",
+                cause="SyncBatchNorm, DDP, FSDP or the script communicates through the default group; NCCL can stop if"
+                " ranks start the collectives of two groups in different orders",
+                next_step='pass backend="gloo" to init_process_group, or set NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 or'
+                " newer)",
+            )
+
+    def all_reduce(self, x: Any) -> None:
+        """Replace x by the group's sum."""
+        if self._group is not None:
+            self._wait(self._group.allreduce([x]))
+
+    def reduce_scatter(self, out: Any, x: Any) -> None:
+        """Write this rank's part of the group's sum of x, which has equal parts, into out."""
+        self._wait(self._group._reduce_scatter_base(out, x))
+
+    def all_gather(self, out: Any, x: Any) -> None:
+        """Write the x of all ranks, side by side, into out."""
+        self._wait(self._group._allgather_base(out, x))
+
+    def broadcast(self, x: Any, root: int) -> None:
+        """Replace x by the x of the group's rank `root`."""
+        options = self._distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._wait(self._group.broadcast([x], options))
+
+    def _wait(self, work: Any) -> None:
+        """Wait for the collective. On CUDA the stream waits, not the host."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if "imed out" not in str(error) and "onnection" not in str(error):
+                raise
+            self._world.give_up(self._where)
+
+
+def refuse_mig(gpu: str) -> None:
+    """Raise DeviceError if the GPU called `gpu` is a part of a GPU (MIG)."""
+    if " MIG " in gpu:
+        raise DeviceError(
+            f"{gpu} is a part of a GPU (MIG), which TopKube does not support",
+            cause="NCCL does not connect parts of a GPU, and the kernels were never run on one",
+            next_step="request whole GPUs (nvidia.com/gpu), on nodes whose GPUs are not partitioned",
+        )
