@@ -197,14 +197,15 @@ def _largest_of(values: list[list[float] | None]) -> list[float] | None:
 def table(rows: list[dict[str, object]]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
-        "| rule | model | optimizer | nodes | steps | every | fewer bytes | seeds | against dense | 95% interval |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| rule | model | optimizer | rate | nodes | steps | every | fewer bytes | seeds | difference | 95% interval |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         interval = row["interval_percent"]
         shown = f"{interval[0]:+.1f} to {interval[1]:+.1f}%" if isinstance(interval, list) else "–"
         lines.append(
-            f"| {row['rule']} | {row['model']} | {row['optimizer']} | {row['nodes']} | {row['steps']} "
+            f"| {row['rule']} | {row['model']} | {row['optimizer']} | {row['rate']:g} "
+            f"| {row['nodes']} | {row['steps']} "
             f"| {row['period']} | {row['times_fewer_bytes']:.1f}x | {row['seeds']} "
             f"| {row['difference_percent']:+.2f}% | {shown} |"
         )

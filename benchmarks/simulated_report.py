@@ -109,6 +109,8 @@ def picture(rows: list[Row], path: Path) -> None:
             ),
             key=lambda row: row["steps"],
         )
+        if not any(_label(row) == label for row in shown):
+            continue
         steps, means = [row["steps"] for row in line], [row["difference_percent"] for row in line]
         lengths.plot(steps, means, color=colour, marker="o", label=label)
         for row in line:
@@ -139,5 +141,5 @@ def picture(rows: list[Row], path: Path) -> None:
     for axes in (lengths, models):
         axes.axhline(0, color=plots.INK, linewidth=1)
         axes.grid(color=plots.FAINT)
-    lengths.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.01, 0.385))
+    lengths.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.12, 0.375))
     plots.save(figure, path, rows)
