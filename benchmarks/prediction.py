@@ -26,7 +26,7 @@ from allreduce import probes
 from allreduce.network import Network, missing
 from allreduce.scratch import scratch
 from allreduce.worlds import RankWorld, Recipe
-from step import LAYOUTS, UNSHAPED, WARM_STEPS, WORLDS, StepBench, describe_machine
+from step import LAYOUTS, MODELS, UNSHAPED, WARM_STEPS, WORLDS, StepBench, describe_machine
 
 RESULTS = Path(__file__).parent / "results" / "prediction.json"
 RATES = (UNSHAPED, "1gbit", "200mbit", "100mbit")
@@ -135,7 +135,7 @@ def measure(part: str, rates: list[str], rounds: int, steps: int) -> tuple[dict[
         directory = stack.enter_context(scratch())
         network = stack.enter_context(Network(len(LAYOUTS[part])))
         profile = profile_of([record(part, contender, directory, network) for contender in CONTENDERS], part)
-        bench = StepBench(part, directory, network)
+        bench = StepBench(part, MODELS[0], directory, network)
         stack.callback(bench.close)
         rows = []
         for rate in rates:

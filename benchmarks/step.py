@@ -1,14 +1,16 @@
 """Compares the training step of TopKube with DistributedDataParallel and its communication hooks.
 
     python benchmarks/step.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|1gbit|100mbit ...] [--contender NAME ...]
+        [--model gpt|timed]
     python benchmarks/step.py --quick
 
 Nodes are network namespaces, as in benchmarks/allreduce; this needs root. A GPT of 4.8 million parameters trains on
-one thread per rank. Contenders alternate: each makes a few steps per round. A step lasts until the slowest rank has
-made it. Results are medians over all steps of all rounds. Beside the time, a row holds the processor time of the
-computing thread and of all other threads (the cost of communication), how often these other threads woke up, and the
-bytes that the busiest node sent per step. A row that is measured again replaces the stored row. torch's bf16 hook is
-absent, because it needs NCCL.
+one thread per rank. With `--model timed`, the layers of a model of 6.3 million parameters sleep instead of computing,
+as if another device computed: 60 ms in forward and 120 ms in backward. Contenders alternate: each makes a few steps per
+round. A step lasts until the slowest rank has made it. Results are medians over all steps of all rounds. Beside the
+time, a row holds the processor time of the computing thread and of all other threads (the cost of communication), how
+often these other threads woke up, and the bytes that the busiest node sent per step. A row that is measured again
+replaces the stored row. torch's bf16 hook is absent, because it needs NCCL.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ LAYOUTS = {"2x1": (1, 1), "2x2": (2, 2), "4x1": (1, 1, 1, 1)}
 OURS = ("dense", "dense_bf16", "dear", "dear_bf16", "hitopk", "auto")
 PEERS = ("ddp", "fp16", "powersgd1", "powersgd2", "powersgd4")
 PLAIN = "plain"
+MODELS = ("gpt", "timed")
 WORLDS = {
     "mpich": Recipe(
         "mpich",
@@ -63,8 +66,8 @@ def world_of(contender: str) -> str:
 class StepBench:
     """The worlds of one layout, and the samples of every contender."""
 
-    def __init__(self, part: str, directory: Path, network: Network) -> None:
-        self.part, self.network, self._directory = part, network, directory
+    def __init__(self, part: str, model: str, directory: Path, network: Network) -> None:
+        self.part, self.model, self.network, self._directory = part, model, network, directory
         self._worlds: dict[str, RankWorld] = {}
 
     def close(self) -> None:
@@ -98,7 +101,7 @@ class StepBench:
     def _once(self, contender: str, steps: int) -> Row:
         world = self._world(world_of(contender))
         before = self.network.traffic()
-        answers = world.ask(do="steps", contender=contender, warm=WARM_STEPS, steps=steps)
+        answers = world.ask(do="steps", contender=contender, model=self.model, warm=WARM_STEPS, steps=steps)
         moved = [after - earlier for after, earlier in zip(self.network.traffic(), before, strict=True)]
         ends = [max(times) for times in zip(*(answer["times"] for answer in answers), strict=True)]
         return {
@@ -111,6 +114,7 @@ class StepBench:
         seconds = [value * 1e3 for sample in samples for value in sample["seconds"]]
         return {
             "part": self.part,
+            "model": self.model,
             "rate": rate,
             "contender": contender,
             "ms": round(median(seconds), 1),
@@ -135,7 +139,7 @@ def merge(stored: list[Row], new: list[Row]) -> list[Row]:
     """Return the stored rows with those of `new` in place of the rows for the same layout, link and contender."""
 
     def key(row: Row) -> tuple[str, ...]:
-        return row["part"], row["rate"], row["contender"]
+        return row["part"], row.get("model", MODELS[0]), row["rate"], row["contender"]
 
     replaced = {key(row) for row in new}
     return [row for row in stored if key(row) not in replaced] + new
@@ -161,6 +165,7 @@ def main() -> int:
     parser.add_argument(
         "--contender", choices=(PLAIN, *OURS, *PEERS), action="append", help="only this one; may be repeated"
     )
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="what trains (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every contender (%(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="measured steps per turn (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="one turn of two steps at 1 Gbit/s; stores nothing")
@@ -178,15 +183,16 @@ def main() -> int:
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(scratch())
             network = stack.enter_context(Network(len(LAYOUTS[part])))
-            bench = StepBench(part, directory, network)
+            bench = StepBench(part, options.model, directory, network)
             stack.callback(bench.close)
             for rate in rates:
                 rows = bench.measure(rate, contenders, rounds, steps)
+                facts = {**describe_machine(), "rounds": rounds, "steps": steps}
                 for row in rows:
+                    row.update({name: facts[name] for name in ("date", "load")})
                     print(json.dumps(row), flush=True)
                 if target is not None:
                     stored = json.loads(target.read_text()) if target.exists() else {"rows": []}
-                    facts = {**describe_machine(), "rounds": rounds, "steps": steps}
                     merged = {"facts": facts, "rows": merge(stored["rows"], rows)}
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_text(json.dumps(merged, indent=1) + "\n")

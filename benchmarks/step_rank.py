@@ -22,14 +22,45 @@ from topkube.examples.char_gpt import GPT, VOCABULARY
 
 BATCH, CONTEXT = 4, 128
 LAYERS, WIDTH = 6, 256
+TIMED_LAYERS, TIMED_WIDTH, FORWARD_SECONDS = 12, 724, 0.005
 POWERSGD_START = 2
 """The first step that PowerSGD compresses. The smallest number that it allows."""
 Step = Callable[[], None]
 
 
-def model_and_data(rank: int) -> tuple[GPT, torch.Tensor, torch.Tensor]:
-    """Return a GPT of 4.8 million parameters, the same on all ranks, and this rank's batch."""
+class Sleep(torch.autograd.Function):
+    """Take a fixed time in forward, and twice as long in backward, without using the processor."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(FORWARD_SECONDS)
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * FORWARD_SECONDS)
+        return gradients[0]
+
+
+class TimedModel(torch.nn.Module):
+    """Layers of 2 MB whose computing time is a sleep, as if another device computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(TIMED_WIDTH, TIMED_WIDTH) for _ in range(TIMED_LAYERS))
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = Sleep.apply(torch.tanh(layer(x)))
+        return ((x - targets) ** 2).mean()
+
+
+def model_and_data(rank: int, name: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """Return a GPT of 4.8 million parameters or a TimedModel of 6.3 million, the same on all ranks, and this rank's
+    batch."""
     torch.manual_seed(0)
+    if name == "timed":
+        return TimedModel(), torch.ones(1, TIMED_WIDTH), torch.zeros(1, TIMED_WIDTH)
     model = GPT(layers=LAYERS, width=WIDTH, context=CONTEXT)
     generator = torch.Generator().manual_seed(rank)
     codes = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=generator)
@@ -55,9 +86,9 @@ class TopKube:
         self.topkube, self.rank = topkube, topkube.rank()
         self.barrier: Callable[[], None] = topkube.barrier
 
-    def training(self, contender: str) -> tuple[Step, Callable[[], None]]:
+    def training(self, contender: str, name: str) -> tuple[Step, Callable[[], None]]:
         """Return a function that makes a step, and a function that ends the training."""
-        model, codes, targets = model_and_data(self.rank)
+        model, codes, targets = model_and_data(self.rank, name)
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         algorithm, _, dense_wire = contender.partition("_")
         options = {"density": 0.01, "wire": "bf16", "warmup_steps": 0, "dense_wire": dense_wire or "fp32"}
@@ -82,12 +113,12 @@ class Ddp:
         self.rank = dist.get_rank()
         self.barrier: Callable[[], None] = dist.barrier
 
-    def training(self, contender: str) -> tuple[Step, Callable[[], None]]:
+    def training(self, contender: str, name: str) -> tuple[Step, Callable[[], None]]:
         """Return a function that makes a step, and a function that ends the training."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
 
-        model, codes, targets = model_and_data(self.rank)
+        model, codes, targets = model_and_data(self.rank, name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         if contender == "plain":
             return step_of(model, optimizer, codes, targets), lambda: None
@@ -126,7 +157,7 @@ def other_threads() -> tuple[float, int]:
 
 def obey(backend: TopKube | Ddp, order: dict[str, Any]) -> dict[str, Any]:
     """Make `order["steps"]` steps with `order["contender"]`, after `order["warm"]` steps that are not measured."""
-    step, end = backend.training(order["contender"])
+    step, end = backend.training(order["contender"], order.get("model", "gpt"))
     for _ in range(order["warm"]):
         step()
     gc.collect()

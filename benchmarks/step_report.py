@@ -20,18 +20,24 @@ NAMES = {
     "powersgd2": "DDP, PowerSGD rank 2",
     "powersgd4": "DDP, PowerSGD rank 4",
 }
+MODELS = {"gpt": "", "timed": ", layers that sleep"}
 LINKS = {"unshaped": "link not shaped", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 
 
 def section(stored: dict[str, Any]) -> dict[str, str]:
     """Return a table for each layout and link, and the facts of the run."""
     tables = []
-    for part in sorted({row["part"] for row in stored["rows"]}):
-        for rate, link in LINKS.items():
-            rows = [row for row in stored["rows"] if (row["part"], row["rate"]) == (part, rate)]
-            if rows:
-                nodes, ranks = part.split("x")
-                tables.append(f"**{nodes} nodes × {ranks}, {link}**\n\n{_table(rows)}")
+    for model, words in MODELS.items():
+        own = [row for row in stored["rows"] if row.get("model", "gpt") == model]
+        for part in sorted({row["part"] for row in own}):
+            for rate, link in LINKS.items():
+                rows = [row for row in own if (row["part"], row["rate"]) == (part, rate)]
+                if rows:
+                    nodes, ranks = part.split("x")
+                    title = f"**{nodes} nodes × {ranks}, {link}{words}**"
+                    if measured := sorted({f"{row['date']}, load {row['load']:g}" for row in rows if "date" in row}):
+                        title += f" ({'; '.join(measured)})"
+                    tables.append(f"{title}\n\n{_table(rows)}")
     return {"TRAINING_STEP": "\n\n".join(tables), "TRAINING_STEP_FACTS": facts(stored["facts"])}
 
 
