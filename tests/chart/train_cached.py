@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ sampler = topkube.data.DistributedSampler(dataset)
 loader = DataLoader(dataset, batch_size=16, sampler=sampler)
 with topkube.checkpointing(model, optimizer, sampler) as run:
     for x in run.progress(loader, total=1_000_000):
+        time.sleep(0.05)  # two jobs of two ranks would keep all processors of a test machine busy
         run.loss(nn.functional.mse_loss(model(x), x)).backward()
         optimizer.step()
         optimizer.zero_grad()

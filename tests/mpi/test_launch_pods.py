@@ -66,10 +66,11 @@ def test_ranks_follow_the_racks_of_the_workers(tmp_path: Path, mpi: str) -> None
 
 
 def train(mpi: str) -> list[str]:
-    """400 steps of a training under MPICH; under Open MPI steps alone, without end (marching.py): what differs there is
-    how ranks start and end, and eight more imports of torch would show nothing new."""
+    """A training under MPICH; under Open MPI steps alone (marching.py): what differs there is how ranks start and end,
+    and eight more imports of torch would show nothing new. Neither reaches its end: a test that waits for the end would
+    pay for all the steps that a slow machine needs while pods vanish."""
     if mpi == "MPICH":
-        return [str(PYTHONS[mpi]), "-m", "topkube.examples.digits_cnn", "--steps", "400", "--batch-size", "4"]
+        return [str(PYTHONS[mpi]), "-m", "topkube.examples.digits_cnn", "--steps", "100000", "--batch-size", "4"]
     return [str(PYTHONS[mpi]), str(Path(__file__).with_name("marching.py")), "1000000", "0.01"]
 
 
@@ -80,6 +81,13 @@ def checkpoints(directory: Path) -> dict[str, str]:
         "TOPKUBE_CHECKPOINT_EVERY": "10",
         "TOPKUBE_AGGREGATION": "hitopk",
     }
+
+
+def read_saved_step(mpi: str, directory: Path) -> int:
+    """Return the step of the newest checkpoint."""
+    if mpi == "OpenMPI":
+        return int((directory / "step").read_text())
+    return max(int(path.name[5:13]) for path in directory.glob("step-*"))
 
 
 def read_step_from(job: PlayedJob, step: int) -> int:
@@ -128,12 +136,6 @@ def test_each_death_costs_one_attempt_and_living_workers_continue_in_place(tmp_p
         resumed = wait_until(lambda: read_step_from(job, 1), what="a step of attempt 4")
         assert resumed > stopped_at, "the ranks did not save their state when the launcher vanished"
         assert job.workers[0].output.count("joined attempt") == 4
-        if mpi == "OpenMPI":
-            launcher.process.terminate()
-            assert launcher.wait() == 143, job.everything()
-            assert int((tmp_path / "checkpoints/step").read_text()) >= resumed
-            return
-        assert launcher.wait(180) == 0, job.everything()
-        assert {index: worker.wait() for index, worker in job.workers.items()} == {0: 0, 1: 0}
-        assert "after 400 steps" in job.workers[0].output
-        assert max(path.name for path in (tmp_path / "checkpoints").glob("step-*")).startswith("step-00000400")
+        launcher.process.terminate()
+        assert launcher.wait() == 143, job.everything()
+        assert read_saved_step(mpi, tmp_path / "checkpoints") >= resumed

@@ -35,11 +35,13 @@ LAYERS = {"0", "2"}
 PARAMETERS = {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-def run_traced(directory: Path, steps: int, *options: str, traced: bool = True) -> subprocess.CompletedProcess[str]:
+def run_traced(
+    directory: Path, steps: int, *options: str, ranks: int = RANKS, traced: bool = True
+) -> subprocess.CompletedProcess[str]:
     script = directory / "train.py"
     script.write_text(SCRIPT.replace("STEPS", str(steps)))
-    command = [sys.executable, "-m", "topkube.cli", "run", str(script), "--workers", "2", "--slots", "2", "--no-plot"]
-    command += ["--run-directory", str(directory / "run"), *options]
+    command = [sys.executable, "-m", "topkube.cli", "run", str(script), "--workers", str(ranks // 2), "--slots", "2"]
+    command += ["--no-plot", "--run-directory", str(directory / "run"), *options]
     command += ["--trace", str(directory / "trace.json")] if traced else []
     environment = {**os.environ, "TOPKUBE_TRACE_STEPS": str(STEPS)}
     return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=directory, env=environment)
@@ -161,13 +163,13 @@ def test_asynchronous_events_are_pairs(traced: tuple[str, dict[str, Any]]) -> No
 
 
 def test_without_the_option_nothing_is_recorded(tmp_path: Path) -> None:
-    done = run_traced(tmp_path, trace.WARM_STEPS + STEPS + 2, traced=False)
+    done = run_traced(tmp_path, trace.WARM_STEPS + STEPS + 2, ranks=2, traced=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (tmp_path / "run" / "traces").exists()
 
 
 def test_a_run_that_is_too_short_prints_a_message(tmp_path: Path) -> None:
-    done = run_traced(tmp_path, 2)
+    done = run_traced(tmp_path, 2, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no trace was written" in done.stdout
     assert "train for more steps" in done.stdout

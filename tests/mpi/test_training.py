@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,9 +116,14 @@ def test_another_world_takes_up_the_weights_of_all_nodes(tmp_path: Path, forks: 
         module = "training.onebit_checkpoints"
         return worlds.run_cases("mpich", layout, module, tmp_path, name, str(directory), forks=forks("mpich"))
 
-    eight_nodes_of_two = (2,) + (1,) * 7
-    changes = [((2, 2), (1,)), ((2, 2), (2, 1)), ((2, 2), (1, 1, 1)), (EIGHT_NODES, (2, 1)), ((2, 1), EIGHT_NODES)]
-    for number, (before, after) in enumerate([*changes, (EIGHT_NODES, eight_nodes_of_two)]):
-        directory = tmp_path / f"checkpoints-{number}"
-        assert run(before, "leave", directory) == {"leave": ""}
-        assert run(after, "take_up", directory) == {"take_up": ""}
+    changes: dict[tuple[int, ...], list[tuple[int, ...]]] = {
+        (2, 2): [(1,), (2, 1), (1, 1, 1)],
+        (2, 1): [EIGHT_NODES],
+        EIGHT_NODES: [(2, 1), (2,) + (1,) * 7],
+    }
+    for before, worlds_after in changes.items():
+        left = tmp_path / f"left-{len(before)}-{before[-1]}"
+        assert run(before, "leave", left) == {"leave": ""}
+        for after in worlds_after:
+            directory = shutil.copytree(left, left.with_name(f"{left.name}-{len(after)}"))
+            assert run(after, "take_up", directory) == {"take_up": ""}

@@ -148,14 +148,16 @@ def miss(times: Times, nodes: tuple[int, ...], least_seconds: float = 2.0) -> No
             assert caught.value.missing == (absent,), caught.value
 
 
-def run_path(nodes: tuple[int, ...], directory: str, step: int = 1) -> dict[str, float]:
+def run_path(
+    nodes: tuple[int, ...], directory: str, step: int = 1, aggregations: tuple[str, ...] = ("dense", "hitopk", "naive")
+) -> dict[str, float]:
     """Run every part but the missing rank, as these nodes. Checkpoints continue from `step` - 1. Return the seconds
     of each phase."""
     times = Times()
     with times.of("init"):
         rejoin_as(nodes)
     broadcast(times)
-    for aggregation in ("dense", "hitopk", "naive"):
+    for aggregation in aggregations:
         train(times, aggregation)
     skip(times)
     run_to(times, directory, step, "checkpoint" if step == 1 else "resume and checkpoint")
@@ -169,9 +171,13 @@ def leave(world: World, directory: str) -> None:
 
 
 def run_all_layouts(world: World, directory: str, resumed: str) -> None:
-    """Run the path as each layout, then resume from the checkpoint in `resumed`, which has another number of ranks."""
+    """Run the path as 2 uneven, 8 uneven and 16 nodes (benchmarks/ranks.py has 2 even nodes too), then resume from the
+    checkpoint in `resumed`, which has another number of ranks."""
     for name, nodes in layouts(world.size).items():
-        run_path(nodes, f"{directory}/{name}")
+        if name == "8 uneven nodes":
+            run_path(nodes, f"{directory}/{name}")
+        elif name != "2 nodes":
+            run_path(nodes, f"{directory}/{name}", aggregations=("dense", "hitopk"))
     run_to(Times(), resumed, 2, "resume")
     miss(Times(), layouts(world.size)["8 uneven nodes"], least_seconds=8.0)
 

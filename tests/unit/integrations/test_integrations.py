@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import worlds
 from local_runs import finish, start, write_job
 
 pytestmark = pytest.mark.timeout(900)  # four processes import large libraries, on a busy machine
@@ -17,9 +19,21 @@ FOLDER = Path(__file__).parent
 Ranks = list[dict[str, Any]]
 
 
-def run_script(name: str, folder: Path) -> Ranks:
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket of a process that forks ranks. It has imported what the libraries import, which takes each rank ten
+    times as long as its training. Lightning itself is not among it: it reads the rank when it is imported."""
+    modules = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "topkube.training")
+    libraries = [name for name in ("torchmetrics", "transformers", "accelerate") if importlib.util.find_spec(name)]
+    trainer = ["transformers.trainer"] if "accelerate" in libraries and "transformers" in libraries else []
+    with worlds.forking("mpich", tmp_path_factory.mktemp("forks"), (*modules, *libraries, *trainer)) as socket:
+        yield socket
+
+
+def run_script(name: str, folder: Path, forks: Path) -> Ranks:
     """Return the results of each rank."""
-    job = write_job(folder, ["python", str(FOLDER / name), "."], aggregation={"algorithm": "hitopk", "density": 0.1})
+    command = ["python", *worlds.forked(forks, FOLDER / name), "."]
+    job = write_job(folder, command, aggregation={"algorithm": "hitopk", "density": 0.1})
     ended = finish(start(job, folder, "--no-plot", environment=dict(os.environ)), seconds=840)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(4)]
@@ -30,17 +44,17 @@ def read_step_records(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def lightning_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ranks, Path]:
+def lightning_run(tmp_path_factory: pytest.TempPathFactory, forks: Path) -> tuple[Ranks, Path]:
     pytest.importorskip("lightning", reason="needs topkube[lightning]")
     folder = tmp_path_factory.mktemp("lightning")
-    return run_script("lightning_script.py", folder), folder
+    return run_script("lightning_script.py", folder, forks), folder
 
 
 @pytest.fixture(scope="module")
-def trainer_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ranks, Path]:
+def trainer_run(tmp_path_factory: pytest.TempPathFactory, forks: Path) -> tuple[Ranks, Path]:
     pytest.importorskip("transformers", reason="needs topkube[transformers]")
     folder = tmp_path_factory.mktemp("trainer")
-    return run_script("trainer_script.py", folder), folder
+    return run_script("trainer_script.py", folder, forks), folder
 
 
 def check_equal_weights(ranks: Ranks, read: Callable[[Any], torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ from topkube.errors import ArgumentError, SettingsError
 
 BF16 = ml_dtypes.bfloat16
 DTYPES = (np.float32, BF16, np.float16)
-SIZES = (1, 2, 63, 64, 65, 1000, 16_384, 16_385, 100_003)
+SIZES = (1, 2, 63, 64, 65, 1000, 16_384, 16_385, 50_003)
 
 
 def view_bits(x: Any) -> Any:
