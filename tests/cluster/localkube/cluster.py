@@ -126,7 +126,7 @@ class Cluster:
             answer = self.kubectl("replace", "--raw", f"{path}/status", "-f", "-", stdin=json.dumps(node), check=False)
             return "nvidia.com/gpu" in answer
 
-        wait_until(has_gpus, f"{name} to take its GPUs", 20)
+        wait_until(has_gpus, f"{name} to take its GPUs")
 
     def offer_volumes(self) -> None:
         """Volumes for claims, ReadWriteMany: folders of the machine, whose disk all nodes share."""

@@ -241,7 +241,7 @@ def test_who_waits_for_a_job_outlives_a_restart_of_the_api_server(
     file = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
     requests = {"watch": 0, "bad": 0}
 
-    def answer(method: str, path: str) -> Answer:
+    def respond(method: str, path: str) -> Answer:
         is_last = requests["bad"] > 1
         job = {"metadata": {"name": "char-gpt", "uid": "u"}, "status": {"phase": "Succeeded" if is_last else "Running"}}
         if "watch=true" in path:
@@ -255,7 +255,7 @@ def test_who_waits_for_a_job_outlives_a_restart_of_the_api_server(
         return 200, json.dumps(job).encode(), {}
 
     words = [*command.split(), str(file) if command.startswith("submit") else "char-gpt"]
-    code = run_app([*words, "--kubeconfig", str(server(answer))])
+    code = run_app([*words, "--kubeconfig", str(server(respond))])
     output = capsys.readouterr()
     assert (code, requests["bad"]) == (0, 2), output.err
     assert "deleted" not in output.err
