@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,7 +96,23 @@ def unpack_wheels(folder: Path, site: Path) -> list[str]:
         site.mkdir(parents=True, exist_ok=True)
         if subprocess.run(command, check=False).returncode == 0:
             installed.append(name)
+            _unpack_libraries(name, folder, site)
     return installed
+
+
+def _unpack_libraries(name: str, folder: Path, site: Path) -> None:
+    """Unpack the shared libraries of a wheel into site/lib: `pip install --target` leaves those of MPICH out."""
+    for wheel in folder.glob("*.whl"):
+        if canonical(wheel.name.split("-")[0]) != name:
+            continue
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.infolist():
+                root, _, path = member.filename.partition(".data/data/lib/")
+                if not path or "/" in root or ".so" not in path:
+                    continue
+                library = site / "lib" / path
+                library.parent.mkdir(parents=True, exist_ok=True)
+                library.write_bytes(archive.read(member))
 
 
 def find_nvcc() -> str | None:
