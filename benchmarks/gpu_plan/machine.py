@@ -31,12 +31,27 @@ PACKAGES = {
     "annotated_types": "annotated-types",
     "typing_inspection": "typing-inspection",
     "typing_extensions": "typing_extensions",
+    "rich": "rich",
+    "markdown_it": "markdown-it-py",
+    "mdurl": "mdurl",
+    "pygments": "Pygments",
 }
 """The modules that the stages import besides torch, and the distribution of each."""
 NEEDED = {
     "build": ["nanobind"],
     "kernels": ["numpy", "ml_dtypes", "xxhash"],
-    "training": ["mpi4py", "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "typing_extensions"],
+    "training": [
+        "mpi4py",
+        "pydantic",
+        "pydantic_core",
+        "annotated_types",
+        "typing_inspection",
+        "typing_extensions",
+        "rich",
+        "markdown_it",
+        "mdurl",
+        "pygments",
+    ],
 }
 """The modules that each kind of stage needs."""
 _CARRIED = [name for name in PACKAGES if name != "numpy"]
