@@ -143,6 +143,8 @@ def run_all(args: argparse.Namespace) -> int:
     importlib.invalidate_caches()
     more = os.environ.get("PYTHONPATH", "")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(work / "site"), more]))}
+    if (work / "site" / "lib" / "libmpi.so.12").exists():
+        environment.setdefault("MPI4PY_LIBMPI", str(work / "site" / "lib" / "libmpi.so.12"))
     print(f"wheels used: {', '.join(carried) or 'none'}", flush=True)
     lacking = missing(args.dry)
     for line in lacking:

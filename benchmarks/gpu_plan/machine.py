@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,12 +31,27 @@ PACKAGES = {
     "annotated_types": "annotated-types",
     "typing_inspection": "typing-inspection",
     "typing_extensions": "typing_extensions",
+    "rich": "rich",
+    "markdown_it": "markdown-it-py",
+    "mdurl": "mdurl",
+    "pygments": "Pygments",
 }
 """The modules that the stages import besides torch, and the distribution of each."""
 NEEDED = {
     "build": ["nanobind"],
     "kernels": ["numpy", "ml_dtypes", "xxhash"],
-    "training": ["mpi4py", "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "typing_extensions"],
+    "training": [
+        "mpi4py",
+        "pydantic",
+        "pydantic_core",
+        "annotated_types",
+        "typing_inspection",
+        "typing_extensions",
+        "rich",
+        "markdown_it",
+        "mdurl",
+        "pygments",
+    ],
 }
 """The modules that each kind of stage needs."""
 _CARRIED = [name for name in PACKAGES if name != "numpy"]
@@ -95,7 +111,23 @@ def unpack_wheels(folder: Path, site: Path) -> list[str]:
         site.mkdir(parents=True, exist_ok=True)
         if subprocess.run(command, check=False).returncode == 0:
             installed.append(name)
+            _unpack_libraries(name, folder, site)
     return installed
+
+
+def _unpack_libraries(name: str, folder: Path, site: Path) -> None:
+    """Unpack the shared libraries of a wheel into site/lib: `pip install --target` leaves those of MPICH out."""
+    for wheel in folder.glob("*.whl"):
+        if canonical(wheel.name.split("-")[0]) != name:
+            continue
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.infolist():
+                root, _, path = member.filename.partition(".data/data/lib/")
+                if not path or "/" in root or ".so" not in path:
+                    continue
+                library = site / "lib" / path
+                library.parent.mkdir(parents=True, exist_ok=True)
+                library.write_bytes(archive.read(member))
 
 
 def find_nvcc() -> str | None:
