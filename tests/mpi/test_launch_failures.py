@@ -284,7 +284,7 @@ def test_a_launcher_without_the_mpi_of_the_plan_reports_it(tmp_path: Path) -> No
 def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
     leak = (
         "import os, signal, sys; from mpi4py import MPI\n"
-        "open(f'/dev/shm/{sys.argv[1]}-{MPI.COMM_WORLD.rank}', 'wb').write(b'x' * 4096)\n"
+        "open('/dev/shm/' + sys.argv[1] + '-' + os.environ['TOPKUBE_ATTEMPT'], 'wb').write(b'x' * 4096)\n"
         "if os.environ['TOPKUBE_ATTEMPT'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "print(sorted(name for name in os.listdir('/dev/shm') if name.startswith(sys.argv[1])))\n"
     )
@@ -295,7 +295,8 @@ def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
         launcher = job.start_launcher()
         try:
             assert launcher.wait() == 0, job.everything()
-            assert "removed" in job.workers[0].output
+            # Another worker of this user on this machine may remove the segment first.
+            assert f"['{name}-2']" in job.workers[0].output
         finally:
             for left in Path("/dev/shm").glob(f"{name}*"):
                 left.unlink()

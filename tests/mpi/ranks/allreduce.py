@@ -29,11 +29,12 @@ TYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16
 UNIT = {np.dtype(np.float32): 2.0**-23, np.dtype(np.float16): 2.0**-10, np.dtype(ml_dtypes.bfloat16): 2.0**-7}
 LENGTHS = [1, 2, 3, 5, 1000, 65537, 120_001]
 WIRES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-ALGORITHMS = [algorithm.name for algorithm in OWN]
-EXACT = [algorithm.name for algorithm in OWN if algorithm.family in (Family.DENSE, Family.SPARSE)]
+IN_HOST_MEMORY = [algorithm for algorithm in OWN if not algorithm.needs_gpu]
+ALGORITHMS = [algorithm.name for algorithm in IN_HOST_MEMORY]
+EXACT = [algorithm.name for algorithm in IN_HOST_MEMORY if algorithm.family in (Family.DENSE, Family.SPARSE)]
 """Those that leave nothing out at density 1."""
-WITH_RESIDUAL = [algorithm.name for algorithm in OWN if algorithm.residual is not None]
-DENSE = [algorithm.name for algorithm in OWN if not algorithm.compresses]
+WITH_RESIDUAL = [algorithm.name for algorithm in IN_HOST_MEMORY if algorithm.residual is not None]
+DENSE = [algorithm.name for algorithm in IN_HOST_MEMORY if not algorithm.compresses]
 
 
 def inputs(world: World, length: int, dtype: npt.DTypeLike = np.float32, seed: int = 0) -> list[Array]:

@@ -19,6 +19,8 @@ from topkube.errors import TrainingError
 from topkube.settings import Settings
 from topkube.world import World
 
+IN_HOST_MEMORY = [algorithm for algorithm in OWN if not algorithm.needs_gpu]
+
 
 def build_optimizer(model: nn.Module, algorithm: Any, make: Any = sgd) -> topkube.DistributedOptimizer:
     period = 2 if PERIOD in algorithm.parameters else 1
@@ -37,9 +39,9 @@ def algorithms_of(world: World) -> list[Algorithm]:
     """Return the algorithms that run in this world, so that each runs in two worlds: all of them on uneven nodes; on
     three nodes those that take two stages there, and one of each family; the rest on even nodes."""
     if len({len(ranks) for ranks in world.node_ranks}) > 1:
-        return list(OWN)
+        return IN_HOST_MEMORY
     on_three_nodes = {"localsgd", "diloco", "onebit", "hitopk", "gtopk", "hierarchical"}
-    return [algorithm for algorithm in OWN if (algorithm.name in on_three_nodes) == (world.nodes > 2)]
+    return [algorithm for algorithm in IN_HOST_MEMORY if (algorithm.name in on_three_nodes) == (world.nodes > 2)]
 
 
 def train(world: World, model: nn.Module, optimizer: topkube.DistributedOptimizer, steps: range) -> None:
