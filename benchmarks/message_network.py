@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from topkube.arrays import as_bytes
+from topkube.arrays import Array, as_bytes
+from topkube.collectives.global_top import GlobalTop
+
+Kind = TypeVar("Kind", bound=GlobalTop)
 
 
 class PlayedNetwork:
@@ -34,6 +37,18 @@ class PlayedNetwork:
                 else:
                     waiting[node] = requests
         assert not any(self.messages.values()), "a message was not received"
+
+
+def exchange_top(kind: type[Kind], residuals: Sequence[Array], k: int, wire: str) -> tuple[list[Kind], PlayedNetwork]:
+    """Exchange the k largest entries of the sum of all nodes' residuals, one row per node. What is delivered leaves the
+    residuals. Return each node's end of the exchange, and the network."""
+    network = PlayedNetwork(len(residuals))
+    parts = [kind(residual, k, wire) for residual in residuals]
+    network.run([part.exchange(comm) for part, comm in zip(parts, network.comms, strict=True)])
+    for part, residual in zip(parts, residuals, strict=True):
+        residual[part.delivered_of_own()] = 0
+        part.return_rest(residual)
+    return parts, network
 
 
 class PlayedRequest:

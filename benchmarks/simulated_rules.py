@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from message_network import PlayedNetwork
+from message_network import exchange_top
 from topkube import kernels
 from topkube.collectives.codecs import Codec, Signs
 from topkube.collectives.global_top import GlobalTop, TopTree
@@ -188,12 +188,7 @@ class SimulatedGTopK(SimulatedHiTopK):
         k = min(selected_count(len(flat[0]), density), len(flat[0]))
         for gradient, residual in zip(flat, residuals, strict=True):
             residual += gradient * np.float32(1 / self.options.nodes)
-        network = PlayedNetwork(self.options.nodes)
-        parts = [self.KIND(residual, k, "bf16") for residual in residuals]
-        network.run([part.exchange(comm) for part, comm in zip(parts, network.comms, strict=True)])
-        for part, residual in zip(parts, residuals, strict=True):
-            residual[part.delivered_of_own()] = 0
-            part.return_rest(residual)
+        parts, _ = exchange_top(self.KIND, residuals, k, "bf16")
         total = np.zeros(len(flat[0]), np.float32)
         total[parts[0].indices] = parts[0].values
         self.sent_bytes += sum(part.sent_bytes for part in parts) / self.options.nodes

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_network import PlayedNetwork
+from message_network import PlayedNetwork, exchange_top
 from topkube.algorithms import Workload, find_algorithm
 from topkube.collectives.global_top import TopTree
 
@@ -18,13 +18,8 @@ Array = Any
 
 def exchange(totals: list[Array], k: int, wire: str = "fp32") -> tuple[list[TopTree], list[Array], PlayedNetwork]:
     """Return the trees of all nodes after the exchange, and their residuals."""
-    network = PlayedNetwork(len(totals))
-    trees = [TopTree(total, k, wire) for total in totals]
-    network.run([tree.exchange(comm) for tree, comm in zip(trees, network.comms, strict=True)])
     residuals = [total.copy() for total in totals]
-    for tree, residual in zip(trees, residuals, strict=True):
-        residual[tree.delivered_of_own()] = 0
-        tree.return_rest(residual)
+    trees, network = exchange_top(TopTree, residuals, k, wire)
     return trees, residuals, network
 
 

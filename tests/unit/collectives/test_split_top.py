@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_network import PlayedNetwork
+from message_network import PlayedNetwork, exchange_top
 from topkube.algorithms import Workload, find_algorithm
 from topkube.collectives.split_top import SplitTop
 
@@ -18,13 +18,8 @@ Array = Any
 
 def exchange(totals: list[Array], k: int, wire: str = "fp32") -> tuple[list[SplitTop], list[Array], PlayedNetwork]:
     """Return the parts of all nodes after the exchange, and their residuals."""
-    network = PlayedNetwork(len(totals))
-    parts = [SplitTop(total, k, wire) for total in totals]
-    network.run([part.exchange(comm) for part, comm in zip(parts, network.comms, strict=True)])
     residuals = [total.copy() for total in totals]
-    for part, residual in zip(parts, residuals, strict=True):
-        residual[part.delivered_of_own()] = 0
-        part.return_rest(residual)
+    parts, network = exchange_top(SplitTop, residuals, k, wire)
     return parts, residuals, network
 
 

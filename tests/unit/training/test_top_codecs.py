@@ -1,4 +1,5 @@
-"""The codec of sparseloco: against its definition in float64, nothing lost, indices that survive, damaged messages."""
+"""The codecs of topk1bit and sparseloco: against their definitions in float64, nothing lost, indices that survive,
+damaged messages. tests/unit/kernels has the format of topk1bit."""
 
 from __future__ import annotations
 
@@ -13,10 +14,23 @@ from hypothesis import strategies as st
 
 from topkube.algorithms import Workload, find_algorithm
 from topkube.collectives.top_levels import TopLevels, _IndexCode
+from topkube.collectives.top_signs import TopSigns
 from topkube.errors import WireError
 
 
-def send_by_definition(values: Any) -> Any:
+def send_signs(values: Any) -> Any:
+    """The largest tenth, in float64: the sign times the mean magnitude of each 256 of them, rounded to bf16."""
+    count = max(1, -(-len(values) // 10))
+    indices = np.sort(np.argsort(-np.abs(values.astype(np.float64)), kind="stable")[:count])
+    sent = np.zeros(len(values))
+    for first in range(0, count, 256):
+        block = indices[first : first + 256]
+        scale = np.abs(values[block].astype(np.float64)).mean().astype(np.float32).astype(ml_dtypes.bfloat16)
+        sent[block] = np.where(np.signbit(values[block]), -1.0, 1.0) * float(scale)
+    return sent
+
+
+def send_levels(values: Any) -> Any:
     """The largest 1/32, in float64: the sign times one of two magnitudes of each 256 of them, rounded to bf16: the
     means of those below and above the mean magnitude."""
     count = max(1, -(-len(values) // 32))
@@ -33,44 +47,68 @@ def send_by_definition(values: Any) -> Any:
     return sent
 
 
+CODECS = pytest.mark.parametrize(("kind", "send"), [(TopSigns, send_signs), (TopLevels, send_levels)])
+
+
 def places_of(lengths: list[int]) -> list[slice]:
     ends = np.cumsum([-(-length // 256) * 256 for length in lengths]).tolist()
     return [slice(end - -(-length // 256) * 256, end - -(-length // 256) * 256 + length)
             for end, length in zip(ends, lengths, strict=True)]  # fmt: skip
 
 
+@CODECS
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_a_row_says_what_the_definition_sends_and_nothing_is_lost(lengths: list[int], seed: int) -> None:
+def test_a_row_has_the_values_of_the_definition_and_nothing_is_lost(
+    kind: Any, send: Any, lengths: list[int], seed: int
+) -> None:
     rng, places = np.random.default_rng(seed), places_of(lengths)
     x = np.zeros(places[-1].stop, np.float32)
     for place in places:
         x[place] = rng.standard_t(2, place.stop - place.start) * 10.0 ** rng.integers(-5, 5)
-    before, codec = x.copy(), TopLevels(places)
+    before, codec = x.copy(), kind(places)
     row = np.full(codec.row_bytes, 255, np.uint8)
     assert codec.pack(x, row)
     received = np.zeros_like(x)
     codec.unpack_add(received, [row], [1.0])
     for place in places:
-        wanted = send_by_definition(before[place])
+        wanted = send(before[place])
         assert ((received[place] != 0) == (wanted != 0)).all()
         np.testing.assert_allclose(received[place], wanted, rtol=2.0**-7)
         np.testing.assert_allclose(received[place] + x[place], before[place], rtol=0, atol=2e-7 * np.abs(wanted).max())
     assert not received[[i for p, q in itertools.pairwise(places) for i in range(p.stop, q.start)]].any()
 
 
-def test_rows_are_added_in_their_order_with_their_weights() -> None:
-    rng, codec = np.random.default_rng(0), TopLevels([slice(0, 3000)])
+@CODECS
+def test_rows_are_added_in_their_order_with_their_weights(kind: Any, send: Any) -> None:
+    rng, codec = np.random.default_rng(0), kind([slice(0, 3000)])
     rows, wanted = [], np.zeros(3000)
     for weight in (0.5, 0.25, 0.25):
         x = rng.standard_normal(3000).astype(np.float32)
-        wanted += weight * send_by_definition(x)
+        wanted += weight * send(x)
         rows.append(np.zeros(codec.row_bytes, np.uint8))
         codec.pack(x, rows[-1])
     out = np.ones(3000, np.float32)
     codec.unpack_add(out, rows, [0.5, 0.25, 0.25])
     np.testing.assert_allclose(out - 1, wanted, rtol=0, atol=0.02)
-    assert np.count_nonzero(out != 1) > 2.3 * 3000 / 32
+    assert np.count_nonzero(out != 1) > 2.3 * np.count_nonzero(send(x))
+
+
+@CODECS
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_reported(kind: Any, send: Any, value: float) -> None:
+    codec = kind([slice(0, 1000)])
+    x = np.ones(1000, np.float32)
+    x[777] = value
+    assert not codec.pack(x, np.zeros(codec.row_bytes, np.uint8))
+
+
+@pytest.mark.parametrize(("kind", "name", "least"), [(TopSigns, "topk1bit", 50), (TopLevels, "sparseloco", 112)])
+def test_the_declared_bytes_are_those_of_a_row(kind: Any, name: str, least: int) -> None:
+    codec = kind([slice(0, 1 << 20)])
+    sent = find_algorithm(name).traffic(Workload(nodes=2, slots=1, elements=1 << 20)).sent
+    assert abs(codec.row_bytes - sent) <= 0.001 * sent
+    assert (4 << 20) / sent > least
 
 
 @settings(deadline=None)
@@ -87,7 +125,7 @@ def test_any_indices_survive(length: int, share: float, seed: int) -> None:
 
 @settings(deadline=None)
 @given(st.binary(min_size=1), st.integers(0, 2**32))
-def test_a_damaged_message_is_refused_or_says_valid_indices(noise: bytes, seed: int) -> None:
+def test_damaged_indices_are_refused_or_still_valid(noise: bytes, seed: int) -> None:
     code = _IndexCode.of(1000, 100)
     indices = np.sort(np.random.default_rng(seed).choice(1000, 100, replace=False)).astype(np.uint32)
     data = np.zeros(code.nbytes, np.uint8)
@@ -103,21 +141,6 @@ def test_a_damaged_message_is_refused_or_says_valid_indices(noise: bytes, seed: 
     assert read[0] >= 0
     assert read[-1] < 1000
     assert (np.diff(read) > 0).all()
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_shows(value: float) -> None:
-    codec = TopLevels([slice(0, 1000)])
-    x = np.ones(1000, np.float32)
-    x[777] = value
-    assert not codec.pack(x, np.zeros(codec.row_bytes, np.uint8))
-
-
-def test_the_declared_bytes_are_those_of_a_row() -> None:
-    codec = TopLevels([slice(0, 1 << 20)])
-    sent = find_algorithm("sparseloco").traffic(Workload(nodes=2, slots=1, elements=1 << 20)).sent
-    assert abs(codec.row_bytes - sent) <= 0.001 * sent
-    assert (4 << 20) / sent > 112
 
 
 def test_two_bits_keep_more_than_one() -> None:
