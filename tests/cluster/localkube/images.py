@@ -236,11 +236,14 @@ class Store:
 
     def load(self, containerd: Path, images: Iterable[Image]) -> None:
         """Import images, and that of pause, into the containerd with that socket; sends only the layers it lacks."""
-        present = set(_ctr(containerd, "content", "ls", "-q").split())
         for layout in self._layouts(images):
             manifest = (layout / "manifest.json").read_bytes()
-            if not _has_image(containerd, layout, manifest):
-                _import(containerd, layout, manifest, present)
+            if _has_image(containerd, layout, manifest):
+                continue
+            try:
+                _import(containerd, layout, manifest, present=set(_ctr(containerd, "content", "ls", "-q").split()))
+            except RuntimeError:  # its garbage collection can remove what a former image of that name alone had used
+                _import(containerd, layout, manifest, present=set())
 
     def _layouts(self, images: Iterable[Image]) -> list[Path]:
         return [self.layouts / "pause", *(self.layouts / image.archive for image in images)]

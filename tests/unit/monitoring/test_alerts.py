@@ -292,6 +292,12 @@ def test_the_rules_are_valid() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.skipif(shutil.which("vmalert") is None, reason="needs vmalert: apt-get install victoria-metrics")
+def test_vmalert_accepts_the_rules() -> None:
+    ended = subprocess.run(["vmalert", f"-rule={RULES}", "-dryRun"], capture_output=True, text=True, timeout=250)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 def test_every_alert_has_cases_that_fire_that_do_not_and_that_miss_series() -> None:
     assert set(CASES) == {alert.name for alert in ALERTS}
     for name, cases in CASES.items():
