@@ -289,14 +289,16 @@ def _pip_configuration() -> Iterator[tuple[str, str, str | None]]:
         yield "PIP_FIND_LINKS", "/run/pip/wheels", links
 
 
-def _ctr(socket: Path, *arguments: str | Path, stdin: bytes | None = None) -> str:
-    return run("ctr", "-a", socket, "-n", "k8s.io", *arguments, stdin=stdin)
+def _ctr(socket: Path, *arguments: str | Path, check: bool = True) -> str:
+    return run("ctr", "-a", socket, "-n", "k8s.io", *arguments, check=check)
 
 
 def _has_image(socket: Path, layout: Path, manifest: bytes) -> bool:
-    """Return True if the containerd has exactly this image under its name."""
-    line = _ctr(socket, "images", "ls", f"name=={(layout / 'name').read_text()}")
-    return f"sha256:{hashlib.sha256(manifest).hexdigest()}" in line
+    """Return True if the containerd has exactly this image under its name, complete and unpacked. An import that was
+    interrupted leaves the name without its layers."""
+    table = _ctr(socket, "images", "check", f"name=={(layout / 'name').read_text()}", check=False)
+    digest = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+    return any(digest in line and " complete " in line and line.split()[-1] == "true" for line in table.splitlines())
 
 
 def _import(socket: Path, layout: Path, manifest: bytes, present: set[str]) -> None:
