@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from jobs import endless, job
 from target import Namespace, Target, wait_for
 
 from monitoring.prometheus import Prometheus
+from monitoring.server import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("vmagent", "victoria-metrics")
@@ -51,6 +53,7 @@ def _start(folder: Path, program: str, *options: str) -> Iterator[str]:
     with (folder / f"{program}.log").open("wb") as log:
         process = subprocess.Popen([program, f"-httpListenAddr={address}", *options], stdout=log, stderr=log)
     try:
+        wait_until(lambda: urllib.request.urlopen(f"http://{address}/health", timeout=10).status == 200, program)
         yield address
         assert process.poll() is None, (folder / f"{program}.log").read_text()[-2000:]
     finally:
