@@ -33,6 +33,11 @@ class Device:
         if not self.dry:
             torch.cuda.synchronize()
 
+    def keep_busy(self) -> None:
+        """Give the device about ten milliseconds of work."""
+        if not self.dry:
+            torch.cuda._sleep(_SLEEP_CYCLES)
+
     def free(self) -> None:
         """Return torch's cached memory to the device."""
         if not self.dry:

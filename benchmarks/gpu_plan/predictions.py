@@ -53,6 +53,7 @@ PREDICTIONS = (
     Prediction(_DEFAULT, "topk ms", 0.6, 1.0, "16-byte loads need a quarter of the instructions", per=_SCALAR),
     Prediction(_DEFAULT, "half ms", 0.3, 0.9, "eight loads in flight in the passes of k > d/4", per=_SERIAL),
     Prediction("training step", "overhead %", -5, 25, "one rank: selection, and launches from Python"),
+    Prediction("steps that the device skips", "host ms, device", 0.1, 3, "the host does not wait for the 5 ms of work"),
 )
 
 

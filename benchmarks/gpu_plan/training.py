@@ -1,4 +1,6 @@
-"""Training steps on one GPU: plain torch, dense and hitopk; and two synchronised backwards against a reference."""
+"""Training steps on one GPU: plain torch, DistributedDataParallel over NCCL, dense and hitopk, with and without CUDA
+graphs; and checks that need streams: two synchronised backwards against a reference, steps that the device skips, and
+graphs against launches one by one."""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import topkube
 from gpu_plan.device import Device
 from gpu_plan.rows import Row, Rows
 from topkube.examples.char_gpt import GPT, VOCABULARY
+from topkube.settings import Settings
 
 _WARMUP_STEPS = 4
 
@@ -22,19 +25,21 @@ def run(device: Device, rows: Rows, quick: bool) -> None:
     small = quick or device.dry
     shape = (2, 64, 4, 32, 2) if small else (16, 768, 12, 512, 32)
     rows.measure("two backwards per step", lambda: _check_two_backwards(device))
+    rows.measure("steps that the device skips", lambda: _check_skipped_steps(device))
+    rows.measure("graphs", lambda: _check_graphs(device))
     rows.measure("training step", lambda: _measure_steps(device, shape, 6 if small else 40))
 
 
 def _check_two_backwards(device: Device) -> Row:
     """Compare gradients of two synchronised backwards per step with a reference on the same device: memory that the
     allocator reuses too early changes them."""
-    weights = [torch.nn.Parameter(device.normal(device.elements(4_000_000))) for _ in range(6)]
+    weights = [torch.nn.Parameter(_matrix(device, 4_000_000)) for _ in range(6)]
     named = [(f"weight{i}", weight) for i, weight in enumerate(weights)]
-    options: dict[str, Any] = {"aggregation": "hitopk", "density": 1.0, "warmup_steps": 0}
+    options: dict[str, Any] = {"aggregation": "hitopk", "density": 1.0, "warmup_steps": 0, "wire": "fp32"}
     optimizer = topkube.DistributedOptimizer(torch.optim.SGD(weights, lr=0.0), named, **options)
     wrong = 0
     for _ in range(2 if device.dry else 20):
-        factors = [[device.normal(weight.numel()) for weight in weights] for _ in range(2)]
+        factors = [[torch.randn_like(weight) for weight in weights] for _ in range(2)]
         for turn in factors:
             loss = sum((weight * factor).sum() for weight, factor in zip(weights, turn, strict=True))
             assert isinstance(loss, torch.Tensor)
@@ -47,16 +52,82 @@ def _check_two_backwards(device: Device) -> Row:
     return {"wrong gradients": wrong, "wrong": ["gradients"] if wrong else []}
 
 
+def _matrix(device: Device, elements: int) -> torch.Tensor:
+    """Return random numbers in two dimensions: gradients with one dimension are never selected from."""
+    return device.normal(device.elements(elements)).view(-1, 100)
+
+
+def _check_skipped_steps(device: Device) -> Row:
+    """Compare steps about which the device decides with those about which the host decides, bit by bit. A figure is the
+    milliseconds of the host for a backward and a step while the device is busy."""
+    results, host_ms = [], {}
+    for check in ("device", "host"):
+        weights = [torch.nn.Parameter(torch.ones(device.elements(4_000_000), device=device.place)) for _ in range(2)]
+        named = [(f"weight{i}", weight) for i, weight in enumerate(weights)]
+        inner = torch.optim.AdamW(weights, lr=0.1, fused=True)
+        settings = Settings(finite_check=check, node_exchange="torch")
+        optimizer = topkube.DistributedOptimizer(inner, named, aggregation="dense", settings=settings)
+        left, times = 0, []
+        for step in range(12):
+            loss = sum((weight * (torch.nan if step in (0, 4, 5) else step)).sum() for weight in weights)
+            device.keep_busy()
+            start = time.perf_counter()
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()
+            optimizer.step()
+            times.append((time.perf_counter() - start) * 1e3)
+            left += optimizer._backward.decisions.is_open
+            optimizer.zero_grad()
+        results.append((optimizer.steps, optimizer.skipped_steps, left, [weight.detach() for weight in weights]))
+        host_ms[f"host ms, {check}"] = statistics.median(times)
+        optimizer.unwrap()
+    (steps, skipped, left, first), (*_, second) = results
+    wrong = [] if all(map(torch.equal, first, second)) else ["weights"]
+    wrong += [] if (steps, skipped, left) == (9, 3, 12) == (*results[1][:2], left) else ["steps"]
+    return {"steps": steps, "skipped": skipped, "left to the device": left, **host_ms, "wrong": wrong}
+
+
+def _check_graphs(device: Device) -> Row:
+    """Compare steps whose buckets are recorded as CUDA graphs with steps without graphs, bit by bit."""
+    results, stopped, recorded = [], "", 0
+    for has_graphs in (True, False):
+        weights = [torch.nn.Parameter(_matrix(device, 1_000_000).zero_()) for _ in range(3)]
+        named = [(f"weight{i}", weight) for i, weight in enumerate(weights)]
+        settings = Settings(device_graphs=has_graphs, node_exchange="torch")
+        options: dict[str, Any] = {"aggregation": "hitopk", "density": 0.01, "warmup_steps": 0, "wire": "bf16"}
+        inner = torch.optim.SGD(weights, lr=0.1)
+        optimizer = topkube.DistributedOptimizer(inner, named, settings=settings, **options)
+        generator = torch.Generator(device.place).manual_seed(0)
+        for _ in range(8):
+            factors = [torch.randn(weight.shape, generator=generator, device=device.place) for weight in weights]
+            loss = sum((weight * factor).sum() for weight, factor in zip(weights, factors, strict=True))
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([weight.detach() for weight in weights])
+        engine = optimizer._backward.exchange.on_device
+        if engine is not None and engine.graphs is not None:
+            stopped, recorded = engine.graphs.stopped, engine.graphs.recorded
+        optimizer.unwrap()
+    wrong = [] if all(map(torch.equal, *results)) else ["weights"]
+    return {"recorded": recorded, "stopped": stopped, "wrong": wrong + (["stopped"] if stopped else [])}
+
+
 def _measure_steps(device: Device, shape: tuple[int, int, int, int, int], steps: int) -> Row:
     layers, width, heads, context, batch = shape
     contenders: dict[str, tuple[Any, Any]] = {}
-    for name in ("torch", "dense", "hitopk"):
+    for name in ("torch", "ddp", "dense", "hitopk", "hitopk graphs"):
         torch.manual_seed(0)
         model = GPT(layers, width, heads, context).to(device.place)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not device.dry)
-        if name != "torch":
-            options: dict[str, Any] = {"aggregation": name, "density": 0.01, "warmup_steps": 0}
-            optimizer = topkube.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+        if name == "ddp":
+            model = _wrap_in_ddp(model, device)
+        elif name != "torch":
+            algorithm, _, graphs = name.partition(" ")
+            options: dict[str, Any] = {"aggregation": algorithm, "density": 0.01, "warmup_steps": 0}
+            settings = Settings(device_graphs=bool(graphs))
+            optimizer = topkube.DistributedOptimizer(optimizer, model.named_parameters(), settings=settings, **options)
         contenders[name] = model, optimizer
     codes = torch.randint(VOCABULARY, (batch, context), device=device.place)
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -79,6 +150,7 @@ def _measure_steps(device: Device, shape: tuple[int, int, int, int, int], steps:
                 times[name].append((time.perf_counter() - start) * 1e3)
     median = {name: statistics.median(milliseconds) for name, milliseconds in times.items()}
     kernels = {name: _profile_step(device, lambda name=name: run_step(name)) for name in contenders}
+    torch.distributed.destroy_process_group()  # type: ignore[no-untyped-call]
     return {
         "parameters": sum(p.numel() for p in contenders["dense"][0].parameters()),
         "layers": layers,
@@ -86,11 +158,21 @@ def _measure_steps(device: Device, shape: tuple[int, int, int, int, int], steps:
         "context": context,
         "batch": batch,
         "torch ms": median["torch"],
+        "DDP ms": median["ddp"],
         "dense ms": median["dense"],
         "hitopk 1% ms": median["hitopk"],
+        "hitopk 1% with graphs ms": median["hitopk graphs"],
         "overhead %": 100 * (median["hitopk"] / median["dense"] - 1),
         "kernels of a step": kernels,
     }
+
+
+def _wrap_in_ddp(model: torch.nn.Module, device: Device) -> torch.nn.Module:
+    """Return the model in DistributedDataParallel, with a group of one rank: NCCL, or gloo in the dry mode."""
+    distributed: Any = torch.distributed
+    backend = "gloo" if device.dry else "nccl"
+    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+    return torch.nn.parallel.DistributedDataParallel(model)
 
 
 def _profile_step(device: Device, run: Any) -> Row | None:

@@ -50,6 +50,18 @@ class Settings:
         " CPU tensors, through the code for CUDA tensors",
         ("auto", "torch"),
     )
+    finite_check: str = _setting(
+        "TOPKUBE_FINITE_CHECK",
+        "auto",
+        "what decides if a step is finite: host waits for the GPU at the end of each backward; auto leaves the decision"
+        " to the GPU if it can; device does so for CPU tensors through gloo too",
+        ("auto", "host", "device"),
+    )
+    device_graphs: bool = _setting(
+        "TOPKUBE_DEVICE_GRAPHS",
+        False,
+        "on GPUs, launch the selection, encoding and decoding of a bucket as CUDA graphs",
+    )
     # aggregation: the job's spec.aggregation
     algorithm: str = _setting(
         "TOPKUBE_ALGORITHM", "auto", "aggregation: auto or dense, which send the whole gradient, or an algorithm's name"

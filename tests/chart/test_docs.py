@@ -247,6 +247,13 @@ def test_every_row_of_the_conformance_table_has_a_test_or_a_reason() -> None:
         assert mark == "●" or len(words) > 4, f"{behaviour}: no reason"
 
 
+def test_the_tests_that_the_page_on_gpus_names_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (DOCS / "gpu.md").read_text())
+    assert len(named) > 20
+    for file, name in named:
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M), f"{file}: {name}"
+
+
 def test_the_reference_of_algorithms_is_fresh() -> None:
     page = (DOCS / "algorithms.md").read_text()
     assert page == algorithms_page.markdown(), "python -m topkube.algorithms.reference > docs/algorithms.md"

@@ -61,12 +61,28 @@ def test_checksums_are_those_that_sha256sum_reads(release: Any, tmp_path: Path) 
     assert subprocess.run(check, cwd=tmp_path, capture_output=True, check=False).returncode != 0
 
 
+def test_the_workflow_builds_a_wheel_for_each_python_that_may_import_topkube() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yaml").read_text())
+    built = project["tool"]["cibuildwheel"]["build"].split()
+    oldest = int(project["project"]["requires-python"].removeprefix(">=3."))
+    assert built == [f"cp3{minor}-manylinux_*" for minor in range(oldest, oldest + len(built))]
+    assert "cp312-manylinux_*" in built  # the Python of machines with GPUs
+    wheels = workflow["jobs"]["wheels"]
+    assert any("cibuildwheel" in step.get("uses", "") for step in wheels["steps"])
+    assert wheels["strategy"]["matrix"]["runner"] == ["ubuntu-24.04", "ubuntu-24.04-arm"]
+
+
 def test_the_workflow_builds_as_make_release_does() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yaml").read_text())
     commands = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
     assert any("make release" in command for command in commands)
     assert any("cosign sign" in command for command in commands)
     assert workflow["env"]["REGISTRY"] == "${{ vars.REGISTRY }}"
+    images = workflow["jobs"]["images"]["strategy"]["matrix"]["include"]
+    folders = {path.parent.name for path in (ROOT / "images").glob("*/Dockerfile")}
+    assert {entry["folder"] for entry in images} == folders  # the image for GPUs has the only wheel with CUDA kernels
+    assert len({(entry["image"], entry["suffix"]) for entry in images}) == len(images)
     for job in workflow["jobs"].values():
         needs = job.get("needs", [])
         assert set([needs] if isinstance(needs, str) else needs) <= workflow["jobs"].keys()

@@ -20,6 +20,7 @@ from rich.console import Console
 from topkube import algorithms, collectives, world
 from topkube.algorithms import DENSITY, SELECTION, WIRE, Algorithm, Scope
 from topkube.arrays import BFLOAT16, Array
+from topkube.bench.bench_arrays import ArrayMemory, HostArrays, choose_memory
 from topkube.bench.report import BenchReport, Timing, machine_facts, timed
 from topkube.collectives.coordination import reduce
 from topkube.errors import ArgumentError
@@ -58,11 +59,15 @@ def command(
     wire: Annotated[str, typer.Option(help=f"Sparse values between nodes: {', '.join(WIRE.choices)}.")] = "fp32",
     dtype: Annotated[str, typer.Option(help="Type of the array: fp32, bf16 or fp16.")] = "fp32",
     repeats: Annotated[int, typer.Option(min=1, help="Number of measured runs of each algorithm.")] = 7,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Reduce on the GPUs of the ranks, and compare with NCCL alone.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
 ) -> None:
     """Measure all-reduce on the ranks that mpiexec started, and check the results."""
     here = world.init()
-    report = measure(here, elements, _names(algorithms), density, wire, dtype, repeats)
+    memory = choose_memory(here, gpu)
+    report = measure(here, elements, _names(algorithms, memory), density, wire, dtype, repeats, memory)
     if here.rank == 0:
         Console().print(dataclasses.replace(report, columns={key: COLUMNS[key] for key in SHOWN}).table())
         if json is not None:
@@ -70,10 +75,18 @@ def command(
 
 
 def measure(
-    here: World, elements: int, names: list[str], density: float, wire: str, dtype: str, repeats: int
+    here: World,
+    elements: int,
+    names: list[str],
+    density: float,
+    wire: str,
+    dtype: str,
+    repeats: int,
+    memory: ArrayMemory | None = None,
 ) -> BenchReport:
-    """Run each algorithm of `names` `repeats` times on `elements` elements. The report is complete on rank 0. A
-    collective."""
+    """Run each algorithm or peer of `names` `repeats` times on `elements` elements in `memory` (default: host memory).
+    The report is complete on rank 0. A collective."""
+    memory = memory or HostArrays()
     if dtype not in _TYPES:
         raise ArgumentError(f"dtype is {dtype!r}", next_step=f"choose one of {', '.join(_TYPES)}")
     facts = {
@@ -81,40 +94,49 @@ def measure(
         "ranks": " + ".join(str(len(ranks)) for ranks in here.node_ranks),
         "elements": elements,
         "type": dtype,
+        "memory": memory.name,
         "density": density,
         "wire": wire,
     }
     report = BenchReport(
         "All-reduce: bandwidths in GB/s, MB sent between nodes per node, error against float64", COLUMNS, facts=facts
     )
-    start = np.random.default_rng(here.rank).standard_normal(elements, np.float32).astype(_TYPES[dtype])
-    work = np.empty_like(start)
+    values = np.random.default_rng(here.rank).standard_normal(elements, np.float32).astype(_TYPES[dtype])
+    start, work = memory.put(values), memory.put(values)
     for name in names:
-        checked, error = _check(here, name, density, wire, dtype)
+        checked, error = _check(here, memory, name, density, wire, dtype)
 
         def prepare() -> None:
-            np.copyto(work, start)
+            memory.restore(work, start)
             here.agree(True)
 
         def run(name: str = name) -> None:
-            collectives.allreduce_(work, algorithm=name, density=density, wire=wire)
+            memory.reduce(work, name, density, wire)
             here.agree(True)
 
         prepare()
         run()
         phases.current.take()
         timing = timed(run, repeats=repeats, warmups=0, prepare=prepare)
-        _add_row(here, report, name, work, timing, checked, error)
+        _add_row(here, report, name, values.nbytes, timing, checked, error, name not in memory.peers)
     return report
 
 
 def _add_row(
-    here: World, report: BenchReport, name: str, work: Array, timing: Timing, right: bool, error: float
+    here: World,
+    report: BenchReport,
+    name: str,
+    nbytes: int,
+    timing: Timing,
+    right: bool,
+    error: float,
+    is_counted: bool,
 ) -> None:
+    """Add the row of an array of `nbytes`. `is_counted` is False for peers, whose messages and stages nobody counts."""
     spent = phases.current.take()
     runs = timing.repeats
     sent, inside = here.sum_small(np.array([spent.inter_bytes, spent.intra_bytes], np.float64)) / runs
-    algbw = work.nbytes / timing.median / 1e9
+    algbw = nbytes / timing.median / 1e9
     report.add(
         algorithm=name,
         median_ms=timing.median * 1e3,
@@ -122,48 +144,54 @@ def _add_row(
         maximum_ms=timing.maximum * 1e3,
         algbw=algbw,
         busbw=algbw * 2 * (here.size - 1) / here.size,
-        inter_mb=float(sent) / here.nodes / 1e6,
-        intra_mb=float(inside) / here.size / 1e6,
-        **{f"{phase}_ms": spent.seconds.get(phase, 0.0) / runs * 1e3 for phase in ("inter", "intra", "select")},
+        inter_mb=float(sent) / here.nodes / 1e6 if is_counted else None,
+        intra_mb=float(inside) / here.size / 1e6 if is_counted else None,
+        **{
+            f"{phase}_ms": spent.seconds.get(phase, 0.0) / runs * 1e3 if is_counted else None
+            for phase in ("inter", "intra", "select")
+        },
         error=error,
         right=right,
     )
 
 
-def _names(text: str) -> list[str]:
+def _names(text: str, memory: ArrayMemory) -> list[str]:
+    """Return the algorithms that the text names, or all that work in `memory`; and the peers there."""
     chosen = [name.strip() for name in text.split(",") if name.strip()]
     for name in chosen:
         algorithms.find_algorithm(name)
     if chosen:
-        return chosen
+        return [*chosen, *memory.peers]
     listed, broken = algorithms.load_all()
     if world.current().rank == 0:
         for error in broken:
             print(f"warning: {error}", file=sys.stderr)
-    return [algorithm.name for algorithm in listed if not algorithm.needs_gpu]  # the arrays are in host memory
+    return [algorithm.name for algorithm in listed if memory.can_reduce(algorithm)] + list(memory.peers)
 
 
-def _check(here: World, name: str, density: float, wire: str, dtype: str) -> tuple[bool, float]:
+def _check(here: World, memory: ArrayMemory, name: str, density: float, wire: str, dtype: str) -> tuple[bool, float]:
     """Reduce a small array with `name`. Return True if the result is right on all ranks, and its largest error relative
     to the largest value."""
     inputs = [
         np.random.default_rng([rank, 1]).standard_normal(_CHECKED, np.float32).astype(_TYPES[dtype])
         for rank in range(here.size)
     ]
-    algorithm = algorithms.resolve(name, here.nodes, _CHECKED, density)
+    is_peer = name in memory.peers
+    algorithm = algorithms.resolve("dense" if is_peer else name, here.nodes, _CHECKED, density)
     tolerance = max(_TOLERANCE[dtype], _TOLERANCE[wire] if algorithm.compresses else 0.0)
-    result = inputs[here.rank].copy()
     if not algorithm.compresses or SELECTION in algorithm.parameters:
-        collectives.allreduce_(result, algorithm=name, density=density, wire=wire)
-        wanted, sure = _reference(here, algorithm, inputs, density)
-        actual = result.astype(np.float64)
+        reduced = memory.put(inputs[here.rank])
+        memory.reduce(reduced, name, density, wire)
+        wanted, sure = _reference(here, algorithm, inputs, density, _TOLERANCE[dtype])
+        actual = memory.read(reduced).astype(np.float64)
     elif algorithm.residual is not None:
         wanted, sure = (
             np.sum([array.astype(np.float64) / here.size for array in inputs], axis=0),
             np.ones(_CHECKED, np.bool_),
         )
-        actual = _sent_and_kept(here, algorithm, result, density, wire)
+        actual = _sent_and_kept(here, algorithm, inputs[here.rank].copy(), density, wire)
     else:  # the expected result is not known, so only NaN and infinity are errors
+        result = inputs[here.rank].copy()
         collectives.allreduce_(result, algorithm=name, density=density, wire=wire)
         return here.agree(bool(np.isfinite(result).all())), float("nan")
     error = float((np.abs(actual - wanted) * sure).max() / np.abs(wanted).max())
@@ -185,10 +213,11 @@ def _sent_and_kept(
 
 
 def _reference(
-    here: World, algorithm: Algorithm, inputs: list[Array], density: float
+    here: World, algorithm: Algorithm, inputs: list[Array], density: float, margin: float
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """Return the expected mean in float64, and True for each element that is certain. Rounding decides which of two
-    entries with magnitudes near the k-th is sent, so these elements are not certain."""
+    entries with magnitudes near the k-th is sent, so these elements are not certain: those that differ from it by less
+    than the share `margin`."""
     means = [array.astype(np.float64) / here.size for array in inputs]
     wanted, sure = np.zeros(_CHECKED), np.ones(_CHECKED, np.bool_)
     if not algorithm.compresses:
@@ -204,5 +233,5 @@ def _reference(
             magnitude = np.abs(values)
             threshold = np.sort(magnitude)[-min(k, values.size)]
             wanted[part] += np.where(magnitude >= threshold, values, 0.0)
-            sure[part] &= np.abs(magnitude - threshold) > 1e-6 * threshold
+            sure[part] &= np.abs(magnitude - threshold) > margin * threshold
     return wanted, sure

@@ -73,10 +73,13 @@ class ShardAllReduce(NodeAllReduce):
     `route` carries it, `unpack` puts the result into the shard. The same `pack` and `unpack` serve CPU arrays and, if
     the algorithm is declared `on_device`, tensors on a GPU.
 
-    If `over_all_ranks` is True, tensors on a GPU are not reduced inside the node first: the transport adds them up over
-    all ranks, and the shard is the whole tensor.
+    If `is_repeatable` is True, `pack` and `unpack` launch the same kernels whenever lengths, types, the parameters of
+    the request and the momentum of its residual are the same, and they never wait for the device: a CUDA graph may
+    record them. If `over_all_ranks` is True, tensors on a GPU are not reduced inside the node first: the transport
+    adds them up over all ranks, and the shard is the whole tensor.
     """
 
+    is_repeatable: ClassVar[bool] = False
     over_all_ranks: ClassVar[bool] = False
 
     @abstractmethod

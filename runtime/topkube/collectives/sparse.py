@@ -34,6 +34,8 @@ class HiTopK(ShardAllReduce):
     2021, section 3.2): reduce-scatter inside the node, top-k of each shard, all-gather of the entries among equal
     local ranks, all-gather inside the node. The mean is taken before selection; the residual belongs to the shard."""
 
+    is_repeatable = True
+
     def run(self, world: World, request: Request) -> bool:
         call, x = Call(world, self.algorithm.name, request), request.array
         count_dense(world, request.nbytes)

@@ -141,6 +141,8 @@ class DistributedOptimizer(OptimizerWrapper):
             self._backward.weights = NodeWeightsCheck(self._node_weights, mode, every)
         if not is_copy:
             self._backward.traced = start_trace(world, [(p.name, p.tensor) for p in parameters], aggregation, settings)
+        if self._node_weights is None and self._correction is None and not aggregation.schedule:
+            self._backward.decisions.watch(optimizer)
         self._reports = StepReports(world)
         self._exchanged = self._ids()
         self._step_guard = StepGuard(optimizer)
@@ -177,12 +179,21 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def steps(self) -> int:
-        """The number of updates. Skipped steps do not count and do not advance the warm-up."""
+        """The number of updates. Skipped steps do not count and do not advance the warm-up. Waits for the device if it
+        decides about the last step."""
+        self._backward.settle()
         return self._backward.steps
 
     @property
     def skipped_steps(self) -> int:
-        """The number of steps that all ranks skipped because a gradient of some rank was NaN or infinite."""
+        """The number of steps that all ranks skipped because a gradient of some rank was NaN or infinite. Waits for the
+        device if it decides about the last step."""
+        self._backward.settle()
+        return self._backward.skipped_steps
+
+    @property
+    def counted_skipped_steps(self) -> int:
+        """As `skipped_steps`, without the last step if the device decides about it. Does not wait."""
         return self._backward.skipped_steps
 
     @property
@@ -348,7 +359,8 @@ class DistributedOptimizer(OptimizerWrapper):
                 elif self._correction is not None:
                     self._correction.step(self._backward.sparse_parameters())
                 elif self._late is None:
-                    self.inner.step()
+                    with self._backward.decisions.passed_on():
+                        self.inner.step()
             if self._late is not None:
                 self._late.step()
             if self._node_weights is not None:
@@ -356,7 +368,8 @@ class DistributedOptimizer(OptimizerWrapper):
             self._backward.note_step()
         else:
             self._backward.note_skipped_step()
-        self._reports.step(self.steps, self.skipped_steps, self.density_used, self.tuning.summary or None)
+        counted = self._backward.steps, self._backward.skipped_steps
+        self._reports.step(*counted, self.density_used, self.tuning.summary or None)
         if self._backward.traced is not None and not self._backward.traced.end_step():
             self._backward.traced = None
         return loss
@@ -401,6 +414,7 @@ class DistributedOptimizer(OptimizerWrapper):
         save its own state.
         """
         self._backward.finish_late()
+        self._backward.settle()
         return self._own_state.save()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -411,16 +425,19 @@ class DistributedOptimizer(OptimizerWrapper):
         are gradients that were not sent yet, and every rank must load its own.
         """
         self._backward.finish_late()
+        self._backward.settle()
         self._own_state.load(state_dict)
 
     def shared_state(self) -> dict[str, Any]:
         """Return the state that `topkube.broadcast_optimizer_state` copies to all ranks: everything but residuals."""
         self._backward.finish_late()
+        self._backward.settle()
         return self._own_state.save_shared()
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         """Load a state that `shared_state` returned on another rank. Residuals stay as they are."""
         self._backward.finish_late()
+        self._backward.settle()
         self._own_state.load_shared(state)
 
     # ---- copies

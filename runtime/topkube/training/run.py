@@ -250,7 +250,7 @@ class Run:
             samples_per_second=samples / max(now - self._last_time, 1e-9),
             seconds=own.seconds,
             density=self._optimizer.density_used,
-            skipped_steps=self._optimizer.skipped_steps,
+            skipped_steps=self._optimizer.counted_skipped_steps,
             checkpoint_step=self._newest_checkpoint,
             failed_checkpoints=self.failed_checkpoints,
             choice=self._optimizer.tuning.summary or None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ import topkube
 from ranks.training import gradients
 from ranks.training.scene import distributed, loss_of, network, own_part, same_on_all_ranks, samples, sgd, weights
 from topkube.algorithms import find_algorithm
+from topkube.bench import allreduce as bench
+from topkube.bench.bench_arrays import DeviceArrays
 from topkube.collectives import Request, load
 from topkube.collectives.device import nccl_link
 from topkube.collectives.device.pipeline import DeviceAllReduce
@@ -201,6 +204,70 @@ def case_the_link_of_nccl_is_measured_once_for_auto(world: World) -> None:
         assert nccl_link.measure_nccl_link(engine) is None  # no GPU
         rate = nccl_link.measure_link(engine, find_algorithm("nccl"))
     assert rate > 0 if world.nodes > 1 else rate == 0
+
+
+def case_the_device_decides_which_steps_all_ranks_skip(world: World) -> None:
+    """The steps and the weights are those that the hosts decide, also if some hosts read the decision early."""
+    poisoned = {0: world.size - 1, 2: 0, 3: world.size - 1, 6: 0}  # step: rank
+    names = ["nccl", "hierarchical-nccl"] + ["dense"] * (world.nodes == 1)
+    adam = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
+    for name, make in itertools.product(names, (adam, functools.partial(torch.optim.SGD, lr=0.01, fused=True))):
+        results = []
+        for check in ("host", "device"):
+            model = network()
+            settings = Settings(node_exchange="torch", finite_check=check, check_weights_every=2)
+            optimizer = distributed(model, make, aggregation=name, settings=settings)
+            left_to_device = 0
+            for step in range(8):
+                x, y = samples(8 * topkube.size(), step)
+                before = weights(model)
+                loss = loss_of(model, own_part(x), own_part(y))
+                if poisoned.get(step) == world.rank:
+                    loss = loss * torch.nan
+                loss.backward()
+                left_to_device += optimizer._backward.decisions.is_open
+                if step == 3 and world.rank == 0:
+                    assert optimizer.skipped_steps == 3
+                optimizer.step()
+                if step == 6 and world.rank == world.size - 1:
+                    assert optimizer.steps == 3
+                assert all(map(torch.equal, before, weights(model))) == (step in poisoned)
+                optimizer.zero_grad()
+            by_hosts = 2 if world.size > 1 else 0  # until the first step, in which ranks compare their weights
+            assert left_to_device == (0 if check == "host" else 8 - by_hosts), left_to_device
+            assert (optimizer.steps, optimizer.skipped_steps) == (4, 4)
+            assert same_on_all_ranks(weights(model))
+            results.append(weights(model))
+            optimizer.unwrap()
+        assert all(map(torch.equal, *results)), name
+
+
+def case_hosts_decide_while_messages_pass_through_their_memory(world: World) -> None:
+    settings = Settings(node_exchange="torch", finite_check="device")
+    for name, is_left in (("hierarchical", world.nodes == 1), ("hitopk", False)):
+        model = network()
+        optimizer = distributed(model, lambda p: torch.optim.SGD(p, fused=True), aggregation=name, settings=settings)
+        for step in range(2):
+            x, y = samples(8 * topkube.size(), step)
+            loss_of(model, own_part(x), own_part(y)).backward()
+            optimizer.step()
+        assert optimizer._backward.decisions.is_open == is_left
+        optimizer.unwrap()
+
+
+def case_the_benchmark_compares_with_the_peer_of_the_device(world: World) -> None:
+    arrays = DeviceArrays(world, CPU)
+    names = bench._names("", arrays)
+    assert {"nccl", "hierarchical-nccl", "hitopk", "peer: gloo"} <= set(names)
+    assert "naive" not in names
+    for dtype in ("fp32", "bf16"):
+        report = bench.measure(world, 20_000, names, 0.01, "fp32", dtype, 1, arrays)
+        if world.rank == 0:
+            rows = {row["algorithm"]: row for row in report.rows}
+            assert set(rows) == set(names)
+            wrong = [(name, dtype, row["error"]) for name, row in rows.items() if not row["right"]]
+            assert not wrong, wrong
+            assert rows["peer: gloo"]["inter_mb"] is None
 
 
 def case_values_that_are_not_finite_are_reported(world: World) -> None:

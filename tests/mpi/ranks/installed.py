@@ -13,6 +13,7 @@ from ranks.device import through_torch
 from ranks.training.scene import distributed, loss_of, network, own_part, same_on_all_ranks, samples, weights
 from topkube import algorithms, collectives
 from topkube.bench import allreduce as bench
+from topkube.bench.bench_arrays import HostArrays
 from topkube.world import World
 
 NAME = "acme.stride-k"
@@ -81,7 +82,7 @@ def case_at_density_1_it_is_dense(world: World) -> None:
 
 
 def case_the_benchmark_measures_and_checks_it(world: World) -> None:
-    assert NAME in bench._names("")
+    assert NAME in bench._names("", HostArrays())
     report = bench.measure(world, 200_000, [NAME, "hitopk", "hierarchical"], 0.01, "fp32", "fp32", 1)
     if world.rank == 0:
         rows = {row["algorithm"]: row for row in report.rows}

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import subprocess
 import sys
 import time
 import zipfile
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
 import gpu
-from gpu_plan import checks, machine, timing, variants
+import topkube
+from gpu_plan import checks, machine, timing, training, variants
 from gpu_plan.device import Device
 from gpu_plan.predictions import PREDICTIONS, Prediction
 from gpu_plan.programs import run_group
@@ -156,6 +161,56 @@ def test_wheels_are_installed_without_a_network_and_only_if_they_are_absent(
     assert not (site / "numpy").exists()
 
 
+def test_libraries_of_a_carried_mpi_are_unpacked(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "mpich-5.0-py3-none-manylinux_2_28_x86_64.whl", "w") as wheel:
+        for name in ("lib/libmpi.so.12", "lib/pkgconfig/mpich.pc", "bin/mpiexec"):
+            wheel.writestr(f"mpich-5.0.data/data/{name}", name)
+    machine._unpack_libraries("mpich", tmp_path, tmp_path / "site")
+    assert [path.name for path in (tmp_path / "site").rglob("*") if path.is_file()] == ["libmpi.so.12"]
+
+
+def test_each_stage_is_a_process_that_imports_what_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import in the process that has built it would find another package, or none."""
+    package, work = tmp_path / "package", tmp_path / "work"
+    for folder in (package / "topkube", work / "site" / "lib"):
+        folder.mkdir(parents=True)
+    (package / "topkube" / "__init__.py").touch()
+    (work / "site" / "lib" / "libmpi.so.12").touch()
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def start(command: list[str], _: float, environment: dict[str, str]) -> tuple[int, str]:
+        started.append((command, environment))
+        return 0, ""
+
+    monkeypatch.setattr(machine, "build", lambda *_: package)
+    monkeypatch.setattr(gpu, "missing", lambda _: [])
+    monkeypatch.setattr(gpu, "run_group", start)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("MPI4PY_LIBMPI", raising=False)
+    args = argparse.Namespace(
+        work=work, wheels=tmp_path, out=tmp_path / "rows.jsonl", dry=True, quick=True, minutes=1.0, architecture=None
+    )
+    assert gpu.run_all(args) == 0
+    assert [command[3] for command, _ in started] == list(gpu.STAGES)
+    for command, environment in started:
+        assert command[:3] == [sys.executable, gpu.__file__, "--stage"]
+        assert environment["MPI4PY_LIBMPI"] == str(work / "site" / "lib" / "libmpi.so.12")
+    script = "import topkube; print(topkube.__file__)"
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == str(package / "topkube" / "__init__.py")
+
+
+def test_the_checks_of_streams_and_graphs_end_in_the_dry_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    topkube.init()
+    device = Device(dry=True, repeats=1)
+    monkeypatch.setattr(device, "elements", lambda wanted: min(wanted, 4000))
+    skipped = training._check_skipped_steps(device)
+    assert skipped["wrong"] == [], skipped
+    assert (skipped["steps"], skipped["skipped"], skipped["left to the device"]) == (9, 3, 12)
+    assert training._check_graphs(device)["wrong"] == []
+    assert training._check_two_backwards(device)["wrong"] == []
+
+
 def test_versions_are_those_of_the_constraints(tmp_path: Path) -> None:
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("# comment\npydantic-core==2.1  # why\nTyping_Extensions==4.0\nloose>=1\n")
@@ -176,11 +231,39 @@ def test_the_dry_mode_checks_and_times_on_the_cpu(tmp_path: Path) -> None:
     assert all("error" not in row and not row.get("wrong") for row in stored_rows), stored_rows
 
 
-def test_the_kernel_measurements_need_neither_pydantic_nor_mpi() -> None:
-    hidden = "import sys; sys.modules.update(dict.fromkeys(['pydantic', 'mpi4py', 'typer', 'rich', 'aiohttp']))"
-    code = f"{hidden}; import gpu_plan.checks, gpu_plan.timing, gpu_plan.tools"
+def _find_requirements(name: str) -> set[str]:
+    """Return the names of a package and of all installed packages that it requires."""
+    known, open_names = set[str](), [name]
+    while open_names:
+        package = open_names.pop()
+        known.add(package)
+        with suppress(metadata.PackageNotFoundError):
+            lines = [line for line in metadata.requires(package) or [] if "extra ==" not in line]
+            required = {machine.canonical(re.split(r"[ ;<>=!~(\[]", line)[0]) for line in lines}
+            open_names += required - known
+    return known
+
+
+def test_stages_import_nothing_that_the_machine_may_lack_and_nobody_carries() -> None:
+    """The machine has torch and what torch requires; `--prepare` carries the rest. The kernels are measured without
+    most of that too."""
+    code = """
+import json, sys
+hidden = ["pydantic", "mpi4py", "typer", "rich", "aiohttp"]
+sys.modules.update(dict.fromkeys(hidden))
+import gpu_plan.checks, gpu_plan.timing, gpu_plan.tools
+for name in hidden:
+    del sys.modules[name]
+import gpu_plan.training
+print(json.dumps([name.partition(".")[0] for name in sys.modules]))
+"""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    ended = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
+    packages = metadata.packages_distributions()
+    imported = {machine.canonical(name) for module in json.loads(ended.stdout) for name in packages.get(module, [])}
+    carried = {machine.canonical(name) for name in machine.PACKAGES.values()}
+    optional = {"setuptools", "tqdm"}  # torch imports them if they are there
+    assert imported - _find_requirements("torch") - carried - optional <= {"topkube"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -205,7 +288,8 @@ def test_predictions_are_about_rows_that_the_plan_measures() -> None:
         for dtype in timing.DTYPES
         for density in timing.DENSITIES
     ]
-    keys = {*sizes, *(f"variant {name}" for name in variants.VARIANTS), "training step"}
+    of_training = {"training step", "steps that the device skips"}
+    keys = {*sizes, *(f"variant {name}" for name in variants.VARIANTS), *of_training}
     assert {key for p in PREDICTIONS for key in (p.key, p.per) if key} <= keys
 
 

@@ -16,10 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+import topkube
+from topkube.collectives.device import pipeline
+from topkube.collectives.device.memory import DeviceMemory
+from topkube.settings import Settings
+from topkube.training.ranks import communication_thread
 
 _HOST_WAITS = ("_local_scalar_dense", "is_nonzero", "equal")
 Clock = dict[str, int]
@@ -28,6 +35,10 @@ Clock = dict[str, int]
 @dataclass
 class FakeEvent:
     clock: Clock
+    streams: Streams
+
+    def synchronize(self) -> None:
+        self.streams.wait_on_host(self.clock)
 
 
 @dataclass
@@ -41,7 +52,7 @@ class FakeStream:
 
     def record_event(self) -> FakeEvent:
         self.streams.check_freed_memory()
-        return FakeEvent(dict(self.clock))
+        return FakeEvent(dict(self.clock), self.streams)
 
     def wait_event(self, event: FakeEvent) -> None:
         self.streams.check_freed_memory()
@@ -70,9 +81,14 @@ class Streams:
         self.hazards: list[str] = []
         self.devices: list[tuple[str, Any]] = []
         """The calls of `set_device`: name of the thread, device."""
+        self.waits: list[Clock] = []
+        """For each wait of the host: the work of each stream that it waited for."""
+        self.host_memory: list[torch.Tensor] = []
+        """Tensors in the memory of the host, which it reads without a wait."""
         self._default = FakeStream("default", self)
         self._current = threading.local()
         self._host: Clock = {}
+        self._given: Clock = {}
         self._memory: dict[int, Memory] = {}
         self._lock = threading.RLock()
 
@@ -97,6 +113,19 @@ class Streams:
 
     # ---- bookkeeping
 
+    def wait_on_host(self, clock: Clock) -> None:
+        with self._lock:
+            self.waits.append(dict(clock))
+            merge(self._host, clock)
+
+    def work(self) -> Clock:
+        """Return how much work each stream was given."""
+        with self._lock:
+            return dict(self._given)
+
+    def is_of_host(self, tensor: torch.Tensor) -> bool:
+        return any(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata for other in self.host_memory)
+
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Observe the operations of this thread."""
@@ -117,6 +146,7 @@ class Streams:
             stream = self.current()
             merge(stream.clock, self._host)
             stream.clock[stream.name] = now = stream.clock.get(stream.name, 0) + 1
+            self._given[stream.name] = now
             for tensor in read:
                 memory = self._memory_of(tensor, name)
                 self._check(memory, memory.writes, stream, name)
@@ -125,8 +155,8 @@ class Streams:
                 memory = self._memory_of(tensor, name)
                 self._check(memory, memory.writes | memory.reads, stream, name)
                 memory.writes[stream.name] = now
-            if name.split(".")[0] in _HOST_WAITS:
-                merge(self._host, stream.clock)
+            if name.split(".")[0] in _HOST_WAITS and not all(map(self.is_of_host, read)):
+                self.wait_on_host(stream.clock)
 
     def check_freed_memory(self) -> None:
         """Check the memory that was freed since the last operation."""
@@ -156,6 +186,35 @@ def merge(clock: Clock, other: Clock) -> None:
     """Raise each entry of `clock` to that of `other`."""
     for name, time in other.items():
         clock[name] = max(clock.get(name, 0), time)
+
+
+@contextmanager
+def play_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
+    """Exchange CPU tensors as on a GPU, while the script works in a separate stream."""
+    fake = Streams()
+
+    class FakeMemory(DeviceMemory):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            self.is_cuda, self.stream = True, FakeStream("exchange", fake)
+
+        def host_number(self) -> torch.Tensor:
+            fake.host_memory.append(torch.empty(()))
+            return fake.host_memory[-1]
+
+    monkeypatch.setattr(pipeline, "DeviceMemory", FakeMemory)
+    monkeypatch.setattr(torch.cuda, "current_stream", fake.current)
+    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
+    monkeypatch.setattr(torch.cuda, "set_device", fake.set_device)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: fake.record_stream(tensor, stream))
+    submit = communication_thread.Schedule.submit
+    monkeypatch.setattr(
+        communication_thread.Schedule, "submit", lambda self, work: submit(self, fake.run_watched(work))
+    )
+    monkeypatch.setenv(Settings.__dataclass_fields__["node_exchange"].metadata["variable"], "torch")
+    topkube.init()
+    with fake.stream(FakeStream("script", fake)), fake.watch():
+        yield fake
 
 
 class _Observer(TorchDispatchMode):

@@ -189,21 +189,20 @@ def test_without_a_gpu_the_device_is_the_cpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("has_graphs", [False, True], ids=["launches", "graphs"])
 @pytest.mark.parametrize("selection", ["topk", "mstopk"])
-def test_one_process_with_one_gpu_trains_as_through_gloo_on_the_cpu(
-    selection: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(Settings.__dataclass_fields__["node_exchange"].metadata["variable"], "torch")
+def test_one_process_with_one_gpu_trains_as_through_gloo_on_the_cpu(selection: str, has_graphs: bool) -> None:
+    settings = Settings(node_exchange="torch", device_graphs=has_graphs)
     topkube.init()
     trained = []
     for device in ("cpu", "cuda"):
-        weight = torch.nn.Parameter(torch.zeros(70_001, device=device))
+        weight = torch.nn.Parameter(torch.zeros(693, 101, device=device))  # two dimensions: entries are selected
         optimizer = topkube.DistributedOptimizer(
             torch.optim.SGD([weight], lr=0.5), [("weight", weight)],
-            aggregation="hitopk", density=0.01, wire="bf16", selection=selection, warmup_steps=0,
+            aggregation="hitopk", density=0.01, wire="bf16", selection=selection, warmup_steps=0, settings=settings,
         )  # fmt: skip
-        for step in range(4):
-            target = torch.randn(70_001, generator=torch.Generator().manual_seed(step)).to(device)
+        for step in range(8):
+            target = torch.randn(693, 101, generator=torch.Generator().manual_seed(step)).to(device)
             (weight * target).sum().backward()  # the gradient is `target`: the same bits on both
             optimizer.step()
             optimizer.zero_grad()

@@ -10,35 +10,12 @@ import pytest
 import torch
 
 import topkube
-from topkube.collectives.device import pipeline
-from topkube.collectives.device.memory import DeviceMemory
-from topkube.settings import Settings
-from topkube.training.ranks import communication_thread
-from unit.training.fake_streams import FakeStream, Streams
+from unit.training.fake_streams import FakeStream, Streams, play_device
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    """Exchange CPU tensors as on a GPU, while the script works in a separate stream."""
-    fake = Streams()
-
-    class FakeMemory(DeviceMemory):
-        def __init__(self, device: torch.device) -> None:
-            super().__init__(device)
-            self.is_cuda, self.stream = True, FakeStream("exchange", fake)
-
-    monkeypatch.setattr(pipeline, "DeviceMemory", FakeMemory)
-    monkeypatch.setattr(torch.cuda, "current_stream", fake.current)
-    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
-    monkeypatch.setattr(torch.cuda, "set_device", fake.set_device)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: fake.record_stream(tensor, stream))
-    submit = communication_thread.Schedule.submit
-    monkeypatch.setattr(
-        communication_thread.Schedule, "submit", lambda self, work: submit(self, fake.run_watched(work))
-    )
-    monkeypatch.setenv(Settings.__dataclass_fields__["node_exchange"].metadata["variable"], "torch")
-    topkube.init()
-    with fake.stream(FakeStream("script", fake)), fake.watch():
+    with play_device(monkeypatch) as fake:
         yield fake
 
 

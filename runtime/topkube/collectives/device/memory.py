@@ -27,6 +27,22 @@ class Mark:
     stream: Any
 
 
+@dataclass(frozen=True)
+class DeviceFlag:
+    """A flag that the device computes: `tensor` is 1.0 or 0.0, float32 of shape (), on the device. `host` is its copy
+    in host memory, complete once the device has passed the mark `copied` (None: it is complete)."""
+
+    tensor: Any
+    host: Any
+    copied: Any
+
+    def read(self) -> bool:
+        """Return True if the flag is 1. Waits until the device has computed it."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return bool(self.host)
+
+
 class DeviceMemory:
     """A stream of its own on `device`, and buffers there and in pinned host memory. On CPU tensors the same methods
     work without streams, and host memory is the tensors' own.
@@ -110,6 +126,26 @@ class DeviceMemory:
             buffer = self._torch.empty(needed, dtype=self._torch.uint8, pin_memory=True)
             slot.buffers["host"] = buffer
         return buffer[:needed].view(x.dtype).view_as(x)
+
+    def host_number(self) -> Any:
+        """Return pinned host memory for a float32 number, shape ()."""
+        return self._torch.empty((), pin_memory=self.is_cuda)
+
+    def any_false(self, flags: list[Any]) -> Any:
+        """Return 1.0 if a flag is False, else 0.0: a float32 tensor of one element on the device. `flags` are bool or
+        tensors on the device. Does not wait for the device."""
+        tensors = [flag for flag in flags if not isinstance(flag, bool)]
+        if len(tensors) < len(flags) and not all(flag for flag in flags if isinstance(flag, bool)):
+            return self._torch.ones(1, device=self.device)
+        if not tensors:
+            return self._torch.zeros(1, device=self.device)
+        return (~self._torch.stack(tensors).all()).float().reshape(1)
+
+    def read_later(self, flag: Any) -> DeviceFlag:
+        """Begin to copy a float32 tensor of shape () to the host."""
+        host = self.host_number()
+        host.copy_(flag, non_blocking=True)
+        return DeviceFlag(flag, host, self.mark())
 
     def all_true(self, flags: list[Any]) -> bool:
         """Return True if all flags are, given as bool or as tensors on the device. Waits for the device."""

@@ -11,7 +11,7 @@ in the stream, and no message of MPI carries data. On CPU tensors the same code 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,8 @@ from topkube.arrays import flat_view
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, between_nodes, count_dense
 from topkube.collectives.call import Call, own_shard, shard_bounds
 from topkube.collectives.device.cuda_aware import mpi_takes_device_pointers
-from topkube.collectives.device.memory import DeviceMemory, Mark, Slot
+from topkube.collectives.device.graphs import WorkGraphs
+from topkube.collectives.device.memory import DeviceFlag, DeviceMemory, Mark, Slot
 from topkube.collectives.device.node_group import NodeGroup, node_group
 from topkube.collectives.device.rank_group import RankGroup
 from topkube.collectives.device.spanning_group import all_ranks_group, cross_group
@@ -61,11 +62,12 @@ class DeviceAllReduce:
     """All-reduce on `device` for one thread of one process. `begin` takes tensors one after another; `flush` ends what
     is under way and returns True if all of them were finite."""
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(self, world: World, device: torch.device, has_graphs: bool = False) -> None:
         import torch
 
         self.world, self.device, self._torch = world, device, torch
         self.memory = DeviceMemory(device)
+        self.graphs = WorkGraphs(self.memory, world.rank) if has_graphs and self.memory.is_cuda else None
         self._group: NodeGroup | None = None
         self._between: RankGroup | None = None
         """The group between nodes that the series of collectives uses."""
@@ -101,11 +103,47 @@ class DeviceAllReduce:
         self._finish_previous()
         with self.on_stream():
             finite = self.memory.all_true(self._finite)
+        self._end_series()
+        return finite
+
+    def flush_undecided(self) -> DeviceFlag:
+        """End everything that is under way. Return a flag that is 1 on all ranks if a result on one of them was not
+        finite. The host does not wait for the device. All ranks call this together; every algorithm of the series
+        either had one node only, or NCCL between nodes."""
+        self._finish_previous()
+        with self.on_stream():
+            some = self.memory.any_false(self._finite)
+            self._add_over_ranks(some)
+            flag = self.memory.read_later((some > 0).float().reshape(()))
+        self._end_series()
+        return flag
+
+    def note_finite(self, flag: Any) -> None:
+        """Count a flag of the caller's stream among those of this series: a bool tensor of shape ()."""
+        self.after(self.ready())
+        self.memory.borrow(flag)
+        self._finite.append(flag)
+
+    def lend(self, tensor: Any) -> None:
+        """Keep the memory of a tensor of this stream until the caller's stream has done its work with it."""
+        self.memory.lend(tensor, self.ready())
+
+    def _add_over_ranks(self, x: Any) -> None:
+        """Replace `x` by its sum over all ranks, on the stream, by the groups that the series has used. Without shards
+        of their own, ranks have nothing to add: they get the sum inside their node."""
+        if self.world.nodes > 1 and self._between is not None:
+            self._between.all_reduce(x)
+            if self._between.size == self.world.size:
+                return
+        if self._group is not None:
+            self._group.all_reduce(x)
+
+    def _end_series(self) -> None:
         self._finite.clear()
         for group in (self._group, self._between):
             if group is not None:
                 group.release()
-        return finite
+        self._between = None
 
     def follow(self) -> None:
         """Make the caller's stream wait for the work of this stream; the host does not wait."""
@@ -148,7 +186,7 @@ class DeviceAllReduce:
         if world.cross_comm is None:
             return under_way
         with self.on_stream(), phases.current.timed("select"):
-            packed = under_way.packed = all_reduce.pack(shard)
+            packed = under_way.packed = self._pack(all_reduce, shard)
             if all_reduce.algorithm.needs_gpu:
                 self._reduce_between(all_reduce, packed)
             elif world.nodes > 1:
@@ -160,6 +198,18 @@ class DeviceAllReduce:
                     under_way.carried[own].copy_(packed[own], non_blocking=True)
                 under_way.sent = memory.mark()
         return under_way
+
+    def _pack(self, all_reduce: ShardAllReduce, shard: Shard) -> Any:
+        if self.graphs is None or not all_reduce.is_repeatable:
+            return all_reduce.pack(shard)
+        return self.graphs.run(("pack", *_describe(all_reduce, shard)), shard, all_reduce.pack)
+
+    def _unpack(self, all_reduce: ShardAllReduce, shard: Shard, packed: Any) -> None:
+        if self.graphs is None or not all_reduce.is_repeatable:
+            all_reduce.unpack(shard, packed)
+            return
+        key = ("unpack", packed.data_ptr(), packed.shape, *_describe(all_reduce, shard))
+        self.graphs.run(key, shard, lambda same: all_reduce.unpack(same, packed))
 
     def _reduce(self, slot: Slot, flat: Any, scale: float) -> tuple[Any, Any]:
         """Return (the array in equal parts, this rank's shard of the node's sum times `scale`)."""
@@ -249,7 +299,7 @@ class DeviceAllReduce:
                 if under_way.carried is not None and under_way.carried is not under_way.packed:
                     under_way.packed.copy_(under_way.carried, non_blocking=True)
                     under_way.slot.read = self.memory.mark()
-                under_way.all_reduce.unpack(under_way.shard, under_way.packed)
+                self._unpack(under_way.all_reduce, under_way.shard, under_way.packed)
             if not under_way.all_reduce.over_all_ranks:
                 self._gather(under_way)
             under_way.finished()
@@ -286,6 +336,18 @@ class DeviceAllReduce:
 
     def _scratch(self, slot: Slot, name: str, length: int, dtype: str) -> Any:
         return self.memory.buffer(slot, f"scratch {name}", length, dtype)
+
+
+def _describe(all_reduce: ShardAllReduce, shard: Shard) -> tuple[Hashable, ...]:
+    """Return what decides which kernels the work on a shard launches, and on which memory."""
+    request, values, residual = shard.request, shard.values, shard.request.residual
+    state: tuple[Hashable, ...] = ()
+    if residual is not None:
+        buffers = residual.current, residual.pending, residual.velocity, residual.pending_velocity
+        addresses = (buffer.data_ptr() for buffer in buffers)
+        state = (residual.momentum, residual.gain, residual.is_tentative, *addresses)
+    parameters = request.length, request.op, request.density, request.wire, request.dense_wire, request.selection
+    return all_reduce.algorithm.name, values.data_ptr(), len(values), values.dtype, *parameters, *state
 
 
 def _for_mpi(x: Any) -> Any:

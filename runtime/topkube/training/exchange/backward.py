@@ -12,10 +12,12 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 
 import torch
 
 from topkube import algorithms
+from topkube.collectives.device.memory import DeviceFlag
 from topkube.errors import TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
@@ -25,6 +27,7 @@ from topkube.training.exchange.backward_pass import backward_pass
 from topkube.training.exchange.bucket_exchange import BucketExchange
 from topkube.training.exchange.bucket_plan import BucketPlan
 from topkube.training.exchange.buckets import Bucket, Parameter
+from topkube.training.exchange.device_decisions import DeviceDecisions, StepDecision
 from topkube.training.exchange.devices import exchange_device
 from topkube.training.exchange.gradient_hooks import GradientHooks
 from topkube.training.exchange.late_updates import LateUpdates
@@ -41,11 +44,11 @@ from topkube.world import World
 class Backward:
     """The exchange of an optimizer's gradients.
 
-    `steps` is the number of updates and `skipped_steps` the number of steps that all ranks skipped; `density_used` is
-    the density of the last exchange. `synchronize` is False while gradients only accumulate, and `unsynchronized` is
-    True if some were not exchanged. `norms`, if set, measures exchanged gradients. `number` orders the optimizers of a
-    process. With a `node_world`, gradients are exchanged among its ranks only; agreements are those of all ranks of
-    `world`.
+    `steps` is the number of updates and `skipped_steps` the number of steps that all ranks skipped; a step about which
+    the device decides counts as an update until `settle`. `density_used` is the density of the last exchange.
+    `synchronize` is False while gradients only accumulate, and `unsynchronized` is True if some were not exchanged.
+    `norms`, if set, measures exchanged gradients. `number` orders the optimizers of a process. With a `node_world`,
+    gradients are exchanged among its ranks only; agreements are those of all ranks of `world`.
     """
 
     def __init__(
@@ -65,9 +68,19 @@ class Backward:
         self.world = world
         self.turns = Turns(world)
         within = aggregation.within_node if aggregation.in_weights else aggregation
-        self.exchange = BucketExchange(node_world or world, within, momentum, exchange_device(parameters, settings))
+        if node_world is not None:
+            settings = replace(settings, finite_check="host")  # the ranks of one node do not decide alone
+        self.exchange = BucketExchange(
+            node_world or world, within, momentum, exchange_device(parameters, settings), settings
+        )
+        self.decisions = DeviceDecisions()
         self.plan = BucketPlan(
-            world, parameters, aggregation, self.turns.run_agreement, self.exchange.measure_nccl_link
+            world,
+            parameters,
+            aggregation,
+            self.turns.run_agreement,
+            self.exchange.measure_nccl_link,
+            settings.finite_check,
         )
         self.weights = WeightsCheck(parameters, settings.check_weights, settings.check_weights_every)
         self.parameters, self._aggregation = parameters, aggregation
@@ -122,7 +135,10 @@ class Backward:
 
     def takes_step(self) -> bool:
         """Return True if the optimizer may step. It may not if all ranks agreed that a gradient is not finite, unless
-        the script has made the gradient finite since. Also forgets that agreement."""
+        the script has made the gradient finite since. Also forgets that agreement. It may step if the device decides:
+        the step then changes nothing if a gradient is not finite."""
+        if self.decisions.is_open and not self.decisions.are_possible:  # the script has changed the optimizer
+            self.settle()
         skip, self._nonfinite = self._nonfinite and (self._last_nonfinite or self._holds_nonfinite()), False
         return not skip
 
@@ -174,8 +190,27 @@ class Backward:
         for parameter in self.parameters:
             parameter.exchanged = False
 
+    def settle(self) -> None:
+        """Read what the device has decided, which may wait for it, and correct the numbers of steps."""
+        for closed in self.decisions.take_closed():
+            self._count(closed)
+        decision = self.decisions.take_open()
+        if decision is not None:
+            self._last_nonfinite = self._count(decision)
+            self._nonfinite = self._last_nonfinite and not decision.steps  # else the device has skipped the step
+
+    def _count(self, decision: StepDecision) -> bool:
+        """Correct the numbers of steps. Return True if the gradients were not finite."""
+        is_nonfinite = decision.flag.read()
+        if is_nonfinite:
+            self.skipped_steps += 1
+            self._steps -= decision.steps
+            self._compares_weights = self._compares_weights and not decision.steps  # as on ranks that knew it earlier
+        return is_nonfinite
+
     def forget_gradients(self) -> None:
         """Note that gradients were zeroed: changes of residuals since the last step are undone."""
+        self.decisions.close()
         self._nonfinite = self._last_nonfinite = self.unsynchronized = False
         self._loss_scale = 1.0
         self.exchange.residuals.discard()
@@ -292,7 +327,11 @@ class Backward:
         self.finish_late()  # parameters that forward did not use
         self._loss_scale = backward_pass().loss_scale
         self._undo_discarded()
-        if all(parameter.tensor.grad is None for parameter in self.parameters):
+        has_gradients = not all(parameter.tensor.grad is None for parameter in self.parameters)
+        if self.decisions.is_open and has_gradients:  # gradients add up: the host has to know the first decision
+            self.settle()
+        self.decisions.close()
+        if not has_gradients:
             self._nonfinite = self._last_nonfinite = self.unsynchronized = False
         self._seen.clear()
         for bucket in self.plan.buckets:
@@ -381,6 +420,7 @@ class Backward:
             if self.world.size > 1:  # a rank may have loaded a state for all ranks
                 self.steps = int(self.turns.maximum([self.steps])[0])
             self._first_weights = True
+        self.settle()
         self.density_used = self.density
         while len(self._futures) < len(self.plan.buckets):
             self._hand_over()
@@ -388,25 +428,28 @@ class Backward:
         weights = self._weights_digest if compares else 0.0
         futures, self._futures = self._futures, []
         left_out, self._left_out = self._left_out, []
-        finite = self._wait(futures)
+        nonfinite = self._wait(futures)
         idle = [p for p in self._trainable() if p.weightless or p.created or self._will_be_created(p)]
         trainable = self.plan.digest_trainable()
         unplanned = any(self.plan.bucket_of(self.parameters[index]) is None for index in self._seen)
         is_saved, self.plan.tuning.is_saved = self.plan.tuning.is_saved, False
-        flags = [not finite, bool(idle), trainable, -trainable, weights, -weights, unplanned, self.steps, -self.steps]
-        flags += [is_saved, not self._can_hold()]
+        flags = [nonfinite is True, bool(idle), trainable, -trainable, weights, -weights, unplanned]
+        flags += [self.steps, -self.steps, is_saved, not self._can_hold()]
         answers = self.turns.maximum(flags)
         if answers[7] != -answers[8]:
             self._raise_different_steps()
         if answers[2] != -answers[3]:
             self.plan.raise_different_trainable()
-        nonfinite = answers[0] > 0
+        if isinstance(nonfinite, bool):
+            nonfinite = bool(answers[0] > 0)
+        elif not self._may_leave_to_device():
+            nonfinite = nonfinite.read()
         if self.plan.update_trainable() or answers[6]:
             new = self.plan.extend(self._seen)
             late = [bucket for bucket in [*left_out, *new] if self.plan.is_active(bucket)]
-            finite = self._wait([self._submit(bucket) for bucket in late])
-            answers[:2] = self.turns.maximum([nonfinite or not finite, True])
-            nonfinite = answers[0] > 0
+            of_late = self._wait([self._submit(bucket) for bucket in late])
+            answers[:2] = self.turns.maximum([_read(nonfinite) or _read(of_late), True])
+            nonfinite = bool(answers[0] > 0)
             answers[10] = True
         if self.late is not None and answers[[0, 1, 10]].any():
             schedule().submit(self.exchange.gather_now).result()
@@ -439,21 +482,40 @@ class Backward:
             self.exchange.adopt(tuning.choice)
             self.plan.plan_again()
 
-    def _wait(self, futures: Iterable[Future[bool]]) -> bool:
+    def _may_leave_to_device(self) -> bool:
+        """Return True if this rank's host need not know whether the gradients are finite, and the optimizer can skip
+        its step on the device. The first step of all ranks is different: they compare their weights if they make it."""
+        measures = self.norms is not None and self.norms.due
+        is_first = self._first_weights and self.world.size > 1 and self.weights.is_due(0, True)
+        return self.decisions.are_possible and not (self._nonfinite or measures or is_first)
+
+    def _wait(self, futures: Iterable[Future[bool]]) -> bool | DeviceFlag:
+        """Wait for the exchanges. Return True if something that this rank saw was not finite; or a flag of the device,
+        the same on all ranks, that is 1 if something that a rank saw was not finite."""
         finite = all([future.result() for future in futures])
+        if self.exchange.agrees_on_device(self.plan.buckets):
+            assert finite  # the flag has it
+            flag = schedule().submit(self.exchange.flush_undecided).result()
+            self.exchange.follow()
+            return flag
         if self.exchange.is_pipelined:
             finite = schedule().submit(self.exchange.flush).result() and finite
             self.exchange.follow()
-        return finite
+        return not finite
 
     def _trainable(self) -> list[Parameter]:
         return [p for bucket in self.plan.buckets for p in bucket.parameters if p.tensor.requires_grad]
 
-    def _finish_step(self, nonfinite: bool, some_idle: bool) -> None:
+    def _finish_step(self, nonfinite: bool | DeviceFlag, some_idle: bool) -> None:
         trainable = self._trainable()
         self.unsynchronized = False
-        self._last_nonfinite = nonfinite
-        if nonfinite:
+        self._last_nonfinite = nonfinite is True
+        if isinstance(nonfinite, DeviceFlag):  # there are no residuals: they would depend on the answer
+            self.decisions.hold(nonfinite)
+            self.exchange.spread_flag(nonfinite, [p.tensor.grad for p in trainable if p.tensor.grad is not None])
+            if some_idle:
+                self._drop_unused(trainable)
+        elif nonfinite:
             self.exchange.residuals.reject()
             self.skipped_steps += not self._nonfinite
             self._nonfinite = True
@@ -496,6 +558,10 @@ class Backward:
         if not equal:
             difference = self.turns.run_agreement(lambda ranks: self.weights.describe_difference(ranks, digest, first))
             self.weights.report(difference, first, self.world.rank)
+
+
+def _read(flag: bool | DeviceFlag) -> bool:
+    return flag if isinstance(flag, bool) else flag.read()
 
 
 def _done(finite: bool) -> Future[bool]:

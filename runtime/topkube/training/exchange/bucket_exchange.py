@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +17,14 @@ from topkube.arrays import flat_view
 from topkube.collectives import AllReduce, Request, load
 from topkube.collectives.decoupled import DecoupledAllReduce, Halved
 from topkube.collectives.dense import Hierarchical
-from topkube.collectives.device.memory import Mark
+from topkube.collectives.device.memory import DeviceFlag, Mark
 from topkube.collectives.device.nccl_link import measure_nccl_link
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.collectives.double import mean_of_doubles
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce
 from topkube.errors import ArgumentError
+from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import Bucket, Parameter, real_view
 from topkube.training.exchange.residuals import Momentum, Residuals
@@ -66,15 +67,21 @@ class BucketExchange:
     """
 
     def __init__(
-        self, world: World, aggregation: AggregationSettings, momentum: Momentum, device: torch.device | None = None
+        self,
+        world: World,
+        aggregation: AggregationSettings,
+        momentum: Momentum,
+        device: torch.device | None = None,
+        settings: Settings | None = None,
     ) -> None:
-        self.world = world
+        settings = settings or Settings()
+        self.world, self._finite_check = world, settings.finite_check
         self.choice: Choice | None = None
         if device is None:
             _refuse_nccl(world, aggregation)
         self.change_to(aggregation)
         self.residuals = Residuals(world, self._keeper(aggregation), momentum, device)
-        self.on_device = DeviceAllReduce(world, device) if device is not None else None
+        self.on_device = DeviceAllReduce(world, device, settings.device_graphs) if device is not None else None
         self._overlapped: OverlappedAllReduce | None = None
         if device is None and world.nodes > 1:
             self._overlapped = (DecoupledAllReduce if aggregation.is_decoupled else OverlappedAllReduce)(world)
@@ -266,6 +273,41 @@ class BucketExchange:
         self._finish_overlapped()
         return self._overlapped is None or self._overlapped.take_finite()
 
+    def agrees_on_device(self, buckets: Iterable[Bucket]) -> bool:
+        """Return True if all ranks agree on the device whether these buckets are finite, so that no host waits for the
+        answer: no byte of them passes through host memory, and no residual depends on the answer. The same on all
+        ranks."""
+        if self.on_device is None or self._finite_check == "host":
+            return False
+        if not self.on_device.memory.is_cuda and self._finite_check != "device":
+            return False
+        return all(self._stays_on_device(bucket) for bucket in buckets)
+
+    def _stays_on_device(self, bucket: Bucket) -> bool:
+        if bucket.has_rows or bucket.dtype == torch.float64 or self._drains(bucket):
+            return False
+        algorithm = (self.dense if bucket.small else self._all_reduce(bucket.length)).algorithm
+        return algorithm.residual is None and (self.world.nodes == 1 or algorithm.needs_gpu)
+
+    @torch.no_grad()
+    def flush_undecided(self) -> DeviceFlag:
+        """Finish the reductions that `run` has started. Return a flag that is 1 on all ranks if a value was not finite.
+        The host does not wait for the device. Only if `agrees_on_device`."""
+        assert self.on_device is not None
+        self.on_device.memory.enter_thread()
+        return self.on_device.flush_undecided()
+
+    @torch.no_grad()
+    def spread_flag(self, flag: DeviceFlag, gradients: Iterable[torch.Tensor]) -> None:
+        """Write NaN into a gradient if the flag is 1, on the stream of the caller: clipping and GradScaler then decide
+        the same on every rank."""
+        assert self.on_device is not None
+        self.on_device.lend(flag.tensor)
+        first = next((gradient for gradient in gradients if gradient.numel()), None)
+        if first is not None:
+            entry = real_view(first).as_strided((1,), (1,))
+            entry.mul_(torch.where(flag.tensor > 0, torch.nan, 1.0))
+
     @property
     def is_pipelined(self) -> bool:
         """True if `run` may return before its bucket is delivered, so that `flush` must follow."""
@@ -442,9 +484,16 @@ class BucketExchange:
             parameter.deliver()
 
     def _deliver_alone(self, parameters: Sequence[Parameter], mark: Mark | None) -> bool:
-        """Deliver gradients as they are, in a world of one rank. Return True if they are finite. Gradients that are
-        not finite are delivered too: the end of backward then skips the step, as with several ranks."""
-        finite = _finite([real_view(p.tensor.grad) for p in parameters if p.tensor.grad is not None])
+        """Deliver gradients as they are, in a world of one rank. Return True if they are finite; on a device, `flush`
+        reports that. Gradients that are not finite are delivered too: the end of backward then skips the step, as with
+        several ranks."""
+        gradients = [real_view(p.tensor.grad) for p in parameters if p.tensor.grad is not None]
+        finite = True
+        if self.on_device is None:
+            finite = _finite(gradients)
+        elif filled := [gradient for gradient in gradients if gradient.numel()]:
+            largest = torch.stack(list(torch._foreach_norm(filled, torch.inf)))
+            self.on_device.note_finite(largest.isfinite().all())
         for parameter in parameters:
             if parameter.tensor.grad is not None:
                 if parameter.stash is not None:

@@ -37,7 +37,9 @@ class BucketPlan:
         aggregation: AggregationSettings,
         run_agreement: RunAgreement[Any],
         measure_nccl: Callable[[], float | None] = lambda: None,
+        finite_check: str = "auto",
     ) -> None:
+        self._finite_check = finite_check  # decides which collectives a backward ends with
         self.buckets: list[Bucket] = []
         self.order: list[str] | None = None
         self.is_agreed = False
@@ -228,7 +230,7 @@ class BucketPlan:
         digests: Mapping[str, float] = {
             "parameters": digest([_describe(parameter) for parameter in self._parameters]),
             "frozen parameters": self.digest_trainable(),
-            "aggregation settings": digest(self._aggregation),
+            "aggregation settings": digest((self._aggregation, self._finite_check)),
         }
         values = list(digests.values())
         both = self._run_agreement(lambda agreement: agreement.maximum([*values, *(-value for value in values)]))

@@ -118,6 +118,24 @@ def test_only_the_connections_of_the_table_are_admitted(colocate: bool) -> None:
     assert open_ports(second, operator) == set()
 
 
+@pytest.mark.parametrize("colocate", [False, True])
+def test_workers_of_a_job_reach_each_other_on_the_ports_that_mpi_nccl_and_gloo_choose(colocate: bool) -> None:
+    """These ports are not known in advance, and UCX may use UDP: the rule for peers names neither ports nor protocols.
+    Connections that a worker opens are not restricted."""
+    job = stored(launcher={"colocate": colocate})
+    policies = objects.build_network_policies(job, "uid-1", POLICY)
+    labels = [worker(job, index)[0]["metadata"]["labels"] for index in (0, 1)]
+    for target, source in (labels, labels[::-1]):
+        (spec,) = [
+            policy["spec"]
+            for policy in policies
+            if selects(policy["spec"]["podSelector"], target) and policy["metadata"]["name"].endswith("worker")
+        ]
+        rules = [rule for rule in spec["ingress"] if any(selects(peer["podSelector"], source) for peer in rule["from"])]
+        assert [rule for rule in rules if "ports" not in rule]
+    assert all(policy["spec"]["policyTypes"] == ["Ingress"] for policy in policies)
+
+
 def test_the_admin_names_who_may_scrape_workers() -> None:
     job = stored()
     peer = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "vmagent"}}}

@@ -1,0 +1,109 @@
+"""CUDA graphs of the work on a shard: its selection, encoding and decoding, each launched by a single call.
+
+A graph records kernels with their addresses and numbers. So it is replayed only for the same work on the same memory.
+The first time, work runs as usual; the second time it is recorded; from then on it is replayed. The memory of outputs
+and workspaces that the work allocates belongs to the graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from topkube.collectives.device.memory import DeviceMemory
+from topkube.collectives.shard import Shard
+
+MOST_GRAPHS = 512
+"""How much work is remembered. Without a repetition among as many, the work does not repeat."""
+
+
+@dataclass
+class _Work:
+    """Work that was run before. `scratch` are the work buffers that it asked for: name, length, type."""
+
+    scratch: list[tuple[str, int, str]] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    graph: Any = None
+    result: Any = None
+    flags: list[Any] = field(default_factory=list)
+
+
+class WorkGraphs:
+    """The graphs of one stream. `stopped` is the reason if work is no longer recorded, else "". `recorded` counts the
+    graphs."""
+
+    def __init__(self, memory: DeviceMemory, rank: int) -> None:
+        import torch
+
+        self.stopped, self.recorded = "", 0
+        self._cuda: Any = torch.cuda
+        self._memory, self._rank = memory, rank
+        self._known: OrderedDict[Hashable, _Work] = OrderedDict()
+        self._new = 0
+        self._pool: Any = None
+
+    def run(self, key: Hashable, shard: Shard, work: Callable[[Shard], Any]) -> Any:
+        """Return `work(shard)`, run on torch's current stream. `key` holds everything that decides which kernels the
+        work launches, on which memory and with which numbers, but for the shard's work buffers."""
+        if self.stopped:
+            return work(shard)
+        known = self._known.get(key)
+        if known is None:
+            return self._run_first(key, shard, work)
+        self._new = 0
+        self._known.move_to_end(key)
+        addresses = [shard.scratch(*asked).data_ptr() for asked in known.scratch]
+        if known.graph is None or known.addresses != addresses:
+            known.addresses = addresses
+            if not self._record(known, shard, work):
+                return work(shard)
+        known.graph.replay()
+        shard.finite += known.flags
+        return known.result
+
+    def _run_first(self, key: Hashable, shard: Shard, work: Callable[[Shard], Any]) -> Any:
+        known = self._known[key] = _Work()
+        if len(self._known) > MOST_GRAPHS:
+            self._known.popitem(last=False)
+        self._new += 1
+        if self._new > MOST_GRAPHS:
+            self._stop("the memory of gradients changes from step to step, and a graph needs the same memory again")
+
+        def note(name: str, length: int, dtype: str) -> Any:
+            known.scratch.append((name, length, dtype))
+            return shard.scratch(name, length, dtype)
+
+        return work(dataclasses.replace(shard, scratch=note))
+
+    def _record(self, known: _Work, shard: Shard, work: Callable[[Shard], Any]) -> bool:
+        """Record the work without running it. Return False if that failed: nothing has run then."""
+        recorded = dataclasses.replace(shard, finite=[])
+        try:
+            self._pool = self._pool or self._cuda.graph_pool_handle()
+            graph = self._cuda.CUDAGraph()
+            # Other threads may allocate and wait meanwhile: the script's backward runs, and NCCL's watchdog.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                known.result = work(recorded)
+            finally:
+                graph.capture_end()
+        except Exception as error:  # an error of the work itself is raised when it runs as usual
+            self._stop(f"a CUDA graph cannot record them ({type(error).__name__}: {error})")
+            return False
+        known.graph, known.flags = graph, recorded.finite
+        self.recorded += 1
+        return True
+
+    def _stop(self, reason: str) -> None:
+        self.stopped = reason
+        self._known.clear()
+        print(
+            f"topkube: rank {self._rank} launches the kernels of each bucket one by one: {reason}."
+            " Next: TOPKUBE_DEVICE_GRAPHS=0 does the same without this message",
+            file=sys.stderr,
+            flush=True,
+        )
