@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from topkube.algorithms import OWN, Algorithm, Machines, estimate_cost, find_algorithm
 from topkube.planning import guidelines
+from topkube.planning.buckets import bucket_lengths
 from topkube.planning.models import find_model
 from topkube.planning.profile import Gradient, HostCost, StepProfile, uniform
-from topkube.planning.simulation import COMMUNICATION, COMPUTE, INPUT, LATENCY, LINK, Task, simulate
-from topkube.planning.step import Situation, bucket_lengths, predict, slowest
+from topkube.planning.simulation import COMMUNICATION, COMPUTE, INPUT, LATENCY, LINK, PROCESSOR_LANES, Task, simulate
+from topkube.planning.situation import Situation
+from topkube.planning.step import Prediction, predict, slowest
 
 seconds = st.floats(1e-5, 0.5)
 
@@ -103,6 +105,100 @@ def test_one_rank_alone_exchanges_nothing(profile: StepProfile, algorithm: Algor
     alone = predict(profile, Situation(Machines(1, 1, 1e9, 1e10)), algorithm)
     assert alone.step == pytest.approx(profile.serial)
     assert alone.efficiency == pytest.approx(1)
+
+
+HIERARCHICAL = find_algorithm("hierarchical")
+LINK_RATE, LATENCY_SECONDS, AGREEMENT = 1e9, 1e-4, 2e-4
+
+
+def layers(count: int, forward: float, backward: float) -> StepProfile:
+    """Return the profile of equal layers of 4 MB, each a bucket: its exchange sends 4 ms on the link below."""
+    gradients = tuple(Gradient(str(number), 1_000_000, backward / count) for number in range(count))
+    return StepProfile("layers", forward, gradients, on_cpu=True, bucket_bytes=4_000_000)
+
+
+def predict_both(profile: StepProfile) -> tuple[float, float]:
+    """Return the seconds of a step on two nodes without DeAR and with it. Work in memory takes no time."""
+    machines = Machines(2, 1, LINK_RATE, math.inf, LATENCY_SECONDS)
+    steps = (Situation(machines, is_decoupled=dear) for dear in (False, True))
+    plain, dear = (predict(profile, where, HIERARCHICAL).step for where in steps)
+    return plain, dear
+
+
+def test_dear_with_a_single_layer_hides_nothing() -> None:
+    profile = dataclasses.replace(layers(1, forward=0.1, backward=0.2), update=0.01)
+    everything = pytest.approx(0.31 + 0.004 + 2 * LATENCY_SECONDS + AGREEMENT)
+    plain, dear = predict_both(profile)
+    assert plain == everything
+    assert dear == everything
+
+
+def test_dear_hides_the_exchange_of_all_layers_but_the_last() -> None:
+    """Computation is slower than the link: the reduce-scatter of the last bucket follows backward, and its gather comes
+    before forward, which needs it first. Without DeAR, the whole exchange of that bucket follows backward."""
+    profile = layers(10, forward=0.1, backward=0.2)
+    plain, dear = predict_both(profile)
+    assert plain == pytest.approx(0.3 + 0.004 + 2 * LATENCY_SECONDS + AGREEMENT)
+    assert dear == pytest.approx(plain)
+    assert predict_both(dataclasses.replace(profile, other=0.005))[1] == pytest.approx(
+        0.305 + 0.002 + LATENCY_SECONDS + AGREEMENT
+    )  # the gather of the last bucket is hidden by the rest of the loop
+
+
+def test_with_dear_a_slow_link_works_in_forward_too() -> None:
+    """Forward and backward take as long as half of the exchange: with DeAR the link rests only while the first gradient
+    and the last layer are computed. The link alone bounds both steps."""
+    profile = layers(10, forward=0.02, backward=0.02)
+    plain, dear = predict_both(profile)
+    assert plain == pytest.approx(0.02 + 0.002 + 10 * 0.004 + 2 * LATENCY_SECONDS + AGREEMENT)
+    assert dear == pytest.approx(2 * (10 * 0.002 + 0.002 + LATENCY_SECONDS) + AGREEMENT)
+
+
+def test_dear_waits_for_the_buckets_of_the_first_layers_only() -> None:
+    """If all time of forward is in the last layer, whose bucket is gathered last, forward hides no gather. If it is in
+    the first layer, it hides all gathers but one."""
+    late, early = (
+        dataclasses.replace(
+            layers(10, forward=0.1, backward=0.2),
+            gradients=tuple(
+                dataclasses.replace(gradient, forward=0.1 if number == slow else 0.0)
+                for number, gradient in enumerate(layers(10, 0.1, 0.2).gradients)
+            ),
+        )
+        for slow in (0, 9)
+    )
+    tail = 0.002 + LATENCY_SECONDS + AGREEMENT
+    assert predict_both(late)[1] == pytest.approx(10 * 0.002 + LATENCY_SECONDS + 0.3 + tail)
+    assert predict_both(early)[1] == pytest.approx(0.002 + LATENCY_SECONDS + 0.3 + tail)
+
+
+@pytest.mark.parametrize(
+    "change", [{"on_cpu": False}, {"nodes": 1}, {"overlap": False}, {"algorithm": "hitopk"}, {"algorithm": "flat"}]
+)
+def test_dear_changes_nothing_if_the_runtime_does_not_use_it(change: dict[str, object]) -> None:
+    profile = dataclasses.replace(layers(10, 0.02, 0.02), on_cpu=bool(change.get("on_cpu", True)))
+    machines = Machines(int(str(change.get("nodes", 2))), 1, LINK_RATE, math.inf, LATENCY_SECONDS)
+    overlap, algorithm = bool(change.get("overlap", True)), find_algorithm(str(change.get("algorithm", "hierarchical")))
+    plain, dear = (Situation(machines, overlap=overlap, is_decoupled=dear) for dear in (False, True))
+    assert predict(profile, dear, algorithm).step == predict(profile, plain, algorithm).step
+
+
+@settings(deadline=None)
+@given(profiles(), situations())
+def test_dear_does_the_same_work_and_is_slower_by_its_gathers_at_most(profile: StepProfile, where: Situation) -> None:
+    """If nothing hides the gathers, because backward would have hidden them and forward is short, they are added."""
+    where = dataclasses.replace(where, cores=math.inf)
+    plain = predict(profile, where, HIERARCHICAL)
+    dear = predict(profile, dataclasses.replace(where, is_decoupled=True), HIERARCHICAL)
+
+    def work(prediction: Prediction, *lanes: str) -> float:
+        return sum(task.seconds for task in prediction.tasks if task.lane in lanes)
+
+    assert dear.wire == pytest.approx(plain.wire)
+    assert work(dear, *PROCESSOR_LANES) == pytest.approx(work(plain, *PROCESSOR_LANES))
+    assert dear.step >= max(dear.compute + profile.update + profile.other, dear.wire) * (1 - 1e-9)
+    gathers = sum(task.seconds for task in dear.tasks if "gather of" in task.name)
+    assert dear.step <= (plain.step + gathers) * (1 + 1e-9)
 
 
 def test_threads_share_cores() -> None:
