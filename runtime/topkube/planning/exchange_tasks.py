@@ -18,9 +18,9 @@ from topkube.planning.situation import Situation
 class TaskList(list[Task]):
     """The tasks of a dependency graph, in the order in which each lane runs them."""
 
-    def add(self, name: str, lane: str, seconds: float, *after: Task) -> Task:
+    def add(self, name: str, lane: str, seconds: float, *after: Task, fills_gaps: bool = False) -> Task:
         """Add a task, and return it."""
-        self.append(Task(name, lane, seconds, after))
+        self.append(Task(name, lane, seconds, after, fills_gaps=fills_gaps))
         return self[-1]
 
 
@@ -75,6 +75,15 @@ def add_exchanges(
         for number in range(max(0, len(pieces) - window), len(pieces)):
             finish(number)
     return finished
+
+
+def add_gather(tasks: TaskList, half: Exchange, reduced: Task) -> Task:
+    """Add the gather of a piece of `half` after its reduce-scatter, `reduced`. It fills gaps. Return its last task."""
+    name = f"gather of {half.name}"
+    start = tasks.add(f"start {name}", COMMUNICATION, half.before / half.pieces, reduced, fills_gaps=True)
+    link = tasks.add(f"send {name}", LINK, half.link / half.pieces, start, fills_gaps=True)
+    latency = tasks.add(f"latency of {name}", LATENCY, half.latency, link)
+    return tasks.add(f"finish {name}", DELIVERY, half.after / half.pieces, latency, fills_gaps=True)
 
 
 def add_agreement(tasks: TaskList, situation: Situation, *after: Task) -> Task:

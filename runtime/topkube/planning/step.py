@@ -6,13 +6,12 @@ link, the latency of messages that wait for each other, and the work after them 
 catalogue of algorithms declares bytes and messages. A trace replaces its estimate of the thread's work by measurements.
 
 With DeAR (training/exchange/late_updates.py), an exchange has two halves, each with half of its work, bytes and
-latency. The reduce-scatters overlap with backward, the gathers with the next forward, in reverse order. Forward waits
-at the first use of a bucket's parameters, and updates them.
+latency. The reduce-scatters overlap with backward. Gathers run while the link would idle in backward, and overlap with
+the next forward. Forward waits at the first use of a bucket's parameters, and updates them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -23,11 +22,12 @@ from topkube.planning.exchange_tasks import (
     TaskList,
     add_agreement,
     add_exchanges,
+    add_gather,
     count_window,
     estimate_exchange,
 )
 from topkube.planning.profile import StepProfile
-from topkube.planning.simulation import COMPUTE, INPUT, LATENCY, LINK, Task, simulate
+from topkube.planning.simulation import COMPUTE, INPUT, LINK, Task, simulate
 from topkube.planning.situation import Situation
 
 
@@ -132,24 +132,24 @@ def _add_backward(
 
 
 def _list_decoupled_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm, slow: float) -> TaskList:
-    """Return the tasks of a step that begins and ends with the agreement after a backward. All reduce-scatters have
-    ended there, and the next backward begins when all gathers have ended: every step has the same tasks."""
+    """Return the tasks of a step that begins with backward and ends with the next forward. Gathers fill gaps, so that
+    the piece that was reduced last comes first. All have ended when forward ends: every step has the same tasks."""
     buckets = _plan_buckets(profile, situation, algorithm)
     exchanges = [estimate_exchange(bucket, profile, situation, algorithm) for bucket in buckets]
     is_halved = [bucket.itemsize < 8 for bucket in buckets]  # float64 is exchanged as a whole, in backward
     halves = [exchange.half() if half else exchange for exchange, half in zip(exchanges, is_halved, strict=True)]
-    window = count_window(profile, algorithm)
     tasks = TaskList()
-    data, begin = tasks.add("data", INPUT, profile.data), tasks.add("step", LATENCY, 0.0)
-    order = [number for number in reversed(range(len(buckets))) if is_halved[number]]
-    gathers = [dataclasses.replace(halves[number], name=f"gather of {halves[number].name}") for number in order]
-    pieces = iter(add_exchanges(tasks, gathers, [begin] * len(gathers), window, prompt=True))
-    gathered = {number: [next(pieces) for _ in range(halves[number].pieces)] for number in order}
-    tasks.add("other", COMPUTE, profile.other, *(() if situation.is_input_pipelined else (data,)))
-    _add_forward(tasks, profile, buckets, gathered, slow)
     ready, end = _add_backward(tasks, profile, buckets, slow)
-    reduced = add_exchanges(tasks, halves, ready, window, prompt=True)
-    add_agreement(tasks, situation, *reduced[-1:], end)
+    reduced = add_exchanges(tasks, halves, ready, count_window(profile, algorithm), prompt=True)
+    owners = [number for number, half in enumerate(halves) for _ in range(half.pieces)]
+    gathers: dict[int, list[Task]] = {number: [] for number, half in enumerate(is_halved) if half}
+    for number, piece in zip(owners, reduced, strict=True):
+        if number in gathers:
+            gathers[number].append(add_gather(tasks, halves[number], piece))
+    agreement = add_agreement(tasks, situation, *reduced[-1:], end)
+    data = tasks.add("data", INPUT, profile.data, *(() if situation.is_input_pipelined else (agreement,)))
+    tasks.add("other", COMPUTE, profile.other, agreement, *(() if situation.is_input_pipelined else (data,)))
+    _add_forward(tasks, profile, buckets, gathers, slow)
     return tasks
 
 

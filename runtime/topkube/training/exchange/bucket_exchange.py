@@ -264,6 +264,8 @@ class BucketExchange:
             self.on_device.memory.enter_thread()
             return self.on_device.flush()
         self._finish_overlapped()
+        if isinstance(self._overlapped, DecoupledAllReduce):
+            self.gather(self.halved_parts[::-1])  # the ranks agree meanwhile if the step is finite
         return self._overlapped is None or self._overlapped.take_finite()
 
     @property
