@@ -103,7 +103,7 @@ class BucketExchange:
     def change_to(self, aggregation: AggregationSettings, begins: bool = False) -> None:
         """Exchange with these settings from the next backward on. All ranks call this between the same two steps. If
         a stage of the schedule `begins`, and its algorithm keeps no residual, the next step sends residuals whole."""
-        self.aggregation, self._begins_stage = aggregation, begins
+        self.aggregation, self._begins_stage, self.choice = aggregation, begins, None
         self.dense_wire = find_initial_dense_wire(aggregation)
         self._resolve()
 
