@@ -73,7 +73,8 @@ def profile_of(traces: list[dict[str, Any]], part: str) -> Any:
 def predicted(profile: Any, row: Row, cores: int) -> float:
     """Return the predicted milliseconds of a step of a row."""
     from topkube.algorithms import DENSITY, Machines, resolve
-    from topkube.planning.step import Situation, predict
+    from topkube.planning.situation import Situation
+    from topkube.planning.step import predict
 
     nodes, slots = map(int, row["part"].split("x"))
     machines = Machines(nodes, slots, row["bandwidth"], MEMORY, profile.latency or row["latency"])
@@ -98,7 +99,8 @@ def predict_paper() -> list[Row]:
     """Return the predicted steps on the cluster of the HiTopK paper, dense and with 1% of the entries."""
     from topkube.algorithms import Machines, find_algorithm
     from topkube.planning.models import find_model
-    from topkube.planning.step import Situation, predict
+    from topkube.planning.situation import Situation
+    from topkube.planning.step import predict
 
     where = Situation(Machines(16, 8, PAPER_LINK, PAPER_MEMORY))
     rows = []

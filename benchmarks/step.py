@@ -2,15 +2,20 @@
 
     python benchmarks/step.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|1gbit|100mbit ...] [--contender NAME ...]
         [--model gpt|timed]
+    python benchmarks/step.py --minimal      two nodes, nine contenders, three links: about eight minutes
     python benchmarks/step.py --quick
 
 Nodes are network namespaces, as in benchmarks/allreduce; this needs root. A GPT of 4.8 million parameters trains on
 one thread per rank. With `--model timed`, the layers of a model of 6.3 million parameters sleep instead of computing,
 as if another device computed: 60 ms in forward and 120 ms in backward. Contenders alternate: each makes a few steps per
-round. A step lasts until the slowest rank has made it. Results are medians over all steps of all rounds. Beside the
-time, a row holds the processor time of the computing thread and of all other threads (the cost of communication), how
-often these other threads woke up, and the bytes that the busiest node sent per step. A row that is measured again
-replaces the stored row. torch's bf16 hook is absent, because it needs NCCL.
+round. A step lasts until the slowest rank has made it. Results are medians over all steps of all rounds, with an
+interval that contains the true median with a probability of 95%, if steps are independent. `auto` is measured when its
+choice is final.
+
+Beside the time, a row holds the processor time of the computing thread and of all other threads (the cost of
+communication), how often these other threads woke up, and the bytes that the busiest node sent per step. A row that is
+measured again replaces the stored row. torch's bf16 hook is absent, because it needs NCCL. Every turn is stored at
+once: after an interruption, the same command continues, unless the sources have changed.
 """
 
 from __future__ import annotations
@@ -18,8 +23,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import signal
@@ -39,9 +46,11 @@ SCRIPT = Path(__file__).with_name("step_rank.py")
 UNSHAPED = "unshaped"
 RATES = (UNSHAPED, "1gbit", "100mbit")
 LAYOUTS = {"2x1": (1, 1), "2x2": (2, 2), "4x1": (1, 1, 1, 1)}
-OURS = ("dense", "dense_bf16", "dear", "dear_bf16", "hitopk", "auto")
+OURS = ("dense", "dense_bf16", "dear", "dear_bf16", "hitopk", "onebit", "topk1bit", "auto")
 PEERS = ("ddp", "fp16", "powersgd1", "powersgd2", "powersgd4")
 PLAIN = "plain"
+MINIMAL = (PLAIN, "ddp", "fp16", "powersgd1", "dense", "dear", "auto", "onebit", "topk1bit")
+MINIMAL_PARTS, MINIMAL_RATES, MINIMAL_ROUNDS, MINIMAL_STEPS = ("2x1",), ("1gbit", UNSHAPED, "100mbit"), 3, 5
 MODELS = ("gpt", "timed")
 WORLDS = {
     "mpich": Recipe(
@@ -63,11 +72,55 @@ def world_of(contender: str) -> str:
     return "mpich" if contender in OURS else "gloo"
 
 
-class StepBench:
-    """The worlds of one layout, and the samples of every contender."""
+class Turns:
+    """The measured turns of an interrupted run, in a file. Turns of other sources or another number of steps do not
+    count."""
 
-    def __init__(self, part: str, model: str, directory: Path, network: Network) -> None:
+    def __init__(self, path: Path | None, steps: int) -> None:
+        self._path = path
+        self._stored: dict[str, Any] = {"sources": digest_sources(), "steps": steps, "turns": {}}
+        if path is not None and path.exists():
+            earlier = json.loads(path.read_text())
+            if all(earlier.get(name) == self._stored[name] for name in ("sources", "steps")):
+                self._stored = earlier
+
+    def of(self, *key: str) -> list[Row]:
+        """Return the samples of the turns of a row, the first turn first."""
+        turns: list[Row] = self._stored["turns"].get(" ".join(key), [])
+        return turns
+
+    def add(self, sample: Row, *key: str) -> None:
+        """Store the sample of the next turn of a row."""
+        self._stored["turns"].setdefault(" ".join(key), []).append(sample)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_suffix(".new")
+            temporary.write_text(json.dumps(self._stored))
+            temporary.replace(self._path)
+
+    def forget(self) -> None:
+        """Remove the file: all rows are measured."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def digest_sources() -> str:
+    """Return a digest of the code that the times depend on."""
+    here = Path(__file__).parent
+    files = [*here.glob("step*.py"), *(here.parent / "runtime" / "topkube").rglob("*.py")]
+    content = hashlib.sha256()
+    for path in sorted(files):
+        content.update(path.read_bytes())
+    return content.hexdigest()
+
+
+class StepBench:
+    """The worlds of one layout, and the samples of every contender. `turns` has those of an interrupted run."""
+
+    def __init__(self, part: str, model: str, directory: Path, network: Network, turns: Turns | None = None) -> None:
         self.part, self.model, self.network, self._directory = part, model, network, directory
+        self._turns = turns
+        self._rate = ""
         self._worlds: dict[str, RankWorld] = {}
 
     def close(self) -> None:
@@ -77,19 +130,25 @@ class StepBench:
     def _world(self, name: str) -> RankWorld:
         if name not in self._worlds:
             self._worlds[name] = RankWorld(WORLDS[name], LAYOUTS[self.part], self._directory, self.network)
+            self._worlds[name].ask(do="link", rate=self._rate)
         return self._worlds[name]
 
     def measure(self, rate: str, contenders: list[str], rounds: int, steps: int) -> list[Row]:
         """Measure all contenders, interleaved, over links of `rate`. A contender that fails is left out, with a line on
-        stderr."""
+        stderr. Turns that are stored already are not measured again."""
+        turns = self._turns or Turns(None, steps)
         self.network.shape(None if rate == UNSHAPED else rate)
-        samples: dict[str, list[Row]] = {contender: [] for contender in contenders}
+        self._rate = rate
+        for world in self._worlds.values():
+            world.ask(do="link", rate=rate)
+        samples = {contender: list(turns.of(*self._key(rate, contender))) for contender in contenders}
         for turn in range(rounds):
             first = turn % len(contenders)
             for contender in contenders[first:] + contenders[:first]:
-                if contender in samples:
+                if contender in samples and len(samples[contender]) <= turn:
                     try:
                         samples[contender].append(self._once(contender, steps))
+                        turns.add(samples[contender][-1], *self._key(rate, contender))
                     except WorldFailed as error:
                         print(f"{contender} is left out: {str(error).splitlines()[-1]}", file=sys.stderr)
                         del samples[contender]
@@ -97,6 +156,9 @@ class StepBench:
         rows = [self._row(rate, contender, taken) for contender, taken in samples.items() if taken]
         compare(rows)
         return rows
+
+    def _key(self, rate: str, contender: str) -> tuple[str, ...]:
+        return self.part, self.model, rate, contender
 
     def _once(self, contender: str, steps: int) -> Row:
         world = self._world(world_of(contender))
@@ -106,18 +168,21 @@ class StepBench:
         ends = [max(times) for times in zip(*(answer["times"] for answer in answers), strict=True)]
         return {
             "seconds": [after - earlier for earlier, after in itertools.pairwise(ends)],
-            "sent": max(link.sent for link in moved) / (steps + WARM_STEPS),
+            "sent": max(link.sent for link in moved) / answers[0]["made"],
             **{name: max(answer[name] for answer in answers) for name in ("main_cpu", "other_cpu", "wakeups")},
         }
 
     def _row(self, rate: str, contender: str, samples: list[Row]) -> Row:
         seconds = [value * 1e3 for sample in samples for value in sample["seconds"]]
+        low, high = bound_median(seconds)
         return {
             "part": self.part,
             "model": self.model,
             "rate": rate,
             "contender": contender,
             "ms": round(median(seconds), 1),
+            "ms_low": round(low, 1),
+            "ms_high": round(high, 1),
             "ms_min": round(min(seconds), 1),
             "ms_max": round(max(seconds), 1),
             "steps": len(seconds),
@@ -126,6 +191,17 @@ class StepBench:
             "wakeups": round(median(sample["wakeups"] for sample in samples)),
             "sent_mb": round(median(sample["sent"] for sample in samples) / 1e6, 2),
         }
+
+
+def bound_median(values: list[float]) -> tuple[float, float]:
+    """Return a 95% interval of the median: two of the sorted values, whose places follow from the binomial
+    distribution. With fewer than six values, the smallest and the largest, whose interval has a smaller probability."""
+    ordered, count = sorted(values), len(values)
+    place, tail = 0, 1 / 2**count
+    while tail + math.comb(count, place + 1) / 2**count <= 0.025:
+        place += 1
+        tail += math.comb(count, place) / 2**count
+    return ordered[place], ordered[-1 - place]
 
 
 def compare(rows: list[Row]) -> None:
@@ -166,24 +242,24 @@ def main() -> int:
         "--contender", choices=(PLAIN, *OURS, *PEERS), action="append", help="only this one; may be repeated"
     )
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="what trains (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of every contender (%(default)s)")
-    parser.add_argument("--steps", type=int, default=6, help="measured steps per turn (%(default)s)")
+    parser.add_argument("--rounds", type=int, help="turns of every contender (5)")
+    parser.add_argument("--steps", type=int, help="measured steps per turn (6)")
+    parser.add_argument("--minimal", action="store_true", help="the shortest run that says something")
     parser.add_argument("--quick", action="store_true", help="one turn of two steps at 1 Gbit/s; stores nothing")
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS})")
     options = parser.parse_args()
     if reason := missing():
         print(reason, file=sys.stderr)
         return 2
-    rates = ["1gbit"] if options.quick else options.rate or list(RATES)
-    rounds, steps = (1, 2) if options.quick else (options.rounds, options.steps)
-    contenders = options.contender or [PLAIN, *OURS, *PEERS]
+    parts, rates, contenders, rounds, steps = choose(options)
     target: Path | None = options.json or (None if options.quick else RESULTS)
+    turns = Turns(None if target is None else target.with_name(f"{target.stem}.turns.json"), steps)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    for part in options.part or list(LAYOUTS):
+    for part in parts:
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(scratch())
             network = stack.enter_context(Network(len(LAYOUTS[part])))
-            bench = StepBench(part, options.model, directory, network)
+            bench = StepBench(part, options.model, directory, network, turns)
             stack.callback(bench.close)
             for rate in rates:
                 rows = bench.measure(rate, contenders, rounds, steps)
@@ -196,7 +272,25 @@ def main() -> int:
                     merged = {"facts": facts, "rows": merge(stored["rows"], rows)}
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_text(json.dumps(merged, indent=1) + "\n")
+    turns.forget()
     return 0
+
+
+def choose(options: argparse.Namespace) -> tuple[list[str], list[str], list[str], int, int]:
+    """Return the layouts, the links, the contenders, and how many turns and steps are measured."""
+    parts, rates, contenders, rounds, steps = list(LAYOUTS), list(RATES), [PLAIN, *OURS, *PEERS], 5, 6
+    if options.minimal:
+        parts, rates, contenders = list(MINIMAL_PARTS), list(MINIMAL_RATES), list(MINIMAL)
+        rounds, steps = MINIMAL_ROUNDS, MINIMAL_STEPS
+    if options.quick:
+        rates, rounds, steps = ["1gbit"], 1, 2
+    return (
+        options.part or parts,
+        options.rate or rates,
+        options.contender or contenders,
+        options.rounds or rounds,
+        options.steps or steps,
+    )
 
 
 if __name__ == "__main__":

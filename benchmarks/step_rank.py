@@ -85,6 +85,24 @@ class TopKube:
         topkube.init()
         self.topkube, self.rank = topkube, topkube.rank()
         self.barrier: Callable[[], None] = topkube.barrier
+        self._optimizer: Any = None
+        self._settled: dict[str, Any] = {}
+        """The optimizer's state of each contender whose choice is final on this link."""
+
+    def enter_link(self) -> None:
+        """Forget what was measured on another link."""
+        self.topkube.world.current().cache.pop("measured machines", None)
+        self._settled.clear()
+
+    def settle(self, contender: str, step: Step) -> int:
+        """Make steps until what `auto` or `dense` stands for is final. Return their number."""
+        made = 0
+        while not self._optimizer.tuning.is_settled:
+            step()
+            made += 1
+        if contender not in self._settled and self._optimizer.tuning.choice is not None:
+            self._settled[contender] = self._optimizer.state_dict()
+        return made
 
     def training(self, contender: str, name: str) -> tuple[Step, Callable[[], None]]:
         """Return a function that makes a step, and a function that ends the training."""
@@ -95,6 +113,9 @@ class TopKube:
         if algorithm == "dear":
             algorithm, options["overlap"] = "dense", "dear"
         optimizer = self.topkube.DistributedOptimizer(inner, model.named_parameters(), aggregation=algorithm, **options)
+        if contender in self._settled:
+            optimizer.load_state_dict(self._settled[contender])
+        self._optimizer = optimizer
         return step_of(model, optimizer, codes, targets), optimizer.unwrap
 
     def phases(self) -> dict[str, float]:
@@ -135,6 +156,13 @@ class Ddp:
             parallel.register_comm_hook(None, hook)
         return step_of(parallel, optimizer, codes, targets), lambda: None
 
+    def enter_link(self) -> None:
+        """Do nothing: no measurement is kept."""
+
+    def settle(self, contender: str, step: Step) -> int:
+        """Return 0: there is no choice to wait for."""
+        return 0
+
     def phases(self) -> dict[str, float]:
         return {}
 
@@ -156,10 +184,15 @@ def other_threads() -> tuple[float, int]:
 
 
 def obey(backend: TopKube | Ddp, order: dict[str, Any]) -> dict[str, Any]:
-    """Make `order["steps"]` steps with `order["contender"]`, after `order["warm"]` steps that are not measured."""
+    """Make `order["steps"]` steps with `order["contender"]`, after `order["warm"]` steps that are not measured, and
+    after those in which a choice becomes final. The order "link" says that the links have another speed."""
+    if order["do"] == "link":
+        backend.enter_link()
+        return {}
     step, end = backend.training(order["contender"], order.get("model", "gpt"))
     for _ in range(order["warm"]):
         step()
+    settling = backend.settle(order["contender"], step)
     gc.collect()
     gc.disable()
     backend.phases()
@@ -177,6 +210,7 @@ def obey(backend: TopKube | Ddp, order: dict[str, Any]) -> dict[str, Any]:
     end()
     return {
         "times": times,
+        "made": order["warm"] + settling + order["steps"],
         "main_cpu": own / order["steps"],
         "other_cpu": (after_processor - processor) / order["steps"],
         "wakeups": (after_wakeups - wakeups) / order["steps"],

@@ -13,6 +13,8 @@ NAMES = {
     "dear": "**TopKube dense, DeAR**",
     "dear_bf16": "**TopKube dense, DeAR, bf16**",
     "hitopk": "**TopKube hitopk, 1%, bf16**",
+    "onebit": "**TopKube onebit**",
+    "topk1bit": "**TopKube topk1bit**",
     "auto": "**TopKube auto**",
     "ddp": "DDP",
     "fp16": "DDP, fp16 hook",
@@ -51,6 +53,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
         [
             NAMES[row["contender"]],
             number(row["ms"]),
+            f"{number(row['ms_low'])}–{number(row['ms_high'])}" if "ms_low" in row else "–",
             f"{number(row['ms_min'])}–{number(row['ms_max'])}",
             f"{row['against_ddp']:.2f}×" if row["against_ddp"] else "–",
             f"{row['sent_mb']:.2f}",
@@ -60,5 +63,14 @@ def _table(rows: list[dict[str, Any]]) -> str:
         ]
         for row in sorted(rows, key=lambda row: row["ms"])
     ]
-    headings = ["", "step, ms", "min–max", "× DDP", "sent per node, MB", "computing thread, ms", "other threads, ms"]
+    headings = [
+        "",
+        "step, ms",
+        "95% interval",
+        "min–max",
+        "× DDP",
+        "sent per node, MB",
+        "computing thread, ms",
+        "other threads, ms",
+    ]
     return table([*headings, "wakeups"], cells)

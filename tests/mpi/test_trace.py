@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from topkube.algorithms import resolve
+from topkube.planning.buckets import bucket_lengths
 from topkube.planning.profile import from_trace
-from topkube.planning.step import bucket_lengths
 from topkube.telemetry import trace
 
 Event = dict[str, Any]

@@ -287,6 +287,13 @@ def plan(
     overlap: Annotated[
         bool, typer.Option("--overlap/--no-overlap", help="Exchanges overlap with backward, or begin after it.")
     ] = True,
+    dear: Annotated[
+        bool | None,
+        typer.Option(
+            "--dear/--no-dear",
+            help="With DeAR, the all-gather and the update overlap with the next forward (default: the job's).",
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw step time and scaling from 2 to 4,096 nodes.")
     ] = None,
@@ -317,6 +324,7 @@ def plan(
             dense_wire=dense_wire,
             period=period,
             overlap=overlap,
+            dear=dear,
             plot=plot,
             json=output is OutputFormat.json,
         )

@@ -18,6 +18,7 @@ from topkube.algorithms import (
     DENSE,
     DENSE_WIRE,
     DENSITY,
+    OVERLAP,
     PERIOD,
     WIRE,
     Algorithm,
@@ -33,7 +34,8 @@ from topkube.planning import guidelines
 from topkube.planning.models import Model, find_model
 from topkube.planning.picture import draw_sweep
 from topkube.planning.profile import StepProfile, from_trace, uniform, with_host_costs
-from topkube.planning.step import Prediction, Situation, predict
+from topkube.planning.situation import Situation
+from topkube.planning.step import Prediction, can_decouple, predict
 from topkube.telemetry import trace
 from topkube.telemetry.bar import format_bytes, format_duration
 
@@ -74,6 +76,7 @@ class PlanOptions:
     dense_wire: str | None
     period: int | None
     overlap: bool
+    dear: bool | None
     plot: Path | None
     json: bool
 
@@ -174,8 +177,36 @@ def _plan(options: PlanOptions) -> _Plan:
     if wanted in CHOICES:
         dense_wire = _choose(wanted, machines, elements, dense_wire).dense_wire
     listed = [algorithm for algorithm in listed if not algorithm.needs_gpu or algorithm.name == wanted]
-    situation = Situation(machines, density, wire, cores, options.overlap, dense_wire=dense_wire, period=period)
+    situation = Situation(
+        machines,
+        density,
+        wire,
+        cores,
+        options.overlap,
+        dense_wire=dense_wire,
+        period=period,
+        is_decoupled=_is_decoupled(options, aggregation, profile),
+    )
     return _Plan(situation, elements, wanted, listed, profile, model)
+
+
+def _is_decoupled(options: PlanOptions, aggregation: Aggregation | None, profile: StepProfile | None) -> bool:
+    """Return True if an option or the job asks for DeAR. Raises ArgumentError if it has no effect here."""
+    wanted = aggregation is not None and aggregation.overlap == "dear" if options.dear is None else options.dear
+    if not wanted:
+        return False
+    source = "--dear is set" if options.dear else "the job has overlap: dear"
+    if not options.overlap:
+        raise ArgumentError(
+            f"{source}, and exchanges do not overlap", next_step="leave out --no-overlap, or add --no-dear"
+        )
+    if profile is not None and not profile.on_cpu:
+        raise ArgumentError(
+            f"{source}, and the gradients are on a GPU",
+            cause="DeAR works with gradients in host memory only; without a trace, ranks compute on GPUs",
+            next_step="add --device cpu, or --no-dear",
+        )
+    return True
 
 
 def _period(options: PlanOptions, aggregation: Aggregation | None) -> int | None:
@@ -252,6 +283,16 @@ def _compute(options: PlanOptions, model: Model | None) -> float | None:
 # ---- rows
 
 
+def _compare_overlaps(profile: StepProfile, situation: Situation, algorithm: Algorithm) -> dict[str, float] | None:
+    """Return the step with each overlap, None if DeAR has no effect."""
+    if not can_decouple(profile, situation, algorithm):
+        return None
+    steps = (
+        predict(profile, dataclasses.replace(situation, is_decoupled=dear), algorithm).step for dear in (False, True)
+    )
+    return dict(zip(OVERLAP.choices, steps, strict=True))
+
+
 def _row(plan: _Plan, algorithm: Algorithm, chosen: bool) -> dict[str, Any]:
     situation = plan.situation
     exchange = situation.estimate_cost(algorithm, plan.elements)
@@ -299,6 +340,7 @@ def _advice(plan: _Plan, options: PlanOptions, chosen: Algorithm) -> dict[str, A
         "batchFactor": factor,
         "batch": math.ceil(factor * options.batch) if factor is not None and options.batch else None,
         "largestBatchInMemory": limit,
+        "overlap": _compare_overlaps(profile, situation, chosen),
         "breakEven": {
             name: {"linkBitsPerSecond": None if row.link is None else row.link * 8, "fasterOnAllLinks": row.is_faster}
             for name, row in even.items()
@@ -316,6 +358,7 @@ def _as_json(plan: _Plan, rows: Any, swept: Any, advice: dict[str, Any] | None, 
         "wire": situation.wire,
         "denseWire": situation.dense_wire,
         "period": situation.period,
+        "overlap": _name_overlap(situation),
         "wanted": plan.wanted,
         "chosen": chosen.name,
         "algorithms": rows,
@@ -342,6 +385,12 @@ def _as_json(plan: _Plan, rows: Any, swept: Any, advice: dict[str, Any] | None, 
 # ---- text
 
 
+def _name_overlap(situation: Situation) -> str:
+    if not situation.overlap:
+        return "none"
+    return "dear" if situation.is_decoupled else OVERLAP.default
+
+
 def _cluster(plan: _Plan, options: PlanOptions, with_nodes: bool = True) -> str:
     machines, situation = plan.machines, plan.situation
     ranks = f"{machines.nodes} x {machines.slots} ranks" if with_nodes else f"{machines.slots} ranks per node"
@@ -350,6 +399,8 @@ def _cluster(plan: _Plan, options: PlanOptions, with_nodes: bool = True) -> str:
         settings += f", dense {situation.dense_wire}"
     if situation.period is not None:
         settings += f", period {situation.period}"
+    if _name_overlap(situation) != OVERLAP.default:
+        settings += f", overlap {_name_overlap(situation)}"
     return f"{ranks}, {plan.elements:,} parameters, {settings}; link {options.link}, memory {options.memory}"
 
 
@@ -403,6 +454,9 @@ def _print_advice(advice: dict[str, Any], options: PlanOptions) -> None:
         print(f"batch: {advice['batch']:,} samples per rank are enough for {wanted} with {name}")
     else:
         print(f"batch: {factor:.2g} x the present batch per rank is enough for {wanted} with {name}")
+    if (steps := advice["overlap"]) is not None:
+        ratio, texts = steps["backward"] / steps["dear"], {key: _seconds(value) for key, value in steps.items()}
+        print(f"overlap: a step of {name} takes {texts['dear']} with dear, {texts['backward']} without: {ratio:.2f}x")
     if advice["largestBatchInMemory"] is not None:
         print(f"batch: {options.device_memory} hold at most {advice['largestBatchInMemory']:,} samples per rank")
     for algorithm, row in advice["breakEven"].items():

@@ -6,10 +6,18 @@ reduced among equal local ranks, so that every rank holds the sum of its own seg
 messages only, between nodes and inside the node. No rank has to be at the same point as another rank for it, so a rank
 can wait for an array while another rank computes. The second half has communicators of its own: other collectives may
 run before it ends.
+
+First halves alone would leave the link idle while the next array is computed, and the second halves could then take
+longer than the work that hides them. So when no first half is under way, a rank gathers the piece that was reduced last
+("early"), at most EARLY pieces at a time. Which pieces are gathered early may differ between ranks, because a message
+that a rank sends early waits until its partner gathers the piece too. Early gathers take no place among the later ones,
+whose order is the same on all ranks: the first piece that some rank waits for is under way on every rank, so ranks
+never wait for each other in a circle.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -42,6 +50,8 @@ from topkube.telemetry import phases
 from topkube.waiting import advance_in_waits
 from topkube.world import World
 
+EARLY = 2
+"""The most early gathers at a time. The second continues if the partner of the first is not ready for it."""
 _COMMUNICATORS = "communicators of gathers"
 
 
@@ -55,6 +65,8 @@ class Halved:
     ranges: list[tuple[int, int]] = field(default_factory=list)
     pieces: list[tuple[int, Array, Array | None]] = field(default_factory=list)
     """The number of each piece, its values, and this rank's shard in 16 bits if it is sent so."""
+    begun: set[int] = field(default_factory=set)
+    """The numbers of the pieces whose gather has begun or has its place in the order."""
     left: int = 0
 
     @property
@@ -65,8 +77,9 @@ class Halved:
 
 class DecoupledAllReduce(OverlappedAllReduce):
     """Dense all-reduces in two halves over several nodes, one thread of one rank. `halve` begins the first half of an
-    array; `finish` waits for the first half of all arrays. `gather` begins the second half, `finish_gather` waits for
-    it. Between the two, this rank's segments (`Halved.ranges`) hold their results. All ranks create it together."""
+    array; `finish` waits for the first half of all arrays. `gather` begins the second half of the pieces that were not
+    gathered early, `finish_gather` waits for it. After the first half, this rank's segments (`Halved.ranges`) hold
+    their results. All ranks create it together."""
 
     rounds = 1
 
@@ -75,11 +88,18 @@ class DecoupledAllReduce(OverlappedAllReduce):
         self._cross, self._node = _communicators(world)
         self._halved: Halved | None = None
         self._narrow: dict[int, Array] = {}
-        self._kept = 0
+        self._kept: dict[int, int] = {}
+        """The buffer of 16-bit values of each piece that is not gathered, by the piece's number."""
         self._gathers = Exchanges()
         self._waiting: deque[tuple[Halved, int]] = deque()
         self._gathering: dict[int, Halved] = {}
         self._gathering_since = 0.0
+        self._places: dict[int, tuple[Halved, int]] = {}
+        """The pieces whose first half has begun, by their numbers."""
+        self._reduced: list[int] = []
+        """The numbers of pieces whose first half has ended, and whose gather has not begun."""
+        self._early: set[int] = set()
+        self._is_halving = False
 
     def halve(self, call: Call, array: Array, factor: float, wire: str = "fp32") -> Halved:
         """Begin to reduce `array`, in place, to the sum times `factor`: the arguments of `begin`."""
@@ -91,19 +111,28 @@ class DecoupledAllReduce(OverlappedAllReduce):
             if self._cross is not None:
                 start, stop = own_segment(self._cross, last - first, nodes > PAIRWISE_LIMIT)
                 halved.ranges.append((position + first + start, position + first + stop))
+            self._places[number] = halved, len(halved.pieces)
             halved.pieces.append((number, piece, self._narrow.pop(number, None)))
             number, position = number + 1, position + piece.size
         halved.left = len(halved.pieces)
-        self._halved = None
+        self._halved, self._is_halving = None, True
         return halved
 
+    def finish(self) -> None:
+        """Return when all first halves have ended. Raises CollectiveTimeout after the world's deadline."""
+        self._is_halving = False
+        super().finish()
+
     def gather(self, arrays: Iterable[Halved]) -> None:
-        """Begin to gather the results of `arrays`, in their order, the same on all ranks. Called after `finish`."""
-        self._kept = 0
-        self._waiting.extend((halved, place) for halved in arrays for place in range(len(halved.pieces)))
-        self._gathering_since = time.perf_counter()
-        advance_in_waits(self.advance)
-        self._start_gathers()
+        """Begin to gather the results of `arrays`, in their order, the same on all ranks. Called after `finish`. What
+        has begun already continues."""
+        self._reduced.clear()
+        self._places.clear()
+        for halved in arrays:
+            left = [(number, place) for place, (number, _, _) in enumerate(halved.pieces) if number not in halved.begun]
+            halved.begun.update(number for number, _ in left)
+            self._waiting.extend((halved, place) for _, place in left)
+        self._advance_gathers()
 
     def advance(self) -> float | None:
         """Move what is under way as far as messages allow. Return the seconds until the next call should come, None if
@@ -111,11 +140,14 @@ class DecoupledAllReduce(OverlappedAllReduce):
         self._advance()
         while self._under_way and not self._exchanges.is_running(self._under_way[0].number):
             self._finish_oldest(0.0)
-        self._gathers.advance()
-        for number in [number for number in self._gathering if not self._gathers.is_running(number)]:
-            self._gathering.pop(number).left -= 1
-        self._start_gathers()
-        return pause_seconds(self.world) if self._exchanges.are_running or self._gathers.are_running else None
+        self._advance_gathers()
+        while self._is_halving and self._reduced and not self._under_way and len(self._early) < EARLY:
+            number = self._reduced.pop()
+            halved, place = self._places[number]
+            self._early.add(number)
+            halved.begun.add(number)
+            self._start_gather(halved, place)
+        return pause_seconds(self.world) if self._exchanges.are_running or self._gathering else None
 
     def finish_gather(self, halved: Halved) -> None:
         """Return when the array is gathered. Raises CollectiveTimeout after the world's deadline."""
@@ -127,27 +159,39 @@ class DecoupledAllReduce(OverlappedAllReduce):
         if not halved.is_gathered:
             halved.call.wait(complete, pause_seconds(self.world) / HURRY)
 
-    def _start_gathers(self) -> None:
-        while self._waiting and len(self._gathering) < UNDER_WAY:
-            halved, place = self._waiting.popleft()
-            number, piece, narrow = halved.pieces[place]
-            self._gathering[number] = halved
-            self._gathers.start(number, self._gather(number, piece, narrow))
+    def _advance_gathers(self) -> None:
+        """Move the gathers as far as messages allow, and start those that wait."""
+        self._gathers.advance()
+        for number in [number for number in self._gathering if not self._gathers.is_running(number)]:
+            self._gathering.pop(number).left -= 1
+            self._kept.pop(number, None)
+            self._early.discard(number)
+        while self._waiting and len(self._gathering) - len(self._early) < UNDER_WAY:
+            self._start_gather(*self._waiting.popleft())
         if not self._gathering and self._gathering_since:
             phases.current.add("inter", time.perf_counter() - self._gathering_since)
             self._gathering_since = 0.0
             advance_in_waits(None)
 
+    def _start_gather(self, halved: Halved, place: int) -> None:
+        number, piece, narrow = halved.pieces[place]
+        if not self._gathering_since:
+            self._gathering_since = time.perf_counter()
+            advance_in_waits(self._advance_gathers)
+        self._gathering[number] = halved
+        self._gathers.start(number, self._gather(number, piece, narrow))
+
     def _end_piece(self, piece: Piece) -> None:
-        pass  # the second half follows later
+        self._reduced.append(piece.number)  # the second half follows later
 
     def _exchange(self, comm: Any, shard: Array, buffer: Array, scale: float) -> Exchange:
         tag = self._number % TAGS
         if buffer.dtype == shard.dtype:
             reduce = ring_reduce_scatter if self.world.nodes > PAIRWISE_LIMIT else pairwise_reduce_scatter
             return reduce(comm, shard, buffer, tag, self._saw, scale)
-        narrow = workspace(self.world, f"halved shard {self._kept}", shard.size, buffer.dtype)
-        self._kept += 1
+        place = next(place for place in itertools.count() if place not in self._kept.values())
+        narrow = workspace(self.world, f"halved shard {place}", shard.size, buffer.dtype)
+        self._kept[self._number] = place
         self._narrow[self._number] = narrow
         return self._reduce_narrow(comm, shard, narrow, buffer, tag, scale)
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from topkube.algorithms import Algorithm
 from topkube.planning.profile import StepProfile
-from topkube.planning.step import Prediction, Situation, predict
+from topkube.planning.situation import Situation
+from topkube.planning.step import Prediction, predict
 
 NODES = tuple(2**power for power in range(1, 13))
 """The numbers of nodes in tables and pictures: 2 to 4,096."""

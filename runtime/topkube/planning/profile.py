@@ -16,7 +16,8 @@ from topkube.telemetry.trace import TraceError
 @dataclass(frozen=True)
 class Gradient:
     """A gradient of `elements` values of `itemsize` bytes. `seconds` is the time of backward from the gradient before
-    it, or from the begin of backward. A `small` gradient is always exchanged dense, and so are gradients with few
+    it, or from the begin of backward; `forward` is the time of forward from the first use of its parameter to that of
+    the next parameter, None if unknown. A `small` gradient is always exchanged dense, and so are gradients with few
     elements (training/exchange/buckets.py)."""
 
     name: str
@@ -24,6 +25,7 @@ class Gradient:
     seconds: float
     itemsize: int = 4
     small: bool = False
+    forward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,16 @@ class StepProfile:
         return sum(gradient.seconds for gradient in self.gradients)
 
     @property
+    def forward_seconds(self) -> tuple[float, ...]:
+        """The seconds of forward with each parameter, in the order of `gradients`. Parts that are unknown are in
+        proportion to those of backward. The sum is `forward`."""
+        parts = [g.seconds if g.forward is None else g.forward for g in self.gradients]
+        whole = sum(parts)
+        if not whole:
+            return tuple(self.forward / len(parts) for _ in parts)
+        return tuple(self.forward * part / whole for part in parts)
+
+    @property
     def compute(self) -> float:
         """Seconds of forward and backward."""
         return self.forward + self.backward
@@ -82,7 +94,12 @@ class StepProfile:
 
     def scaled(self, factor: float) -> StepProfile:
         """Return the profile of a batch that is `factor` times as large."""
-        gradients = tuple(dataclasses.replace(g, seconds=g.seconds * factor) for g in self.gradients)
+        gradients = tuple(
+            dataclasses.replace(
+                g, seconds=g.seconds * factor, forward=None if g.forward is None else g.forward * factor
+            )
+            for g in self.gradients
+        )
         return dataclasses.replace(self, forward=self.forward * factor, gradients=gradients, data=self.data * factor)
 
 
@@ -135,7 +152,9 @@ def _from_events(content: Mapping[str, Any], name: str) -> StepProfile:
             cause="it was not written by TopKube, or the run was too short",
             next_step="write a trace: topkube run --trace FILE train.py",
         )
-    forward = median(_total(step, trace.FORWARD, "forward", clock) for step in steps)
+    forward = median(
+        max(_total(step, trace.FORWARD, "forward", clock) - _late_updates(step, clock), 0.0) for step in steps
+    )
     update = median(_total(step, trace.OPTIMIZER, None, clock) for step in steps)
     gradients = _gradients(steps, clock)
     computed = sum(gradient.seconds for gradient in gradients) + forward + update
@@ -201,9 +220,32 @@ def _total(step: list[Event], category: str, name: str | None, clock: str) -> fl
     return sum(float(e.get(clock, e["dur"])) for e in chosen) / 1e6
 
 
+def _late_updates(step: list[Event], clock: str) -> float:
+    """Return the seconds of updates that DeAR made during forward."""
+    forwards = [e for e in step if e["cat"] == trace.FORWARD and e["name"] == "forward"]
+    return sum(
+        float(e.get(clock, e["dur"])) / 1e6
+        for e in step
+        if e["cat"] == trace.OPTIMIZER and any(f["ts"] <= e["ts"] < f["ts"] + f["dur"] for f in forwards)
+    )
+
+
+def _layer_seconds(steps: list[list[Event]], category: str, without: tuple[str, ...], clock: str) -> dict[str, float]:
+    """Return the median seconds of each layer in forward or backward. Events called as in `without` are no layers."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        layers: dict[str, float] = defaultdict(float)
+        for event in step:
+            if event["cat"] == category and event["ph"] == "X" and event["name"] not in without:
+                layers[event["name"]] += event.get(clock, event["dur"]) / 1e6
+        for layer, value in layers.items():
+            seconds[layer].append(value)
+    return {layer: median(values) for layer, values in seconds.items()}
+
+
 def _gradients(steps: list[list[Event]], clock: str) -> tuple[Gradient, ...]:
-    """Return the gradients in the order of the first step, with median times. A layer's time is that of its backward
-    events; its gradients share it by their elements."""
+    """Return the gradients in the order of the first step, with median times. A layer's times are those of its backward
+    and forward events; its gradients share them by their elements."""
     order: list[Event] = []
     names: set[str] = set()
     for event in steps[0]:
@@ -216,24 +258,24 @@ def _gradients(steps: list[list[Event]], clock: str) -> tuple[Gradient, ...]:
             cause="the traced steps ran no backward, for example because they accumulate gradients",
             next_step="trace steps that call backward() and optimizer.step()",
         )
-    seconds: dict[str, list[float]] = defaultdict(list)
-    for step in steps:
-        layers: dict[str, float] = defaultdict(float)
-        for event in step:
-            if event["cat"] == trace.BACKWARD and event["name"] not in ("backward", "wait for exchanges"):
-                layers[event["name"]] += event.get(clock, event["dur"]) / 1e6
-        for layer, value in layers.items():
-            seconds[layer].append(value)
+    backward = _layer_seconds(steps, trace.BACKWARD, ("backward", "wait for exchanges"), clock)
+    forward = _layer_seconds(steps, trace.FORWARD, ("forward",), clock)
     sizes: dict[str, int] = defaultdict(int)
     for event in order:
         sizes[_layer(event)] += event["args"]["elements"]
     gradients = []
     for event in order:
         args, layer = event["args"], _layer(event)
-        whole = median(seconds[layer]) if seconds[layer] else 0.0
         share = args["elements"] / sizes[layer] if sizes[layer] else 0.0
         gradients.append(
-            Gradient(args["parameter"], args["elements"], whole * share, args["itemsize"], bool(args["small"]))
+            Gradient(
+                args["parameter"],
+                args["elements"],
+                backward.get(layer, 0.0) * share,
+                args["itemsize"],
+                bool(args["small"]),
+                forward.get(layer, 0.0) * share if forward else None,
+            )
         )
     return tuple(gradients)
 

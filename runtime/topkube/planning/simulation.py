@@ -1,12 +1,15 @@
 """A discrete-event simulation of tasks that wait for each other.
 
 A task runs in a lane: a thread, or the link. A lane runs its tasks one at a time, in the order in which they were
-added. The processor lanes share `cores`: while more of them work than there are cores, each is slower. If cores
-suffice, every start is the maximum of earlier ends, so a shorter task never makes the whole longer.
+added. It runs a task that fills a gap only if none of the others can run at that moment: of those that can run, the
+task that was added last. The processor lanes share `cores`: while more of them work than there are cores, each is
+slower. If cores suffice and nothing fills gaps, every start is the maximum of earlier ends, so a shorter task never
+makes the whole longer.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -19,8 +22,9 @@ PROCESSOR_LANES = (COMPUTE, COMMUNICATION, DELIVERY)
 
 @dataclass(eq=False)
 class Task:
-    """Work of `seconds` in `lane`. It starts when all tasks of `after` have ended and its lane is free. `start` and
-    `end` are seconds, set by the simulation."""
+    """Work of `seconds` in `lane`. It starts when all tasks of `after` have ended and its lane is free; if it
+    `fills_gaps`, also not before all others that can run there. `start` and `end` are seconds, set by the
+    simulation."""
 
     name: str
     lane: str
@@ -28,6 +32,7 @@ class Task:
     after: tuple[Task, ...] = ()
     start: float = 0.0
     end: float = 0.0
+    fills_gaps: bool = False
     _left: float = 0.0
     _missing: int = 0
     _followers: list[Task] = field(default_factory=list)
@@ -36,11 +41,16 @@ class Task:
 def simulate(tasks: Collection[Task], cores: float = float("inf")) -> float:
     """Run all tasks, and return the end of the last in seconds. `cores` is the number of processor cores that the
     processor lanes share. Raises ValueError if tasks wait for each other in a circle."""
-    queues: dict[str, deque[Task]] = {}
+    queues: dict[str, deque[Task]] = {task.lane: deque() for task in tasks}
+    fillers: dict[str, list[tuple[int, Task]]] = {lane: [] for lane in queues}  # heaps of tasks that can run
+    numbers = {id(task): number for number, task in enumerate(tasks)}
     for task in tasks:
         task._left, task._missing = task.seconds, len(task.after)
         task._followers = []
-        queues.setdefault(task.lane, deque()).append(task)
+        if not task.fills_gaps:
+            queues[task.lane].append(task)
+        elif not task.after:
+            heapq.heappush(fillers[task.lane], (-numbers[id(task)], task))
     for task in tasks:
         for earlier in task.after:
             earlier._followers.append(task)
@@ -53,9 +63,12 @@ def simulate(tasks: Collection[Task], cores: float = float("inf")) -> float:
             if lane not in running and queue and not queue[0]._missing:
                 running[lane] = queue.popleft()
                 running[lane].start = now
+            elif lane not in running and fillers[lane]:
+                running[lane] = heapq.heappop(fillers[lane])[1]
+                running[lane].start = now
         active = [*running.values(), *waiting.values()]
         if not active:
-            stuck = next(queue[0].name for queue in [*queues.values(), waits] if queue)
+            stuck = next(task.name for task in tasks if task._missing)
             raise ValueError(f"the tasks wait for each other in a circle: {stuck} never starts")
         working = sum(lane in PROCESSOR_LANES for lane in running)
         share = min(1.0, cores / working) if working else 1.0
@@ -78,4 +91,6 @@ def simulate(tasks: Collection[Task], cores: float = float("inf")) -> float:
                 if follower.lane == LATENCY and not follower._missing:
                     follower.start = now
                     waiting[id(follower)] = follower
+                elif follower.fills_gaps and not follower._missing:
+                    heapq.heappush(fillers[follower.lane], (-numbers[id(follower)], follower))
     return now

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 import step
 import step_report
 
@@ -37,3 +41,44 @@ def test_the_page_shows_every_contender_fastest_first() -> None:
     places = [text.index(f"| {step_report.NAMES[r['contender']]} |") for r in rows]
     assert places == sorted(places)
     assert "2 nodes × 1, 1 Gbit/s" in text
+
+
+def test_an_interrupted_run_continues_with_the_turns_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step.turns.json"
+    turns = step.Turns(path, 5)
+    turns.add({"seconds": [1.0]}, "2x1", "gpt", "1gbit", "dense")
+    again = step.Turns(path, 5)
+    assert again.of("2x1", "gpt", "1gbit", "dense") == [{"seconds": [1.0]}]
+    assert again.of("2x1", "gpt", "1gbit", "ddp") == []
+    assert step.Turns(path, 6).of("2x1", "gpt", "1gbit", "dense") == []
+    monkeypatch.setattr(step, "digest_sources", lambda: "other sources")
+    assert step.Turns(path, 5).of("2x1", "gpt", "1gbit", "dense") == []
+    again.forget()
+    assert not path.exists()
+
+
+def test_only_missing_turns_are_measured_and_all_of_them_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Network:
+        def shape(self, rate: str | None) -> None:
+            assert rate == "1gbit"
+
+    def sample(seconds: float) -> step.Row:
+        return {"seconds": [seconds] * 5, "main_cpu": 0.1, "other_cpu": 0.1, "wakeups": 1, "sent": 2e6}
+
+    turns, measured = step.Turns(None, 5), list[str]()
+    turns.add(sample(1.0), "2x1", "gpt", "1gbit", "dense")
+    bench = step.StepBench("2x1", "gpt", Path(), Network(), turns)  # type: ignore[arg-type]
+    monkeypatch.setattr(bench, "_once", lambda contender, steps: (measured.append(contender), sample(3.0))[1])
+    rows = {row["contender"]: row for row in bench.measure("1gbit", ["dense", "ddp"], 2, 5)}
+    assert measured == ["ddp", "ddp", "dense"]
+    assert (rows["dense"]["ms"], rows["dense"]["steps"]) == (2000.0, 10)
+    assert (rows["dense"]["ms_low"], rows["dense"]["ms_high"]) == (1000.0, 3000.0)
+    assert rows["dense"]["against_ddp"] == 1.5
+
+
+def test_the_interval_of_a_median_has_the_places_of_tables() -> None:
+    """Places of the 95% interval by the binomial distribution, as in tables of the sign test."""
+    for count, place in ((5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (30, 10)):
+        assert step.bound_median([float(value) for value in range(count, 0, -1)]) == (place, count + 1 - place)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from allreduce import bounds
 from topkube.algorithms import OWN, Machines, estimate_cost, find_algorithm, resolve
 from topkube.cli.app import run_app
+from topkube.planning.profile import from_trace
 
 SAMPLE = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
 nodes, slots, lengths = st.integers(2, 200), st.integers(1, 8), st.integers(100_000, 10**9)
@@ -197,6 +198,44 @@ def test_a_faster_link_and_a_larger_batch_scale_better(capsys: Any) -> None:
     assert predict_dense_efficiency("--data", "1") >= 0.999  # every number of ranks waits for its input
 
 
+def test_dear_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path, capsys: Any) -> None:
+    options = ["--model", "resnet50", "--compute", "0.3", "--device", "cpu", "--link", "2Gbit/s", "--workers", "4"]
+    plain = planned(*options, capsys=capsys)
+    dear = planned(*options, "--dear", capsys=capsys)
+    assert (plain["overlap"], dear["overlap"]) == ("backward", "dear")
+    steps = [{row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]} for plan in (plain, dear)]
+    assert steps[1]["hierarchical"] < 0.95 * steps[0]["hierarchical"]
+    assert all(steps[1][name] == seconds for name, seconds in steps[0].items() if name != "hierarchical")
+    compared = {"backward": steps[0]["hierarchical"], "dear": steps[1]["hierarchical"]}
+    assert plain["advice"]["overlap"] == dear["advice"]["overlap"] == compared
+    assert run_app(["plan", *options, "--dear"]) == 0
+    printed = capsys.readouterr().out
+    assert ", overlap dear; link 2Gbit/s" in printed
+    assert "overlap: a step of hierarchical takes " in printed
+    assert planned(*options[:4], capsys=capsys)["advice"]["overlap"] is None  # on a GPU
+    job = tmp_path / "job.yaml"
+    job.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: dense\n    overlap: dear"))
+    assert planned(str(job), *options, capsys=capsys)["overlap"] == "dear"
+    assert planned(str(job), *options, "--no-dear", capsys=capsys)["overlap"] == "backward"
+
+
+def test_a_trace_with_dear_has_its_updates_in_forward(tmp_path: Path, capsys: Any) -> None:
+    """They are updates, and no part of forward. Forward's time is divided among the layers as in the trace."""
+    content = synthetic_trace()
+    forward = next(event for event in content["traceEvents"] if event["cat"] == "forward")
+    parts = [("optimizer", "optimizer", 2.0, 1.0), ("forward", "first", 3.0, 2.0), ("forward", "last", 6.0, 5.0)]
+    content["traceEvents"] += [
+        {**forward, "cat": category, "name": name, "ts": at * 1e3, "dur": 1.2e3 * time, "tdur": 1e3 * time}
+        for category, name, at, time in parts
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(content))
+    profile = planned("--trace", str(path), capsys=capsys)["profile"]
+    assert profile["forwardSeconds"] == pytest.approx(0.009)
+    assert profile["updateSeconds"] == pytest.approx(0.003)
+    assert from_trace(content).forward_seconds == pytest.approx((0.009 * 5 / 7, 0.009 * 2 / 7))
+
+
 def test_a_trace_describes_the_step(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(synthetic_trace()))
@@ -262,6 +301,8 @@ def test_the_plot_is_a_png_file(tmp_path: Path) -> None:
         (["--plot", "plan.png"], "--plot needs the time of a step"),
         (["--trace", "absent.json"], "the trace absent.json cannot be read"),
         (["--model", "gpt2", "--compute", "0.1", "--device-memory", "much"], "--device-memory is 'much'"),
+        (["--model", "gpt2", "--compute", "0.1", "--dear"], "--dear is set, and the gradients are on a GPU"),
+        (["--dear", "--no-overlap"], "--dear is set, and exchanges do not overlap"),
     ],
 )
 def test_options_that_contradict_or_miss_each_other_are_refused(options: list[str], message: str, capsys: Any) -> None:

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from topkube.algorithms import OWN, Algorithm, Machines, estimate_cost, find_algorithm
 from topkube.planning import guidelines
+from topkube.planning.buckets import bucket_lengths
 from topkube.planning.models import find_model
 from topkube.planning.profile import Gradient, HostCost, StepProfile, uniform
-from topkube.planning.simulation import COMMUNICATION, COMPUTE, INPUT, LATENCY, LINK, Task, simulate
-from topkube.planning.step import Situation, bucket_lengths, predict, slowest
+from topkube.planning.simulation import COMMUNICATION, COMPUTE, INPUT, LATENCY, LINK, PROCESSOR_LANES, Task, simulate
+from topkube.planning.situation import Situation
+from topkube.planning.step import Prediction, predict, slowest
 
 seconds = st.floats(1e-5, 0.5)
 
@@ -105,6 +107,103 @@ def test_one_rank_alone_exchanges_nothing(profile: StepProfile, algorithm: Algor
     assert alone.efficiency == pytest.approx(1)
 
 
+HIERARCHICAL = find_algorithm("hierarchical")
+LINK_RATE, LATENCY_SECONDS, AGREEMENT = 1e9, 1e-4, 2e-4
+
+
+def layers(count: int, forward: float, backward: float) -> StepProfile:
+    """Return the profile of equal layers of 4 MB, each a bucket: its exchange sends 4 ms on the link below."""
+    gradients = tuple(Gradient(str(number), 1_000_000, backward / count) for number in range(count))
+    return StepProfile("layers", forward, gradients, on_cpu=True, bucket_bytes=4_000_000)
+
+
+def predict_both(profile: StepProfile) -> tuple[float, float]:
+    """Return the seconds of a step on two nodes without DeAR and with it. Work in memory takes no time."""
+    machines = Machines(2, 1, LINK_RATE, math.inf, LATENCY_SECONDS)
+    steps = (Situation(machines, is_decoupled=dear) for dear in (False, True))
+    plain, dear = (predict(profile, where, HIERARCHICAL).step for where in steps)
+    return plain, dear
+
+
+def test_dear_with_a_single_layer_hides_only_waits() -> None:
+    """The layer travels in two pieces: the first is gathered while the second waits for its last message."""
+    profile = dataclasses.replace(layers(1, forward=0.1, backward=0.2), update=0.01)
+    plain, dear = predict_both(profile)
+    assert plain == pytest.approx(0.31 + 0.004 + 2 * LATENCY_SECONDS + AGREEMENT)
+    assert dear == pytest.approx(0.31 + 0.004 + LATENCY_SECONDS)
+
+
+def test_dear_hides_the_exchange_of_all_layers_but_the_last() -> None:
+    """Computation is slower than the link. The reduce-scatter of the last bucket follows backward, and forward needs
+    its gather first, unless the rest of the loop hides it."""
+    profile = layers(10, forward=0.1, backward=0.2)
+    plain, dear = predict_both(profile)
+    assert plain == pytest.approx(0.3 + 0.004 + 2 * LATENCY_SECONDS + AGREEMENT)
+    assert dear == pytest.approx(0.3 + 0.004 + LATENCY_SECONDS)
+    with_rest = predict_both(dataclasses.replace(profile, other=0.005))[1]
+    assert with_rest == pytest.approx(0.305 + 0.002 + LATENCY_SECONDS + AGREEMENT)
+
+
+def test_with_dear_the_link_works_without_a_break() -> None:
+    """The link needs 40 ms. Without DeAR it rests during forward and until the first gradient is there. With DeAR it
+    rests only from the last gather to the first gradient: while the last bucket's part of forward and the first of
+    backward are computed. Backward hides half of the gathers of a longer computation, where the reduce-scatters alone
+    would leave gaps on the link."""
+    plain, dear = predict_both(layers(10, forward=0.01, backward=0.01))
+    assert plain == pytest.approx(0.01 + 0.001 + 0.04 + 2 * LATENCY_SECONDS + AGREEMENT)
+    assert 0.001 + 0.04 <= dear <= 0.002 + 0.04 + 2 * LATENCY_SECONDS + 0.001
+    plain, dear = predict_both(layers(10, forward=0.01, backward=0.04))
+    assert plain == pytest.approx(0.05 + 0.004 + 2 * LATENCY_SECONDS + AGREEMENT)
+    assert dear <= 0.05 + 0.004 + 2 * LATENCY_SECONDS + AGREEMENT
+
+
+def test_dear_waits_for_the_buckets_of_the_first_layers_only() -> None:
+    """Backward is too short to hide a gather. If all time of forward is in the last layer, whose bucket is gathered
+    last, forward hides none either. If it is in the first layer, it hides all but one."""
+    late, early = (
+        dataclasses.replace(
+            layers(10, forward=0.1, backward=0.0),
+            gradients=tuple(
+                dataclasses.replace(gradient, forward=0.1 if number == slow else 0.0)
+                for number, gradient in enumerate(layers(10, 0.1, 0.0).gradients)
+            ),
+        )
+        for slow in (0, 9)
+    )
+    whole = 0.1 + 0.04 + 2 * LATENCY_SECONDS
+    assert predict_both(late)[1] == pytest.approx(whole, abs=LATENCY_SECONDS)
+    assert predict_both(early)[1] == pytest.approx(whole - 9 * 0.002, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    "change", [{"on_cpu": False}, {"nodes": 1}, {"overlap": False}, {"algorithm": "hitopk"}, {"algorithm": "flat"}]
+)
+def test_dear_changes_nothing_if_the_runtime_does_not_use_it(change: dict[str, object]) -> None:
+    profile = dataclasses.replace(layers(10, 0.02, 0.02), on_cpu=bool(change.get("on_cpu", True)))
+    machines = Machines(int(str(change.get("nodes", 2))), 1, LINK_RATE, math.inf, LATENCY_SECONDS)
+    overlap, algorithm = bool(change.get("overlap", True)), find_algorithm(str(change.get("algorithm", "hierarchical")))
+    plain, dear = (Situation(machines, overlap=overlap, is_decoupled=dear) for dear in (False, True))
+    assert predict(profile, dear, algorithm).step == predict(profile, plain, algorithm).step
+
+
+@settings(deadline=None)
+@given(profiles(), situations())
+def test_dear_does_the_same_work_and_is_not_slower(profile: StepProfile, where: Situation) -> None:
+    """Its gathers have forward to hide behind too. It can cost a piece of one, which delays a reduce-scatter."""
+    where = dataclasses.replace(where, cores=math.inf)
+    plain = predict(profile, where, HIERARCHICAL)
+    dear = predict(profile, dataclasses.replace(where, is_decoupled=True), HIERARCHICAL)
+
+    def work(prediction: Prediction, *lanes: str) -> float:
+        return sum(task.seconds for task in prediction.tasks if task.lane in lanes)
+
+    assert dear.wire == pytest.approx(plain.wire)
+    assert work(dear, *PROCESSOR_LANES) == pytest.approx(work(plain, *PROCESSOR_LANES))
+    assert dear.step >= max(dear.compute + profile.update + profile.other, dear.wire) * (1 - 1e-9)
+    piece = max((task.seconds for task in dear.tasks if "gather of" in task.name), default=0.0)
+    assert dear.step <= (plain.step + 4 * piece) * (1 + 1e-9)  # a piece has four tasks
+
+
 def test_threads_share_cores() -> None:
     def tasks() -> list[Task]:
         return [Task("a", COMPUTE, 1.0), Task("b", COMMUNICATION, 0.5), Task("c", LINK, 1.8)]
@@ -123,6 +222,15 @@ def test_a_lane_keeps_its_order_and_waits_overlap() -> None:
     waits = [Task("wait", LATENCY, 2.0) for _ in range(5)]
     assert simulate([first, *lane, *waits]) == pytest.approx(4.0)
     assert lane[1].start == pytest.approx(3.0)
+
+
+def test_tasks_that_fill_gaps_run_last_first_while_nothing_else_can() -> None:
+    ready = Task("ready", LATENCY, 1.5)
+    fillers = [Task(str(number), LINK, 1.0, fills_gaps=True) for number in range(3)]
+    ordinary = Task("ordinary", LINK, 1.0, (ready,))
+    assert simulate([ready, *fillers, ordinary]) == pytest.approx(4.0)
+    assert [task.start for task in fillers] == pytest.approx([3.0 + 0.0, 1.0, 0.0])
+    assert ordinary.start == pytest.approx(2.0)
 
 
 def test_tasks_that_wait_for_each_other_are_refused() -> None:

@@ -111,6 +111,8 @@ class Backward:
             return
         in_force, begins = self._aggregation.at(steps), self._aggregation.begins_at(steps)
         self.exchange.change_to(in_force.within_node if in_force.in_weights else in_force, begins)
+        self.plan.tuning.change_to(in_force, self.plan.sizes())
+        self.exchange.adopt(self.plan.tuning.choice)
         if begins and self.world.rank == 0:
             words = algorithms.describe(in_force.algorithm, in_force.density)
             every = f", every {in_force.period} steps" if in_force.period > 1 else ""
@@ -413,12 +415,10 @@ class Backward:
         first = not self.plan.is_agreed
         self._seen += [p.index for p in self.parameters if p.local and self.plan.bucket_of(p) is None]
         if first:
-            self.plan.agree(self._seen)
-            self.exchange.adopt(self.plan.tuning.choice)
-            if self.late is not None:
-                self.plan.tuning.settle()  # the times of two halves do not show if the prediction was right
             if self.world.size > 1:  # a rank may have loaded a state for all ranks
                 self.steps = int(self.turns.maximum([self.steps])[0])
+            self.plan.agree(self._seen)
+            self.exchange.adopt(self.plan.tuning.choice)
             self._first_weights = True
         self.settle()
         self.density_used = self.density
@@ -476,11 +476,14 @@ class Backward:
         stands for. `is_saved` is True if a rank has saved its state since the last exchange."""
         tuning = self.plan.tuning
         if is_saved:
-            tuning.settle()
+            tuning.note_saved()
+        if self.late is not None:
+            tuning.settle()  # the times of two halves do not show if the prediction was right
         measured = tuning.note_step(time.perf_counter())
         if measured is not None and tuning.decide(self.turns.maximum(measured).tolist(), self.plan.sizes()):
             self.exchange.adopt(tuning.choice)
-            self.plan.plan_again()
+            if not self.exchange.residuals.are_kept:  # residuals lie by bucket
+                self.plan.plan_again()
 
     def _may_leave_to_device(self) -> bool:
         """Return True if this rank's host need not know whether the gradients are finite, and the optimizer can skip

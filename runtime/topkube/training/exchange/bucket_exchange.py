@@ -110,7 +110,7 @@ class BucketExchange:
     def change_to(self, aggregation: AggregationSettings, begins: bool = False) -> None:
         """Exchange with these settings from the next backward on. All ranks call this between the same two steps. If
         a stage of the schedule `begins`, and its algorithm keeps no residual, the next step sends residuals whole."""
-        self.aggregation, self._begins_stage = aggregation, begins
+        self.aggregation, self._begins_stage, self.choice = aggregation, begins, None
         self.dense_wire = find_initial_dense_wire(aggregation)
         self._resolve()
 
@@ -271,6 +271,8 @@ class BucketExchange:
             self.on_device.memory.enter_thread()
             return self.on_device.flush()
         self._finish_overlapped()
+        if isinstance(self._overlapped, DecoupledAllReduce):
+            self.gather(self.halved_parts[::-1])  # the ranks agree meanwhile if the step is finite
         return self._overlapped is None or self._overlapped.take_finite()
 
     def agrees_on_device(self, buckets: Iterable[Bucket]) -> bool:

@@ -8,6 +8,10 @@ transport (NCCL or MPI) instead of fitting the model. Every decision follows fro
 ranks.
 
 When a rank saves the state, the choice becomes final, so that a run that resumes from the state makes the same steps.
+
+With a schedule, a stage of `auto` or `dense` has a choice of its own. The machines are measured at the first exchange
+of the run, whatever its first algorithm is. So the choice of a later stage follows from numbers that are in the state.
+The first steps of that stage correct it only if no state was saved before: a run that resumes could not repeat that.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ _WORTH_A_TRIAL = 2.0
 _OTHER_BUCKETS = 2.0
 """The sizes of buckets change if the rate of the link is this many times higher or lower than expected."""
 _MEASURED = "measured machines"
+_SETTINGS = ("algorithm", "dense_wire")
+"""The settings by which a choice is made."""
 RunAgreement = Callable[[Callable[[Agreement], Any]], Any]
 
 
@@ -53,9 +59,9 @@ class Measurement:
 
 
 class Tuning:
-    """The choice of one optimizer's exchange. `choice` is None if the job names its algorithm or has a schedule, before
-    the first exchange, and with one node, where nothing is measured. `machines` holds the measured or fitted cluster.
-    `summary` describes the choice and its reason, the same on all ranks; "" without a choice."""
+    """The choice of one optimizer's exchange. `choice` is None while the job names its algorithm, before the first
+    exchange, and with one node, where nothing is measured. `machines` holds the measured or fitted cluster. `summary`
+    describes the choice and its reason, the same on all ranks; "" without a choice."""
 
     def __init__(
         self,
@@ -70,10 +76,11 @@ class Tuning:
         self.measured: Measurement | None = None
         self.is_saved = False
         """True if this rank saved the state since the last exchange."""
-        self._world, self._aggregation, self._run_agreement = world, aggregation, run_agreement
+        self._world, self._run_agreement = world, run_agreement
+        self._job, self._aggregation = aggregation, aggregation.at(0)
         self._measure_nccl = measure_nccl
         self._previous: tuple[Choice, Machines, Measurement] | None = None
-        self._is_settled = False
+        self._is_settled = self._must_repeat = False
         self._steps: list[tuple[float, float, float]] = []
         self._skipped = 0
         self._last: tuple[float, float, float] | None = None
@@ -117,19 +124,41 @@ class Tuning:
         return Machines(self._world.nodes, slots, link, -float(memory), float(latency), -float(nccl) or None)
 
     def choose(self, buckets: Sequence[BucketSize]) -> None:
-        """Choose for a step that exchanges `buckets`, if there is a choice and none was made or loaded. All ranks call
-        this together."""
-        is_named = self._aggregation.algorithm not in CHOICES or bool(self._aggregation.schedule)
-        if is_named or self._world.nodes == 1 or self.choice is not None:
+        """Choose for a step that exchanges `buckets`, if there is a choice and none was made or loaded. If only a later
+        stage of the schedule has a choice, just measure. All ranks call this together."""
+        if self._world.nodes > 1 and any(name in CHOICES for name in self._job.algorithms):
+            self.measure()
+            if self.choice is None:
+                self._choose_from_measurements(buckets)
+
+    def change_to(self, aggregation: AggregationSettings, buckets: Sequence[BucketSize]) -> None:
+        """Choose for the stage of a schedule that is in force, if it is another stage than before. All ranks call this
+        before the same step."""
+        is_same = all(getattr(aggregation, name) == getattr(self._aggregation, name) for name in _SETTINGS)
+        self._aggregation = aggregation
+        if is_same:
             return
-        self.measure()
-        ranked = self._rank(buckets)
-        self._adopt(ranked[0], "chosen from measurements", ranked[1:])
+        self.choice, self.summary, self.measured = None, "", None
+        self._previous, self._is_settled = None, self._must_repeat
+        self._steps, self._last, self._skipped = [], None, 0
+        if self.machines is not None:
+            self._choose_from_measurements(buckets)
+
+    def _choose_from_measurements(self, buckets: Sequence[BucketSize]) -> None:
+        if self._aggregation.algorithm in CHOICES:
+            ranked = self._rank(buckets)
+            self._adopt(ranked[0], "chosen from measurements", ranked[1:])
 
     # ---- the first steps
 
+    def note_saved(self) -> None:
+        """Keep the choice, and choose for later stages without their first steps, because a rank has saved the state.
+        All ranks call this before the same step."""
+        self._must_repeat = True
+        self.settle()
+
     def settle(self) -> None:
-        """Keep the choice from now on. All ranks call this before the same step."""
+        """Keep the choice of this stage. All ranks call this before the same step."""
         self._is_settled = True
         self._previous = None
 
@@ -254,38 +283,44 @@ class Tuning:
     # ---- checkpoints
 
     def state(self) -> dict[str, Any] | None:
-        """Return the choice for a checkpoint; None without a choice."""
-        if self.choice is None or self.machines is None:
+        """Return the measured machines and the choice for a checkpoint; None before a measurement."""
+        if self.machines is None:
             return None
+        choice = self.choice
         return {
-            "settings": [self._aggregation.algorithm, self._aggregation.dense_wire],
+            "settings": self._describe_job(),
             "machines": dataclasses.asdict(self.machines),
-            "algorithm": self.choice.algorithm.name,
-            "dense_wire": self.choice.dense_wire,
-            "seconds": [self.choice.between, self.choice.inside, self.choice.seconds],
+            "algorithm": choice.algorithm.name if choice is not None else None,
+            "dense_wire": choice.dense_wire if choice is not None else None,
+            "seconds": [choice.between, choice.inside, choice.seconds] if choice is not None else None,
             "summary": self.summary,
         }
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Keep a saved choice. If the job or the number of nodes and ranks has changed since, or if nothing was saved,
-        the ranks choose again."""
+        """Keep what was saved. If the job or the number of nodes and ranks has changed since, or if nothing was saved,
+        the ranks measure and choose again. The stage of the saved step must be in force."""
         self.choice, self.machines, self.summary, self.measured = None, None, "", None
-        self._previous, self._is_settled = None, False
+        self._previous, self._is_settled, self._must_repeat = None, False, False
         self._steps, self._last, self._skipped = [], None, 0
-        if state is None or state["settings"] != [self._aggregation.algorithm, self._aggregation.dense_wire]:
+        if state is None or state["settings"] != self._describe_job():
             return
         machines, slots = Machines(**state["machines"]), max(map(len, self._world.node_ranks))
         if (machines.nodes, machines.slots) != (self._world.nodes, slots):
             return
-        ranked = rank_choices(self._aggregation.algorithm, machines, (), self._aggregation.dense_wire)
-        wanted = (state["algorithm"], state["dense_wire"])
-        same = next((c for c in ranked if (c.algorithm.name, c.dense_wire) == wanted), None)
-        if same is None:  # a later version of TopKube has other algorithms
-            return
-        between, inside, seconds = state["seconds"]
-        self.choice = dataclasses.replace(same, between=between, inside=inside, seconds=seconds)
+        if self._aggregation.algorithm in CHOICES:
+            ranked = rank_choices(self._aggregation.algorithm, machines, (), self._aggregation.dense_wire)
+            wanted = (state["algorithm"], state["dense_wire"])
+            same = next((c for c in ranked if (c.algorithm.name, c.dense_wire) == wanted), None)
+            if same is None:  # a later version of TopKube has other algorithms
+                return
+            between, inside, seconds = state["seconds"]
+            self.choice = dataclasses.replace(same, between=between, inside=inside, seconds=seconds)
         self.machines, self.summary = machines, state["summary"]
-        self.settle()
+        self.note_saved()
+
+    def _describe_job(self) -> list[str]:
+        """Return the settings on which the choices of a job depend."""
+        return [*self._job.algorithms, self._job.dense_wire]
 
 
 def _is_same(choice: Choice, other: Choice) -> bool:

@@ -4,7 +4,9 @@ gets without DeAR, however it reads parameters and gradients."""
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -106,9 +108,55 @@ def case_clipping_and_late_updates_work_on_rings(world: World) -> None:
             module.PAIRWISE_LIMIT = 1
         check_equal(plainly)
         case_clipping_by_the_optimizer_needs_no_gather(world)
+        case_gathers_begin_in_backward_while_the_link_is_idle(world)
     finally:
         for module, limit in zip(modules, limits, strict=True):
             module.PAIRWISE_LIMIT = limit
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-4)
+
+
+def case_gathers_begin_in_backward_while_the_link_is_idle(world: World) -> None:
+    """Backward waits in the first layer until a bucket of later layers is gathered. In every other step only one rank
+    begins gathers early: the others gather all pieces in the order of the next forward."""
+    begun: list[int] = []
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        exchange = optimizer._backward.exchange
+        pieces = exchange._overlapped
+        is_early = isinstance(pieces, decoupled.DecoupledAllReduce) and step > 0
+        is_alone, makes_early = bool(step % 2), step % 2 == 0 or world.rank == 0
+
+        def halve(*arguments: Any) -> decoupled.Halved:
+            halved = decoupled.DecoupledAllReduce.halve(pieces, *arguments)
+            pieces._is_halving = makes_early
+            return halved
+
+        def wait_for_gather(gradient: torch.Tensor) -> None:
+            if is_early and makes_early:
+                wait_for(lambda: any(part.halved.begun for part in exchange.halved_parts))
+                begun.append(step)
+            if is_early and not is_alone:
+                wait_for(lambda: any(part.halved.is_gathered for part in exchange.halved_parts))
+
+        def enter(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            output.register_hook(wait_for_gather)
+
+        if is_early:
+            pieces.halve = halve
+        hook = model.first.register_forward_hook(enter)
+        plainly(model, optimizer, step)
+        hook.remove()
+
+    for options in ({}, {"dense_wire": "bf16"}):
+        begun.clear()
+        check_equal(script, **options)
+        assert begun == ([step for step in range(1, STEPS) if step % 2 == 0 or world.rank == 0]) * (world.nodes > 1)
 
 
 def case_late_updates_use_the_learning_rate_of_their_step(world: World) -> None:

@@ -19,6 +19,7 @@ from ranks.training.scene import (
     samples,
     weights,
 )
+from topkube.algorithms import Stage
 from topkube.collectives.link import MeasuredMachine
 from topkube.training.exchange import tuning
 from topkube.world import World
@@ -58,6 +59,22 @@ def measure_wrongly(world: World, factor: float) -> Iterator[None]:
         world.cache.pop("measured machines", None)
 
 
+@contextmanager
+def play_measured_steps(world: World, *seconds: float) -> Iterator[None]:
+    """Steps that seem to take `seconds`, one value for each comparison, with long exchanges that differ by rank."""
+    steps, note_step = iter(seconds), tuning.Tuning.note_step
+
+    def note_times(self: tuning.Tuning, now: float) -> list[float] | None:
+        measured = note_step(self, now)
+        return measured and [next(steps) - 0.01 * world.rank, -0.2 - world.rank, -0.01 - world.rank]
+
+    tuning.Tuning.note_step = note_times  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        tuning.Tuning.note_step = note_step  # type: ignore[method-assign]
+
+
 def case_auto_measures_and_all_ranks_choose_alike(world: World) -> None:
     for name in ("auto", "dense"):
         model, reference = network(), network()
@@ -89,33 +106,22 @@ def case_a_wrong_measurement_is_corrected_by_all_ranks_together(world: World) ->
     16 bits after the same step, and keep them, because steps become faster."""
     if world.nodes == 1:
         return
-    steps = iter([1.0, 0.5])
-    note_step = tuning.Tuning.note_step
-
-    def note_times(self: tuning.Tuning, now: float) -> list[float] | None:
-        measured = note_step(self, now)
-        return measured and [next(steps) - 0.01 * world.rank, -0.2 - world.rank, -0.01 - world.rank]
-
-    tuning.Tuning.note_step = note_times  # type: ignore[method-assign]
-    try:
-        with measure_wrongly(world, 1e6):
-            model = network()
-            optimizer = distributed(model, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
-            train(model, optimizer, 0, 1)
-            believed = optimizer.tuning.rate
-            wires = []
-            for step in range(1, 2 * STEPS + 2):
-                wires.append(optimizer.tuning.choice.dense_wire if optimizer.tuning.choice else "")
-                train(model, optimizer, step, step + 1)
-                assert same_choice(world, optimizer)
-            assert wires == ["fp32"] * (STEPS - 1) + ["bf16"] * (STEPS + 2), wires
-            assert optimizer.tuning.rate < believed / 10
-            assert optimizer.tuning.is_settled
-            assert "kept: 500 ms per step, 1e+03 ms before" in optimizer.tuning.summary
-            assert same_on_all_ranks(weights(model))
-            optimizer.unwrap()
-    finally:
-        tuning.Tuning.note_step = note_step  # type: ignore[method-assign]
+    with measure_wrongly(world, 1e6), play_measured_steps(world, 1.0, 0.5):
+        model = network()
+        optimizer = distributed(model, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
+        train(model, optimizer, 0, 1)
+        believed = optimizer.tuning.rate
+        wires = []
+        for step in range(1, 2 * STEPS + 2):
+            wires.append(optimizer.tuning.choice.dense_wire if optimizer.tuning.choice else "")
+            train(model, optimizer, step, step + 1)
+            assert same_choice(world, optimizer)
+        assert wires == ["fp32"] * (STEPS - 1) + ["bf16"] * (STEPS + 2), wires
+        assert optimizer.tuning.rate < believed / 10
+        assert optimizer.tuning.is_settled
+        assert "kept: 500 ms per step, 1e+03 ms before" in optimizer.tuning.summary
+        assert same_on_all_ranks(weights(model))
+        optimizer.unwrap()
 
 
 def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(world: World) -> None:
@@ -141,6 +147,75 @@ def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(wo
     assert again.tuning.state() == chosen
     assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(resumed), strict=True))
     again.unwrap()
+
+
+def case_a_stage_of_auto_is_chosen_by_all_ranks_together(world: World) -> None:
+    """The machines are measured at the start, the choice is made when the stage begins, and its first steps correct it.
+    The next stage has an algorithm of its own again."""
+    if world.nodes == 1:
+        return
+    stages = (Stage(3, "auto"), Stage(3 + 2 * STEPS + 2, "hitopk"))
+    with measure_wrongly(world, 1e6), play_measured_steps(world, 1.0, 0.5):
+        model = network()
+        optimizer = distributed(model, aggregation="hitopk", density=0.05, schedule=stages, dense_wire="bf16")
+        wires = []
+        for step in range(stages[1].from_step + 1):
+            train(model, optimizer, step, step + 1)
+            assert same_choice(world, optimizer)
+            assert optimizer.tuning.machines is not None
+            choice = optimizer.tuning.choice
+            assert optimizer._backward.exchange.choice is choice
+            assert optimizer._backward.exchange.large.compresses is (choice is None)
+            wires.append("" if choice is None else choice.dense_wire)
+        assert wires == [""] * 2 + ["fp32"] * STEPS + ["bf16"] * (STEPS + 2) + [""] * 2, wires
+        assert same_on_all_ranks(weights(model))
+        optimizer.unwrap()
+
+
+def case_a_stage_after_a_saved_state_is_chosen_alike_in_a_resumed_run(world: World) -> None:
+    """The state is saved before the stage begins, on one rank only. The resumed run measures other machines."""
+    stage, last = Stage(4, "auto"), 4 + 2 * STEPS
+    ends, state, start = [], None, list[torch.Tensor]()
+    for factor in (1e6, 1e-6):
+        with measure_wrongly(world, factor):
+            model = network()
+            optimizer = distributed(model, aggregation="dense", schedule=(stage,), dense_wire="bf16", bucket_bytes=None)
+            if state is None:
+                train(model, optimizer, 0, 2)
+                own = copy.deepcopy(optimizer.state_dict()) if world.rank == world.size - 1 else None
+                state, start = world.comm.bcast(own, root=world.size - 1), weights(model)
+            else:
+                with torch.no_grad():
+                    for parameter, value in zip(model.parameters(), start, strict=True):
+                        parameter.copy_(value)
+                optimizer.load_state_dict(state)
+            train(model, optimizer, 2, last)
+            assert optimizer.tuning.is_settled
+            assert optimizer.tuning.measured is None
+            ends.append((optimizer.tuning.state(), weights(model)))
+            optimizer.unwrap()
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
+
+
+def case_a_rank_that_loads_a_state_alone_brings_all_ranks_into_its_stage(world: World) -> None:
+    model = network()
+    optimizer = distributed(model, aggregation="dense", schedule=(Stage(3, "auto"),), bucket_bytes=None)
+    train(model, optimizer, 0, 5)
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.unwrap()
+    resumed = network()
+    again = distributed(resumed, aggregation="dense", schedule=(Stage(3, "auto"),), bucket_bytes=None)
+    if world.rank == world.size - 1:
+        again.load_state_dict(state)
+    topkube.broadcast_parameters(resumed)
+    try:
+        train(resumed, again, 5, 6)
+        assert again.steps == 6
+        assert same_choice(world, again)
+        assert (again.tuning.choice is not None) is (world.nodes > 1)
+    finally:
+        again.unwrap()
 
 
 def case_a_link_is_measured_once_for_all_optimizers(world: World) -> None:

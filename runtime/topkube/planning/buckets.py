@@ -1,0 +1,87 @@
+"""The buckets that the runtime makes of a model's gradients, and the pieces in which dense buckets travel."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from topkube.algorithms import Algorithm
+from topkube.errors import ArgumentError
+from topkube.installation import install_command
+from topkube.planning.profile import Gradient, StepProfile
+
+_MANY_BUCKETS = 32
+"""With more buckets, their pieces are not simulated one by one: the buckets overlap like pieces."""
+
+
+@dataclass(frozen=True)
+class BucketLength:
+    """A bucket: `last` is the position of the gradient that completes it."""
+
+    name: str
+    elements: int
+    itemsize: int
+    small: bool
+    last: int
+    pieces: int
+
+
+def bucket_lengths(
+    profile: StepProfile, algorithm: Algorithm, ranks: int, rate: float = 0.0
+) -> tuple[BucketLength, ...]:
+    """Return the buckets that the runtime plans for the gradients of `profile`, in the order of their exchanges. `rate`
+    is the bytes per second that a node sends to other nodes (0: unknown)."""
+    largest = _largest(profile, algorithm.compresses, ranks)
+    return _plan_buckets(profile.gradients, largest, rate if largest is None else 0.0)
+
+
+def _largest(profile: StepProfile, compresses: bool, ranks: int) -> int | None:
+    try:
+        from topkube.training.exchange.buckets import largest_bucket
+    except ImportError as error:
+        raise ArgumentError(
+            f"a step cannot be predicted: {error}",
+            cause="torch is not installed; the rule that makes buckets is part of the training loop",
+            next_step=install_command("train"),
+        ) from error
+    return profile.bucket_bytes or largest_bucket(compresses, profile.on_cpu, ranks)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan_buckets(gradients: tuple[Gradient, ...], largest: int | None, rate: float) -> tuple[BucketLength, ...]:
+    import torch
+
+    from topkube.training.exchange.buckets import SMALL_ELEMENTS, plan_sizes
+
+    types = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+    parameters: list[Any] = [
+        SimpleNamespace(
+            position=position,
+            length=gradient.elements,
+            dtype=types[gradient.itemsize],
+            small=gradient.small or gradient.elements < SMALL_ELEMENTS or gradient.itemsize == 8,
+            has_rows=False,
+        )
+        for position, gradient in enumerate(gradients)
+    ]
+    planned = plan_sizes(parameters, largest, rate)
+    latest, lengths = -1, []
+    for number, bucket in enumerate(planned):
+        members: list[Any] = bucket.parameters
+        latest = max(latest, *(member.position for member in members))
+        pieces = _pieces(bucket.length * bucket.dtype.itemsize) if len(planned) <= _MANY_BUCKETS else 1
+        lengths.append(
+            BucketLength(f"bucket {number}", bucket.length, bucket.dtype.itemsize, bucket.small, latest, pieces)
+        )
+    return tuple(lengths)
+
+
+def _pieces(nbytes: int) -> int:
+    """Return in how many pieces a dense bucket of `nbytes` bytes travels."""
+    import numpy as np
+
+    from topkube.collectives.overlapped import split
+
+    return len(split(np.empty(nbytes, np.uint8)))  # no page of it is touched

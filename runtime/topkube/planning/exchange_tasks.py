@@ -1,0 +1,152 @@
+"""The exchange of a bucket as tasks of the simulation: the work of the communication thread, the link, the latency."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from topkube import algorithms
+from topkube.algorithms import DENSE, Algorithm, reduce_scatter_memory
+from topkube.planning.buckets import BucketLength
+from topkube.planning.profile import HostCost, StepProfile
+from topkube.planning.simulation import COMMUNICATION, DELIVERY, LATENCY, LINK, Task
+from topkube.planning.situation import Situation
+
+
+class TaskList(list[Task]):
+    """The tasks of a dependency graph, in the order in which each lane runs them."""
+
+    def add(self, name: str, lane: str, seconds: float, *after: Task, fills_gaps: bool = False) -> Task:
+        """Add a task, and return it."""
+        self.append(Task(name, lane, seconds, after, fills_gaps=fills_gaps))
+        return self[-1]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The parts of a bucket's exchange, in seconds, in equal `pieces`."""
+
+    name: str
+    before: float
+    link: float
+    latency: float
+    after: float
+    pieces: int
+
+    def whole(self) -> Exchange:
+        """Return the exchange in a single piece."""
+        return dataclasses.replace(self, pieces=1)
+
+    def half(self) -> Exchange:
+        """Return one of the two halves into which DeAR divides the exchange."""
+        parts = {part: getattr(self, part) / 2 for part in ("before", "link", "latency", "after")}
+        return dataclasses.replace(self, **parts)
+
+
+def add_exchanges(
+    tasks: TaskList, exchanges: Sequence[Exchange], starts: Sequence[Task], window: int, prompt: bool
+) -> list[Task]:
+    """Add the exchanges in their order, and return the tasks that end their pieces, in this order. Up to `window`
+    further pieces start before the messages of a piece have arrived. `prompt` pieces are finished as soon as their
+    messages have arrived; the others when the thread has started `window` further pieces."""
+    pieces = [
+        (exchange, start) for exchange, start in zip(exchanges, starts, strict=True) for _ in range(exchange.pieces)
+    ]
+    sent: list[Task] = []
+    finished: list[Task] = []
+
+    def finish(number: int) -> None:
+        exchange = pieces[number][0]
+        lane = DELIVERY if prompt else COMMUNICATION
+        finished.append(tasks.add(f"finish {exchange.name}", lane, exchange.after / exchange.pieces, sent[number]))
+
+    for number, (exchange, start) in enumerate(pieces):
+        waits = (finished[number - window - 1],) if prompt and number > window else ()
+        before = tasks.add(f"start {exchange.name}", COMMUNICATION, exchange.before / exchange.pieces, start, *waits)
+        link = tasks.add(f"send {exchange.name}", LINK, exchange.link / exchange.pieces, before)
+        sent.append(tasks.add(f"latency of {exchange.name}", LATENCY, exchange.latency, link))
+        if prompt:
+            finish(number)
+        elif number >= window:
+            finish(number - window)
+    if not prompt:
+        for number in range(max(0, len(pieces) - window), len(pieces)):
+            finish(number)
+    return finished
+
+
+def add_gather(tasks: TaskList, half: Exchange, reduced: Task) -> Task:
+    """Add the gather of a piece of `half` after its reduce-scatter, `reduced`. It fills gaps. Return its last task."""
+    name = f"gather of {half.name}"
+    start = tasks.add(f"start {name}", COMMUNICATION, half.before / half.pieces, reduced, fills_gaps=True)
+    link = tasks.add(f"send {name}", LINK, half.link / half.pieces, start, fills_gaps=True)
+    latency = tasks.add(f"latency of {name}", LATENCY, half.latency, link)
+    return tasks.add(f"finish {name}", DELIVERY, half.after / half.pieces, latency, fills_gaps=True)
+
+
+def add_agreement(tasks: TaskList, situation: Situation, *after: Task) -> Task:
+    """Add the agreement of all ranks if the step is finite."""
+    rounds = 2 * math.ceil(math.log2(situation.ranks))
+    return tasks.add("agreement", LATENCY, rounds * situation.machines.latency, *after)
+
+
+def count_window(profile: StepProfile, algorithm: Algorithm) -> int:
+    """Return how many further pieces the runtime starts before it finishes one."""
+    from topkube.collectives.overlapped import UNDER_WAY
+
+    if not profile.on_cpu:
+        return 1  # collectives/device/pipeline.py reduces two buckets at the same time
+    return UNDER_WAY if algorithm.overlaps else 0
+
+
+def estimate_exchange(
+    bucket: BucketLength, profile: StepProfile, situation: Situation, algorithm: Algorithm
+) -> Exchange:
+    """Return the exchange of a bucket: by the declared costs, or by those that a trace has measured."""
+    machines = situation.machines
+    own = _choose_algorithm(bucket, algorithm, machines.nodes, situation.density)
+    is_exact = bucket.small or bucket.itemsize != 4
+    exchange = situation.estimate_cost(own, bucket.elements, is_exact)
+    scale = bucket.itemsize / 4  # the catalogue counts float32
+    traffic = own.traffic(situation.workload(own, bucket.elements, is_exact))
+    messages = traffic.messages if machines.nodes > 1 else 0
+    latency = messages * machines.latency
+    link = (exchange.between - latency) * (1.0 if own.compresses else scale)
+    inside, share = exchange.inside * scale, _share_before(own, situation, bucket.elements)
+    if host := profile.host.get(own.name):
+        inside = _correct_measurement(host, own, situation, bucket.elements, exchange.inside)
+        share = host.before
+    pieces = bucket.pieces if own.overlaps and profile.on_cpu else 1
+    return Exchange(bucket.name, inside * share, link, latency, inside * (1 - share), pieces)
+
+
+def _choose_algorithm(bucket: BucketLength, algorithm: Algorithm, nodes: int, density: float) -> Algorithm:
+    if bucket.small and algorithm.compresses:
+        return algorithms.resolve(DENSE, nodes, bucket.elements, density)
+    return algorithm
+
+
+def _share_before(algorithm: Algorithm, situation: Situation, elements: int) -> float:
+    """Return the share of the work in memory that comes before the messages: the reduction inside the node, and half of
+    the rest if the algorithm selects."""
+    load = situation.workload(algorithm, elements)
+    whole = algorithm.traffic(load).memory
+    if not whole:
+        return 0.5
+    first = min(reduce_scatter_memory(load), whole)
+    return (first + (whole - first) / 2 if algorithm.compresses else first) / whole
+
+
+def _correct_measurement(
+    host: HostCost, algorithm: Algorithm, situation: Situation, elements: int, inside: float
+) -> float:
+    """Return the measured seconds of the communication thread, corrected by what the catalogue declares to differ
+    between the traced cluster and this cluster."""
+    load = dataclasses.replace(situation.workload(algorithm, elements), nodes=host.nodes, slots=host.slots)
+    there = algorithm.traffic(load).memory / situation.machines.memory
+    measured = host.fixed + host.per_element * elements
+    if not host.per_element:
+        return host.fixed + inside
+    return max(measured + inside - there, measured / 4)

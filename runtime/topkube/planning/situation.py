@@ -1,0 +1,45 @@
+"""What a step is predicted for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from topkube.algorithms import Algorithm, Cost, Machines, Workload, estimate_cost
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a step is predicted for: the cluster, the settings of the aggregation, and what overlaps.
+
+    `dense_wire` is the format of dense values between nodes. `period` is the number of steps from one exchange of
+    weights to the next (the prediction is the mean step); None stands for the smallest period of each algorithm.
+    `cores` are the processor cores of a node that its ranks share, infinite if a thread never waits for a core.
+    `overlap` is False if exchanges begin after backward and follow one another. `is_decoupled` is True with DeAR, for
+    the algorithms that support it. `is_input_pipelined` is False if the step waits until its batch is prepared.
+    """
+
+    machines: Machines
+    density: float = 0.01
+    wire: str = "bf16"
+    cores: float = math.inf
+    overlap: bool = True
+    is_input_pipelined: bool = True
+    dense_wire: str = "fp32"
+    period: int | None = None
+    is_decoupled: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.machines.nodes * self.machines.slots
+
+    def workload(self, algorithm: Algorithm, elements: int, small: bool = False) -> Workload:
+        """Return the exchange of `elements` values with `algorithm`; values of a `small` bucket are never rounded."""
+        period = algorithm.least_period if self.period is None else self.period
+        machines, dense_wire = self.machines, "fp32" if small else self.dense_wire
+        return Workload(machines.nodes, machines.slots, elements, self.density, self.wire, dense_wire, period)
+
+    def estimate_cost(self, algorithm: Algorithm, elements: int, small: bool = False) -> Cost:
+        """Return the cost of this exchange with `algorithm`."""
+        load = self.workload(algorithm, elements, small)
+        return estimate_cost(algorithm, self.machines, elements, load.density, load.wire, load.dense_wire, load.period)
