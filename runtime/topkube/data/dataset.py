@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -229,6 +230,10 @@ class CachedDataset:
         memory = self._memory
         if memory is None:
             return self._decode(indices)
+        if (batch := memory.gather_present(indices)) is not None:
+            self.counters.add_memory_hits(indices.size, batch.nbytes)
+            self._reads.last_end = time.monotonic()
+            return batch
         self._reads.begin()
         try:
             return self._read_tiers(memory, indices)

@@ -72,6 +72,11 @@ class EarlySamples:
                 self._unverified.setdefault(number, {})[position] = digest
         return True
 
+    @property
+    def is_waiting(self) -> bool:
+        """True if samples were read early whose shards were not compared with them yet."""
+        return bool(self._unverified)
+
     def verify(self) -> None:
         """Compare the samples that were read early with the shards that have become whole since. Raises Changed."""
         for number in list(self._unverified):

@@ -171,6 +171,21 @@ class SampleReader:
         if self._early is not None:
             self._early.verify()
 
+    def _read_held(self, indices: Longs, length: int) -> npt.NDArray[np.uint8] | None:
+        """Return the bytes of samples whose shards this reader holds open, in one pass. None if a shard is not open, or
+        if a sample has another length or cannot be read; then `read` opens the shard or raises the error."""
+        if self._early is not None and self._early.is_waiting:
+            return None
+        held = self._held  # this reference keeps the files open until the read ends
+        out = self._buffers.bytes(indices.size * length)
+        if not _kernels.gather_samples(
+            self.starts, held.descriptors, self._offsets, self._lengths, np.ascontiguousarray(indices), length, out
+        ):
+            return None
+        self.cache.counters.add("disk_requests", indices.size)
+        self.cache.counters.add("disk_bytes", out.size)
+        return out
+
     def _read_from_shards(self, indices: Longs, numbers: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
         most = self._most_held
         if indices.size <= most or np.unique(numbers).size <= most:
@@ -249,6 +264,8 @@ class SampleReader:
 
     def arrays(self, indices: Longs, decode: ArrayOf) -> Batch:
         """Return samples that `decode` has decoded at once. The field of `decode` must be that of this reader."""
+        if (held := self._read_held(indices, decode.record_bytes)) is not None:
+            return decode.decode_many(held, indices.size)
         data, lengths = self.read(indices)
         if (lengths != decode.record_bytes).any():
             raise decode.size_error(int(lengths[lengths != decode.record_bytes][0]))
