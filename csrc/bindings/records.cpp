@@ -1,5 +1,6 @@
 #include "bindings/bind.hpp"
 #include "cpu/records/gather.hpp"
+#include "cpu/records/tar.hpp"
 
 #include <algorithm>
 #include <cstdint>
@@ -12,6 +13,7 @@ namespace topkube {
 namespace {
 
 using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Lengths = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Files = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Checks that every record fits before anything is copied.
@@ -96,6 +98,15 @@ void bind_records(nb::module_& m) {
       done = write_rows(file, length, rows.data(), rows.size(), source.data(), error);
     }
     return std::pair<size_t, int>(done, error);
+  });
+  m.def("scan_tar", [](int file, int64_t size, int64_t at, ConstBytes header, Lengths lengths, Bytes names) {
+    require(header.size() == kTarBlock && at >= 0 && size >= 0, "the header must have 512 bytes, and offsets must not be negative");
+    require(names.size() / (kTarName + 1) >= lengths.size(), "names must have 101 bytes for each length");
+    nb::gil_scoped_release free;
+    size_t bytes = 0;
+    const size_t count =
+        scan_tar(file, size, at, header.data(), lengths.size(), lengths.data(), reinterpret_cast<char*>(names.data()), bytes);
+    return std::pair<size_t, size_t>(count, bytes);
   });
 }
 

@@ -86,6 +86,12 @@ def write_rows(file: int, length: int, rows: Array, source: Array) -> tuple[int,
     """Records of `length` bytes each, from `source`, to a file at row * length, by pwrite. rows: int64. Returns the
     records written and, where one failed, its errno."""
 
+def scan_tar(file: int, size: int, at: int, header: Array, lengths: Array, names: Array) -> tuple[int, int]:
+    """The consecutive members of a tar from byte `at` on whose headers are valid and differ from `header` (512 bytes)
+    in nothing but name, owner, length, time and checksum; at most as many as `lengths` (int64) has elements. Writes
+    their lengths, and their names with a zero after each (`names`: 101 bytes for each length). Returns the number of
+    members and the bytes of the names."""
+
 def sign_pack(values: Array, scales: Array, bits: Array) -> bool: ...
 def sign_unpack_add(
     values: Array, scales: Sequence[Array], bits: Sequence[Array], weights: Sequence[float]
