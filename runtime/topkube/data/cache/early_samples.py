@@ -78,12 +78,20 @@ class EarlySamples:
         return bool(self._unverified)
 
     def verify(self) -> None:
-        """Compare the samples that were read early with the shards that have become whole since. Raises Changed."""
+        """Compare the samples that were read early with the shards that have become whole since. Raises Changed. After
+        an error of the store or the disk they are compared again later."""
         for number in list(self._unverified):
             if self._cache.has_samples(number):
                 with self._guard():
                     digests = self._unverified.pop(number, {})
-                self._compare(number, digests)
+                try:
+                    self._compare(number, digests)
+                except Changed:
+                    raise
+                except BaseException:
+                    with self._guard():
+                        self._unverified[number] = {**digests, **self._unverified.get(number, {})}
+                    raise
 
     def _compare(self, number: int, digests: dict[int, int]) -> None:
         cache = self._cache
