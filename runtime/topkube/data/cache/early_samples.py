@@ -99,15 +99,19 @@ class EarlySamples:
         for position, digest in digests.items():
             data = os.pread(opened.file, int(index.sizes[position]), int(index.offsets[position]))
             if xxhash.xxh3_64_intdigest(data) != digest:
-                raise Changed(
-                    f"{cache.shards.listing.paths[cache.shards[number].start + position]} was read before its shard "
-                    "was fetched, and had other bytes than it has now",
-                    cause="the source sent two contents with one version, or memory or a disk changed bytes",
-                    next_step="resume from a checkpoint of an earlier job; write a manifest with checksums (`topkube "
-                    "cache manifest --checksums`)",
-                )
+                raise early_error(cache.shards.listing.paths[cache.shards[number].start + position])
 
     def _guard(self) -> threading.Lock:
         if self._process != os.getpid():  # after a fork the lock may be held by a thread of the parent
             self._process, self._lock = os.getpid(), threading.Lock()
         return self._lock
+
+
+def early_error(path: str) -> Changed:
+    """Return the error for bytes of this object that were read early and differ from its shard."""
+    return Changed(
+        f"{path} was read before its shard was fetched, and had other bytes than it has now",
+        cause="the source sent two contents with one version, or memory or a disk changed bytes",
+        next_step="resume from a checkpoint of an earlier job; write a manifest with checksums (`topkube cache "
+        "manifest --checksums`)",
+    )

@@ -58,7 +58,7 @@ class SampleReader:
         self._offsets = np.zeros(len(self), np.int64)
         self._lengths = np.zeros(len(self), np.int64)
         self._early = EarlySamples(cache) if early and cache.shards.format == "files" else None
-        self._row_groups = RowGroups(cache) if cache.shards.format in ("parquet", "arrow") else None
+        self._row_groups = RowGroups(cache, early=early) if cache.shards.format in ("parquet", "arrow") else None
         self._lock = threading.Lock()
         self._process = os.getpid()
 
@@ -170,6 +170,8 @@ class SampleReader:
         """Compare the samples that were read early with the shards that are in the cache by now. Raises Changed."""
         if self._early is not None:
             self._early.verify()
+        if self._row_groups is not None:
+            self._row_groups.verify_early()
 
     def _read_held(self, indices: Longs, length: int) -> npt.NDArray[np.uint8] | None:
         """Return the bytes of samples whose shards this reader holds open, in one pass. None if a shard is not open, or
