@@ -1,28 +1,34 @@
 """Compares the data cache with its peers: an HTTP remote behind a shaped link, 2 nodes x 2 ranks, two kinds of epochs.
 
     python benchmarks/cache.py [--quick] [--json FILE] [--problem NAME ...] [--contender TEXT ...]
+    python benchmarks/cache.py --resume --minutes 8     # again and again, until it reports that nothing is left
 
 It needs root. nginx (installed if it is missing) serves from its own network namespace with a link of 1 Gbit/s; the two
 nodes that read have links of 10 Gbit/s. One machine simulates all three, so its processors may limit a first epoch:
 their load is reported, and large datasets are also read over 200 Mbit/s. All ranks read batches of 256 at the same
-time. Every contender starts with an empty cache, and every epoch is checked to contain every sample once. `--quick`,
-`--problem`, `--fast-only` and `--contender` store nothing unless --json is given. The results are stored after each
-dataset, and `--resume` measures only those that the file lacks. Everything takes about 20 minutes;
-the peers take most of that with small files. The processor time of the ranks and their workers is reported too: it says
-more than seconds if other programs use the machine.
+time. Every contender starts with an empty cache and without bytes that the disk still has to write, and every epoch is
+checked to contain every sample once. `--quick`, `--problem`, `--fast-only` and `--contender` store nothing unless
+--json is given. The results are stored after each contender, and `--resume` measures only what the file lacks.
+`--minutes` ends the run before that time; the next run resumes. Everything takes about 30 minutes, most of it for the
+peers. The processor time of the ranks and their workers is reported too: it says more than seconds if other programs
+use the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
+import os
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +41,7 @@ from allreduce.worlds import RankWorld, Recipe
 from datacache import entries, remote
 from datacache.problem import CacheProblem, create
 from topkube.bench.report import machine_facts
+from topkube.files import write_json
 
 RESULTS = Path(__file__).parent / "results" / "cache.json"
 LAYOUT = (2, 2)
@@ -45,6 +52,9 @@ EPOCHS = 5
 """The number of timed second epochs; the result is their median."""
 PATIENCE_SECONDS = 60.0
 """After this time a contender reads no more second epochs."""
+LONGEST_SECONDS = 150.0
+"""What the longest measurement takes, with its dataset. With `--minutes`, a measurement begins only if this time is
+left."""
 RECIPE = Recipe(
     "cache",
     "mpich",
@@ -70,10 +80,6 @@ class Entry:
     given: dict[str, Any] = field(default_factory=dict)
     forms: tuple[str, ...] = ("files", "shards")
 
-    @property
-    def ours(self) -> bool:
-        return self.kind == "OurCache"
-
 
 OURS, OURS_DISK = (
     Entry("TopKube", "OurCache", {"memory": True}),
@@ -87,11 +93,31 @@ PEERS = (
     Entry("MosaicML Streaming", "Mosaic", {"workers": 0}),
     Entry("MosaicML Streaming, 2 workers", "Mosaic", {"workers": 2}),
 )
+CONTENDERS = (OURS, OURS_DISK, *PEERS)
 OWN_SHARDS = {
-    "LitData": ("litdata", "pip install 'topkube[bench]'"),
-    "Mosaic": ("mosaic", "pip install mosaicml-streaming"),
+    "LitData": ("litdata", "litdata", "pip install 'topkube[bench]'"),
+    "Mosaic": ("mosaic", "streaming", "pip install mosaicml-streaming"),
 }
-"""The peers that have a format of their own: the ending of its folder, and how to install the peer."""
+"""The peers that have a format of their own: the ending of its folder, the peer's module, and how to install it."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured and stored at once. At the rate LINK: first and second epochs; at SLOW_LINK: the first epoch."""
+
+    problem: CacheProblem
+    entry: Entry
+    rate: str
+
+    @property
+    def is_possible(self) -> bool:
+        """False if the peer is not installed."""
+        return self.entry.kind not in OWN_SHARDS or importlib.util.find_spec(OWN_SHARDS[self.entry.kind][1]) is not None
+
+    def is_stored(self, stored: dict[str, Any]) -> bool:
+        """Return True if the results have it."""
+        own = (self.problem.name, self.entry.label, self.rate)
+        return any((row["problem"], row["contender"], row["link"]) == own for row in stored.get("first", []))
 
 
 class CacheBench:
@@ -105,8 +131,6 @@ class CacheBench:
         self.remote = stack.enter_context(remote.Remote(self._network.nodes[-1], self.root, directory / "nginx"))
         self._world = stack.enter_context(RankWorld(RECIPE, LAYOUT, directory, self._network))
         self._turn = 0
-        self.fast_only = False
-        """True if nothing is read over the slow link."""
         self.repeated: dict[str, int] = {}
         """For each contender, the most samples of an epoch that came twice."""
 
@@ -158,6 +182,7 @@ class CacheBench:
     def first(self, entry: Entry, problem: CacheProblem, link: float, rate: str = LINK) -> dict[str, Any]:
         """Read the epoch that fills an empty cache, including opening. `link`: bytes per second of plain GETs at
         `rate`."""
+        os.sync()  # otherwise it waits until the disk has written the bytes of the contenders before
         before, (worked, had) = self.remote.sent_bytes(), _processors()
         answers = self.epoch(entry, problem, 0)
         worked, had = (now - then for now, then in zip(_processors(), (worked, had), strict=True))
@@ -239,56 +264,71 @@ def _seconds(answers: list[dict[str, Any]]) -> float:
 
 
 ARRAY, PAGES = Entry("NumPy array in memory", "InMemory"), Entry("page cache, same samples", "PageCache")
+REFERENCES = {OURS.label: ARRAY, OURS_DISK.label: PAGES}
+
+
+def plan(problems: list[CacheProblem], wanted: list[str], *, fast_only: bool = False) -> list[Measurement]:
+    """Return all measurements in the order of the tables."""
+    measurements = []
+    for problem in problems:
+        is_slow = not fast_only and problem.samples * problem.size >= SLOW_BYTES
+        for rate in (LINK, SLOW_LINK) if is_slow else (LINK,):
+            measurements += [
+                Measurement(problem, entry, rate)
+                for entry in CONTENDERS
+                if problem.form in entry.forms
+                and (rate == LINK or entry is not OURS_DISK)
+                and (not wanted or any(text in entry.label for text in wanted))
+            ]
+    return measurements
 
 
 def measure(
-    bench: CacheBench, problem: CacheProblem, wanted: list[str]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
-    """Measure one dataset. Return the rows of first and of second epochs, and the link's rate."""
-    create(problem, bench.root)
-    link = bench.link(problem)
-    print(f"{problem.name:12} link {link / 1e6:.1f} MB/s by plain GETs of both nodes", flush=True)
-    first, second = [], []
-
-    def asked(entry: Entry) -> bool:
-        return problem.form in entry.forms and (not wanted or any(text in entry.label for text in wanted))
-
-    if asked(OURS):
-        first.append(bench.first(OURS, problem, link))
-        second += bench.second([(ARRAY, {"like": OURS.label}, ""), (OURS, {}, ARRAY.label)], problem)
-        bench.close(ARRAY, forget=False)
-        bench.close(OURS)
-    if asked(OURS_DISK):
-        first.append(bench.first(OURS_DISK, problem, link))
-        second += bench.second([(PAGES, {"like": OURS_DISK.label}, ""), (OURS_DISK, {}, PAGES.label)], problem)
-        bench.close(PAGES, forget=False)
-        bench.close(OURS_DISK)
-    for entry in filter(asked, PEERS):
-        if (own := bench.own_shards(entry, problem)) is not None and not own.exists():
-            print(f"skipping {entry.label}: {OWN_SHARDS[entry.kind][1]}", flush=True)
-            continue
-        first.append(bench.first(entry, problem, link))
-        second += bench.second([(entry, {}, "")], problem)
-        bench.close(entry)
-    if not bench.fast_only and problem.bytes(bench.root) >= SLOW_BYTES:
-        first += slow(bench, problem, [entry for entry in (OURS, *PEERS) if asked(entry)])
-    for path in bench.root.glob(f"{problem.name}*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return first, second, link
+    bench: CacheBench, measurement: Measurement, link: float
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of the first epoch and of second epochs. `link`: bytes per second of plain GETs at the rate of
+    the measurement."""
+    problem, entry = measurement.problem, measurement.entry
+    first, second = [bench.first(entry, problem, link, measurement.rate)], []
+    if measurement.rate == LINK:
+        reference = REFERENCES.get(entry.label)
+        if reference is None:
+            second = bench.second([(entry, {}, "")], problem)
+        else:
+            second = bench.second([(reference, {"like": entry.label}, ""), (entry, {}, reference.label)], problem)
+            bench.close(reference, forget=False)
+    bench.close(entry)
+    return first, second
 
 
-def slow(bench: CacheBench, problem: CacheProblem, contenders: list[Entry]) -> list[dict[str, Any]]:
-    """Measure first epochs over the slow link."""
-    bench.shape(SLOW_LINK)
-    link = bench.link(problem, 1)
-    rows = []
-    for entry in contenders:
-        if (own := bench.own_shards(entry, problem)) is not None and not own.exists():
-            continue
-        rows.append(bench.first(entry, problem, link, SLOW_LINK))
-        bench.close(entry)
-    bench.shape(LINK)
-    return rows
+def measure_all(
+    bench: CacheBench,
+    waiting: list[Measurement],
+    stored: dict[str, Any],
+    ends: float,
+    store: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Make these measurements, and store the results after each. No measurement begins less than LONGEST_SECONDS before
+    the time `ends`. Return the results."""
+    for problem, group in groupby(waiting, lambda measurement: measurement.problem):
+        if time.monotonic() + LONGEST_SECONDS > ends:
+            break
+        create(problem, bench.root)
+        for measurement in group:
+            if time.monotonic() + LONGEST_SECONDS > ends:
+                break
+            bench.shape(measurement.rate)
+            name = "link_mb_per_s" if measurement.rate == LINK else "slow_link_mb_per_s"
+            if problem.name not in stored.get(name, {}):
+                link = bench.link(problem, 3 if measurement.rate == LINK else 1)
+                stored[name] = {**stored.get(name, {}), problem.name: round(link / 1e6, 1)}
+                print(f"{problem.name:12} link {link / 1e6:.1f} MB/s by plain GETs of both nodes", flush=True)
+            link = stored[name][problem.name] * 1e6
+            stored = add_rows(stored, problem, *measure(bench, measurement, link))
+            store(stored)
+        for path in bench.root.glob(f"{problem.name}*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return stored
 
 
 def versions() -> str:
@@ -305,54 +345,70 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS} for the whole run)")
     parser.add_argument("--problem", action="append", choices=[problem.name for problem in PROBLEMS])
     parser.add_argument("--fast-only", action="store_true", help="leave the slow link out")
-    parser.add_argument("--resume", action="store_true", help="measure only datasets that the result file lacks")
+    parser.add_argument("--resume", action="store_true", help="measure only what the result file lacks")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="end before this time; then resume")
     parser.add_argument("--contender", action="append", default=[], help="only those whose name has this text")
     options = parser.parse_args()
     reason = missing() or remote.install()
     if reason:
         print(f"cannot measure here: {reason}", file=sys.stderr)
         return 2
+    if options.minutes * 60 <= LONGEST_SECONDS:
+        parser.error(f"--minutes must be more than {LONGEST_SECONDS / 60:.0f}: a measurement can take that long")
     problems = [p for p in (QUICK if options.quick else PROBLEMS) if not options.problem or p.name in options.problem]
     target = options.json or (
         None if options.quick or options.problem or options.contender or options.fast_only else RESULTS
     )
     stored = json.loads(target.read_text()) if options.resume and target and target.exists() else {}
-    problems = [problem for problem in problems if problem.name not in stored.get("problems", {})]
+    if stored.get("facts", machine_facts()) != machine_facts():
+        print(f"{target} has figures of another machine; name another file with --json", file=sys.stderr)
+        return 2
+    waiting = [m for m in plan(problems, options.contender, fast_only=options.fast_only) if not m.is_stored(stored)]
+    for kind in {m.entry.kind: None for m in waiting if not m.is_possible}:
+        print(f"skipping {kind}: {OWN_SHARDS[kind][2]}", flush=True)
+    waiting = [measurement for measurement in waiting if measurement.is_possible]
+
+    def store(results: dict[str, Any]) -> None:
+        if target:
+            write_json(target, results, indent=1)
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nodes and ranks are closed in order
     begun = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        bench = CacheBench(stack.enter_context(scratch()), stack)
-        bench.fast_only = options.fast_only
-        for problem in problems:
-            stored = add_rows(stored, problem, *measure(bench, problem, options.contender))
-            if target:
-                target.write_text(json.dumps(stored, indent=1) + "\n")
-    if "entries" not in stored:
+    ends = begun + options.minutes * 60
+    if waiting:
+        with contextlib.ExitStack() as stack:
+            bench = CacheBench(stack.enter_context(scratch()), stack)
+            stored = measure_all(bench, waiting, stored, ends, store)
+    left = [measurement for measurement in waiting if not measurement.is_stored(stored)]
+    if "entries" not in stored and not left and time.monotonic() + LONGEST_SECONDS <= ends:
         stored["entries"] = entries.measure()
-    print(f"{stored['entries']}\n{time.monotonic() - begun:.0f} s in all", flush=True)
-    if target:
-        target.write_text(json.dumps(stored, indent=1) + "\n")
-        print(f"kept in {target}")
+        print(stored["entries"], flush=True)
+        store(stored)
+    print(f"{time.monotonic() - begun:.0f} s in all" + (f"; kept in {target}" if target else ""), flush=True)
+    if left or "entries" not in stored:
+        print(f"{len(left)} measurements are left: run it again with --resume", flush=True)
     return 0
 
 
 def add_rows(
-    stored: dict[str, Any],
-    problem: CacheProblem,
-    first: list[dict[str, Any]],
-    second: list[dict[str, Any]],
-    link: float,
+    stored: dict[str, Any], problem: CacheProblem, first: list[dict[str, Any]], second: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the results with the rows of one more dataset."""
+    """Return the results with the rows of one more measurement, in the order of the tables."""
     description = {"form": problem.form, "sample_bytes": problem.size, "samples": problem.samples}
+    names = [problem.name for problem in PROBLEMS]
+    labels = [entry.label for own in CONTENDERS for entry in (REFERENCES.get(own.label, own), own)]
+
+    def place(row: dict[str, Any]) -> tuple[int, bool, int]:
+        return names.index(row["problem"]), row.get("link", LINK) != LINK, labels.index(row["contender"])
+
+    described = {**stored.get("problems", {}), problem.name: description}
     return {
+        **stored,
         "command": "python benchmarks/cache.py",
         "date": time.strftime("%Y-%m-%d"),
-        "problems": {**stored.get("problems", {}), problem.name: description},
-        "link_mb_per_s": {**stored.get("link_mb_per_s", {}), problem.name: round(link / 1e6, 1)},
-        "first": stored.get("first", []) + first,
-        "second": stored.get("second", []) + second,
-        **({"entries": stored["entries"]} if "entries" in stored else {}),
+        "problems": {name: described[name] for name in names if name in described},
+        "first": sorted(stored.get("first", []) + first, key=place),
+        "second": sorted(stored.get("second", []) + second, key=place),
         "facts": machine_facts(),
         "versions": versions(),
     }

@@ -44,6 +44,7 @@ def obey(world: Any, order: dict[str, Any]) -> dict[str, Any]:
         gc.collect()
         return {}
     problem = CacheProblem(**order["problem"])
+    contenders.import_libraries(order["kind"])
     wait_for_all(world)
     worked = processor_seconds()
     start = time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -1,15 +1,19 @@
 #include "bindings/bind.hpp"
 #include "cpu/records/gather.hpp"
+#include "cpu/records/tar.hpp"
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 namespace topkube {
 
 namespace {
 
 using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Lengths = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Files = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Checks that every record fits before anything is copied.
@@ -25,6 +29,12 @@ void check(const Longs& offsets, const Longs& lengths, const Bytes& out, int64_t
   require(total == out.size(), "the size of out is not the total size of the records");
 }
 
+// Checks that every row is one of `held` rows.
+void check_rows(const Longs& rows, int64_t held) {
+  for (size_t i = 0; i < rows.size(); ++i)
+    if (rows.data()[i] < 0 || rows.data()[i] >= held) throw std::out_of_range("a record lies outside the source");
+}
+
 }  // namespace
 
 void bind_records(nb::module_& m) {
@@ -35,11 +45,35 @@ void bind_records(nb::module_& m) {
   });
   m.def("gather_rows", [](ConstBytes source, size_t length, Longs rows, Bytes out) {
     require(out.size() == rows.size() * length, "the size of out is not the total size of the records");
-    const int64_t held = length ? static_cast<int64_t>(source.size() / length) : INT64_MAX;
-    for (size_t i = 0; i < rows.size(); ++i)
-      if (rows.data()[i] < 0 || rows.data()[i] >= held) throw std::out_of_range("a record lies outside the source");
+    check_rows(rows, length ? static_cast<int64_t>(source.size() / length) : INT64_MAX);
     nb::gil_scoped_release free;
     gather_rows(source.data(), length, rows.data(), rows.size(), out.data());
+  });
+  m.def("gather_set_rows", [](ConstBytes flags, ConstBytes source, size_t length, Longs rows, Bytes out) {
+    require(out.size() == rows.size() * length, "the size of out is not the total size of the records");
+    const int64_t held = length ? static_cast<int64_t>(source.size() / length) : INT64_MAX;
+    check_rows(rows, std::min(held, static_cast<int64_t>(flags.size())));
+    nb::gil_scoped_release free;
+    if (!are_all_set(flags.data(), rows.data(), rows.size())) return false;
+    gather_rows(source.data(), length, rows.data(), rows.size(), out.data());
+    return true;
+  });
+  m.def("gather_samples", [](Longs starts, Files files, Longs offsets, Longs lengths, Longs samples, int64_t length, Bytes out) {
+    require(files.size() > 0 && starts.size() == files.size() + 1, "starts must have one more element than files");
+    require(offsets.size() == lengths.size(), "offsets and lengths differ in length");
+    require(length >= 0 && out.size() == samples.size() * static_cast<size_t>(length),
+            "the size of out is not the total size of the records");
+    check_rows(samples, static_cast<int64_t>(offsets.size()));
+    const size_t count = samples.size();
+    std::vector<int32_t> opened(count);
+    std::vector<int64_t> places(count), sizes(count, length);
+    // Another thread may be opening a shard. It holds the GIL while it stores offsets, lengths and then the file.
+    if (!find_samples(starts.data(), files.data(), files.size(), offsets.data(), lengths.data(), samples.data(), count, length,
+                      opened.data(), places.data()))
+      return false;
+    nb::gil_scoped_release free;
+    int error = 0;
+    return gather_files(opened.data(), places.data(), sizes.data(), count, out.data(), error) == count;
   });
   m.def("gather_files", [](Files files, Longs offsets, Longs lengths, Bytes out) {
     require(files.size() == offsets.size(), "files and offsets differ in length");
@@ -64,6 +98,15 @@ void bind_records(nb::module_& m) {
       done = write_rows(file, length, rows.data(), rows.size(), source.data(), error);
     }
     return std::pair<size_t, int>(done, error);
+  });
+  m.def("scan_tar", [](int file, int64_t size, int64_t at, ConstBytes header, Lengths lengths, Bytes names) {
+    require(header.size() == kTarBlock && at >= 0 && size >= 0, "the header must have 512 bytes, and offsets must not be negative");
+    require(names.size() / (kTarName + 1) >= lengths.size(), "names must have 101 bytes for each length");
+    nb::gil_scoped_release free;
+    size_t bytes = 0;
+    const size_t count =
+        scan_tar(file, size, at, header.data(), lengths.size(), lengths.data(), reinterpret_cast<char*>(names.data()), bytes);
+    return std::pair<size_t, size_t>(count, bytes);
   });
 }
 

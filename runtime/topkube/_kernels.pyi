@@ -67,13 +67,30 @@ def gather_memory(source: Array, offsets: Array, lengths: Array, out: Array) -> 
 def gather_rows(source: Array, length: int, rows: Array, out: Array) -> None:
     """Records source[row * length : (row + 1) * length], one after the other. rows: int64."""
 
+def gather_set_rows(flags: Array, source: Array, length: int, rows: Array, out: Array) -> bool:
+    """Does the same if flags[row] (uint8) is 1 for every row. Returns False otherwise, and writes nothing."""
+
 def gather_files(files: Array, offsets: Array, lengths: Array, out: Array) -> tuple[int, int]:
     """The same by pread from open files (int32). Returns the records read and, where one failed, its errno (0 at the
     end of a file)."""
 
+def gather_samples(
+    starts: Array, files: Array, offsets: Array, lengths: Array, samples: Array, length: int, out: Array
+) -> bool:
+    """Samples of `length` bytes, by pread from the shards that have them. Shard k has the samples starts[k] to
+    starts[k + 1] - 1 and is open as files[k] (int32; negative if it is not open). Sample s has lengths[s] bytes at
+    offsets[s] of its shard. Returns False, with `out` undefined, if a shard is not open or a sample has another length
+    or cannot be read."""
+
 def write_rows(file: int, length: int, rows: Array, source: Array) -> tuple[int, int]:
     """Records of `length` bytes each, from `source`, to a file at row * length, by pwrite. rows: int64. Returns the
     records written and, where one failed, its errno."""
+
+def scan_tar(file: int, size: int, at: int, header: Array, lengths: Array, names: Array) -> tuple[int, int]:
+    """The consecutive members of a tar from byte `at` on whose headers are valid and differ from `header` (512 bytes)
+    in nothing but name, owner, length, time and checksum; at most as many as `lengths` (int64) has elements. Writes
+    their lengths, and their names with a zero after each (`names`: 101 bytes for each length). Returns the number of
+    members and the bytes of the names."""
 
 def sign_pack(values: Array, scales: Array, bits: Array) -> bool: ...
 def sign_unpack_add(

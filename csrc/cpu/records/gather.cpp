@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 
@@ -75,6 +76,24 @@ size_t gather_files(const int32_t* files, const int64_t* offsets, const int64_t*
     out += lengths[i];
   }
   return count;
+}
+
+bool are_all_set(const uint8_t* flags, const int64_t* rows, size_t count) {
+  uint8_t others = 0;
+  for (size_t i = 0; i < count; ++i) others |= static_cast<uint8_t>(flags[rows[i]] ^ 1);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return others == 0;
+}
+
+bool find_samples(const int64_t* starts, const int32_t* files, size_t shards, const int64_t* offsets, const int64_t* lengths,
+                  const int64_t* samples, size_t count, int64_t length, int32_t* sample_files, int64_t* sample_offsets) {
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t* after = std::upper_bound(starts + 1, starts + shards, samples[i]);
+    sample_files[i] = files[after - starts - 1];
+    sample_offsets[i] = offsets[samples[i]];
+    if (sample_files[i] < 0 || lengths[samples[i]] != length) return false;
+  }
+  return true;
 }
 
 size_t write_rows(int file, size_t length, const int64_t* rows, size_t count, const uint8_t* source, int& error) {

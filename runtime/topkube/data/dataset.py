@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -64,8 +65,9 @@ class CachedDataset:
     size_limit: bytes per node on disk; 0 means no limit. memory_limit: bytes per node in memory; 0 means no memory
     tier.
     prefetch: fill the cache in the background; the ranks share the work.
-    early_samples: request a file alone if it is needed before its shard is in the cache and its bytes can be checked
-    (see `early_samples.py`). The first batches come sooner, and the remote sends these files twice.
+    early_samples: request a file, or a row group of a Parquet shard, alone if it is needed before its shard is in the
+    cache and its bytes can be checked (see `early_samples.py` and `early_groups.py`). The first batches come sooner,
+    and the remote sends these bytes twice.
     wait_seconds: how long a reader waits for another process that fetches the same shard but makes no progress. Then
     the reader fetches the shard itself.
 
@@ -229,6 +231,10 @@ class CachedDataset:
         memory = self._memory
         if memory is None:
             return self._decode(indices)
+        if (batch := memory.gather_present(indices)) is not None:
+            self.counters.add_memory_hits(indices.size, batch.nbytes)
+            self._reads.last_end = time.monotonic()
+            return batch
         self._reads.begin()
         try:
             return self._read_tiers(memory, indices)

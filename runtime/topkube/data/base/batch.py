@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,11 @@ class Schema:
     @property
     def fixed(self) -> bool:
         return all(leaf.fixed for leaf in self.leaves)
+
+    @cached_property
+    def is_one_array(self) -> bool:
+        """True if a sample is one leaf of fixed size, and not in a container."""
+        return self.form == "single" and self.fixed
 
     @cached_property
     def record_bytes(self) -> int:
@@ -230,6 +235,8 @@ def collate(samples: Any) -> Any:
     """
     if not isinstance(samples, Batch):
         return _collate_default(samples)
+    if samples.schema.is_one_array and type(samples.columns[0]) is np.ndarray:  # the shortest way, for small batches
+        return _tensor(samples.columns[0])
     values = []
     for leaf, column in zip(samples.schema.leaves, samples.columns, strict=True):
         if leaf.fixed and isinstance(column, np.ndarray):
@@ -298,6 +305,12 @@ def _numbers(tensor: Any) -> Array:
 
 
 def _tensor(array: Array) -> Any:
+    return _from_numpy()(array if array.flags.writeable else array.copy())
+
+
+@cache
+def _from_numpy() -> Callable[[Array], Any]:
+    """Return torch.from_numpy. An import statement in `_tensor` would run for every batch."""
     import torch
 
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    return torch.from_numpy

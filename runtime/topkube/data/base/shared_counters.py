@@ -16,6 +16,7 @@ import numpy as np
 from topkube.telemetry.cache_counters import NAMES, PATTERN, ROWS
 
 _COLUMNS = {name: column for column, name in enumerate(NAMES)}
+_REQUESTS, _BYTES = _COLUMNS["memory_requests"], _COLUMNS["memory_bytes"]
 
 
 class CacheCounters:
@@ -23,12 +24,20 @@ class CacheCounters:
     a directory is given and can be written."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._table = np.frombuffer(_memory(directory), np.float64).reshape(ROWS, len(NAMES))
+        memory = _memory(directory)
+        self._table = np.frombuffer(memory, np.float64).reshape(ROWS, len(NAMES))
+        self._cells = memoryview(memory).cast("d")  # single cells of a memoryview are faster than those of an array
         self._main = os.getpid()
         self._row: tuple[int, int] = (self._main, 0)
 
     def add(self, name: str, amount: float = 1.0) -> None:
-        self._table[self._own_row(), _COLUMNS[name]] += amount
+        self._cells[self._own_row() * len(NAMES) + _COLUMNS[name]] += amount
+
+    def add_memory_hits(self, samples: int, size: int) -> None:
+        """Count a batch that the memory tier had: its samples and bytes."""
+        first = self._own_row() * len(NAMES)
+        self._cells[first + _REQUESTS] += samples
+        self._cells[first + _BYTES] += size
 
     def _own_row(self) -> int:
         process = os.getpid()

@@ -72,13 +72,26 @@ class EarlySamples:
                 self._unverified.setdefault(number, {})[position] = digest
         return True
 
+    @property
+    def is_waiting(self) -> bool:
+        """True if samples were read early whose shards were not compared with them yet."""
+        return bool(self._unverified)
+
     def verify(self) -> None:
-        """Compare the samples that were read early with the shards that have become whole since. Raises Changed."""
+        """Compare the samples that were read early with the shards that have become whole since. Raises Changed. After
+        an error of the store or the disk they are compared again later."""
         for number in list(self._unverified):
             if self._cache.has_samples(number):
                 with self._guard():
                     digests = self._unverified.pop(number, {})
-                self._compare(number, digests)
+                try:
+                    self._compare(number, digests)
+                except Changed:
+                    raise
+                except BaseException:
+                    with self._guard():
+                        self._unverified[number] = {**digests, **self._unverified.get(number, {})}
+                    raise
 
     def _compare(self, number: int, digests: dict[int, int]) -> None:
         cache = self._cache
@@ -86,15 +99,19 @@ class EarlySamples:
         for position, digest in digests.items():
             data = os.pread(opened.file, int(index.sizes[position]), int(index.offsets[position]))
             if xxhash.xxh3_64_intdigest(data) != digest:
-                raise Changed(
-                    f"{cache.shards.listing.paths[cache.shards[number].start + position]} was read before its shard "
-                    "was fetched, and had other bytes than it has now",
-                    cause="the source sent two contents with one version, or memory or a disk changed bytes",
-                    next_step="resume from a checkpoint of an earlier job; write a manifest with checksums (`topkube "
-                    "cache manifest --checksums`)",
-                )
+                raise early_error(cache.shards.listing.paths[cache.shards[number].start + position])
 
     def _guard(self) -> threading.Lock:
         if self._process != os.getpid():  # after a fork the lock may be held by a thread of the parent
             self._process, self._lock = os.getpid(), threading.Lock()
         return self._lock
+
+
+def early_error(path: str) -> Changed:
+    """Return the error for bytes of this object that were read early and differ from its shard."""
+    return Changed(
+        f"{path} was read before its shard was fetched, and had other bytes than it has now",
+        cause="the source sent two contents with one version, or memory or a disk changed bytes",
+        next_step="resume from a checkpoint of an earlier job; write a manifest with checksums (`topkube cache "
+        "manifest --checksums`)",
+    )

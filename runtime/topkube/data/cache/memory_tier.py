@@ -57,6 +57,8 @@ class MemoryTier:
         self.frozen = False
         self.schema: Schema | None = None
         self._columns: list[_Column] = []
+        self._only_column: _Column | None = None
+        """The column if samples have one leaf of fixed size."""
         self._cells = _map(self.folder / "cells", 16, write=True).view(np.int64)
         self.present = _map(self.folder / "present", samples, write=True)
         """A byte per sample: the sample is absent, present, or being written."""
@@ -78,12 +80,27 @@ class MemoryTier:
                 for number, leaf in enumerate(schema.leaves)
             ]
             self.schema = schema
+            if schema.fixed and len(self._columns) == 1:
+                self._only_column = self._columns[0]
 
     def gather(self, indices: Longs) -> Batch:
         """Return these samples. All of them must be present."""
         self._read_schema()
         assert self.schema is not None
         return Batch(self.schema, [column.gather(indices) for column in self._columns], indices.size)
+
+    def gather_present(self, indices: Longs) -> Batch | None:
+        """Return these samples if all of them are present, in one pass. None if a sample is missing, or if samples have
+        several leaves or no fixed size; then use `has` and `gather`."""
+        column = self._only_column
+        if column is None:
+            return None
+        assert self.schema is not None
+        count, size = indices.size, column.record_bytes
+        out = column.buffers.bytes(count * size)
+        if not _kernels.gather_set_rows(self.present, column.bytes, size, np.ascontiguousarray(indices), out):
+            return None
+        return Batch(self.schema, [out.view(column.dtype).reshape(count, *column.shape)], count)
 
     def has(self, indices: Longs) -> npt.NDArray[np.bool_]:
         """Return, for each of these samples, True if it is present."""
@@ -221,14 +238,15 @@ class _Column:
 
     def __init__(self, path: Path, leaf: Leaf, samples: int, limit: int) -> None:
         self.leaf = leaf
-        self._dtype = np.dtype(leaf.dtype)
-        self._buffers = BatchBuffers()
-        size = samples * leaf.record_bytes if leaf.fixed else limit
-        self._bytes = _map(path, size, sparse=True)
+        self.dtype = np.dtype(leaf.dtype)
+        self.buffers = BatchBuffers()
+        self.shape = leaf.shape or ()
+        self.record_bytes = leaf.record_bytes if leaf.fixed else 0
+        """The bytes of a record of fixed size."""
+        self.bytes = _map(path, samples * self.record_bytes if leaf.fixed else limit, sparse=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         if leaf.fixed:
-            assert leaf.shape is not None
-            self._rows = self._bytes.view(self._dtype).reshape(samples, *leaf.shape)
+            self._rows = self.bytes.view(self.dtype).reshape(samples, *self.shape)
         else:
             places = path.with_name(f"{path.name}.places")
             # offset, length, number of dimensions, the dimensions
@@ -236,17 +254,16 @@ class _Column:
 
     def gather(self, indices: Longs) -> Array | list[Array]:
         if self.leaf.fixed:
-            assert self.leaf.shape is not None
-            out = self._buffers.bytes(indices.size * self.leaf.record_bytes)
-            _kernels.gather_rows(self._bytes, self.leaf.record_bytes, np.ascontiguousarray(indices), out)
-            return out.view(self._dtype).reshape(indices.size, *self.leaf.shape)
+            out = self.buffers.bytes(indices.size * self.record_bytes)
+            _kernels.gather_rows(self.bytes, self.record_bytes, np.ascontiguousarray(indices), out)
+            return out.view(self.dtype).reshape(indices.size, *self.shape)
         places = self._places[indices]
         lengths = np.ascontiguousarray(places[:, 1])
         out = np.empty(int(lengths.sum()), np.uint8)
-        _kernels.gather_memory(self._bytes, np.ascontiguousarray(places[:, 0]), lengths, out)
+        _kernels.gather_memory(self.bytes, np.ascontiguousarray(places[:, 0]), lengths, out)
         ends = np.cumsum(lengths)
         return [
-            out[end - length : end].view(self._dtype).reshape(place[3 : 3 + place[2]])
+            out[end - length : end].view(self.dtype).reshape(place[3 : 3 + place[2]])
             for end, length, place in zip(ends.tolist(), lengths.tolist(), places.tolist(), strict=True)
         ]
 
@@ -260,7 +277,7 @@ class _Column:
     def put(self, sample: int, array: Array, offset: int) -> int:
         """Write a record. Return the offset for the next record of variable size."""
         if self.leaf.fixed:
-            self._write(array, sample * self.leaf.record_bytes)
+            self._write(array, sample * self.record_bytes)
             return offset
         self._write(array, offset)
         self._places[sample] = [offset, array.nbytes, array.ndim, *array.shape, *([0] * (_DIMENSIONS - array.ndim))]
@@ -269,7 +286,7 @@ class _Column:
     def put_rows(self, samples: Longs, rows: Array) -> tuple[int, int]:
         """Write one record of fixed size per sample. Return how many were written, and the errno that stopped it or
         0."""
-        return _kernels.write_rows(self._file, self.leaf.record_bytes, samples, _bytes(rows))
+        return _kernels.write_rows(self._file, self.record_bytes, samples, _bytes(rows))
 
     def _write(self, array: Array, offset: int) -> None:
         view = _view(np.ascontiguousarray(array))

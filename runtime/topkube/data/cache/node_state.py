@@ -19,6 +19,8 @@ from topkube.data.base.permissions import make_private_folder
 OPEN, FROZEN, DROPPED = 0, 1, 2
 """States of the disk tier: it takes shards; it only serves the shards it has; it is not used."""
 STATES = ("open", "frozen", "dropped")
+_LOOK_SECONDS = 1.0
+"""How often a process looks for fillers that were killed."""
 _CELLS = 8
 _STATE, _PROGRESS, _FILLERS, _MEMORY_STATE = range(4)
 
@@ -33,6 +35,9 @@ class NodeState:
         self._path = directory / f"session-{name}"
         self._user: FileLock | None = FileLock(directory / f"session-{name}.users")
         self._owner = os.getpid()
+        self._filling = FileLock(directory / f"session-{name}.fillers")
+        """Held, shared, by every process that fills the tier."""
+        self._own_fillers, self._looked = 0, 0.0
         try:
             make_private_folder(directory)
             if self._user.acquire(wait=False):  # nobody uses it: an existing file is a leftover
@@ -106,13 +111,35 @@ class NodeState:
 
     @property
     def fillers(self) -> int:
-        """The number of ranks that are filling the tier."""
+        """The number of ranks that are filling the tier. Ranks that were killed count until all of them are dead, and
+        for at most _LOOK_SECONDS more."""
+        count = int(self._cells[_FILLERS])
+        if count and self._user is not None and time.monotonic() - self._looked > _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            count = self._forget_dead_fillers()
+        return count
+
+    def _forget_dead_fillers(self) -> int:
+        """Set the number of fillers to 0 if no living process fills the tier. Return the number."""
+        lock = FileLock(self._filling.path)
+        try:
+            if lock.acquire(wait=False):
+                self._cells[_FILLERS] = 0  # a process that begins to fill waits for this lock before it counts itself
+                lock.release()
+        except OSError:  # too many open files, or the directory is gone: look again later
+            pass
         return int(self._cells[_FILLERS])
 
     def count_fillers(self, change: int) -> None:
-        """Add `change` to the number of ranks that are filling the tier."""
+        """Add `change` to the number of ranks that are filling the tier: 1 before this process begins to fill, -1 when
+        it ends."""
+        if self._user is not None and not self._own_fillers:
+            self._filling.acquire(shared=True)
+        self._own_fillers += change
         with self._exclusive():
             self._cells[_FILLERS] += change
+        if not self._own_fillers:
+            self._filling.release()
 
     def _exclusive(self) -> contextlib.AbstractContextManager[object]:
         if self._user is None:
@@ -126,6 +153,7 @@ class NodeState:
         self._user.release()
         with contextlib.suppress(OSError):
             if self._user.acquire(wait=False):
-                for path in (self._path, self._path.with_name(f"{self._path.name}.change"), self._user.path):
+                change = self._path.with_name(f"{self._path.name}.change")
+                for path in (self._path, change, self._filling.path, self._user.path):
                     path.unlink(missing_ok=True)
                 self._user.release()

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from topkube.data.base.open_files import is_pressure, limit_open_files, too_many_files_error
+from topkube.data.cache.early_groups import EarlyGroups
 from topkube.data.remote.listing import Longs, RemoteObject
+from topkube.data.remote.retry import Changed
 from topkube.errors import DatasetError
 from topkube.installation import install_command
 
@@ -69,10 +71,12 @@ def parquet_rows_of_file(file: int, name: str) -> int:
 
 
 class RowGroups:
-    """A reader of rows that decodes whole row groups. Threads may share it."""
+    """A reader of rows that decodes whole row groups. Threads may share it. `early`: read groups of Parquet shards
+    before their shard is in the cache, if that is possible (early_groups.py)."""
 
-    def __init__(self, cache: ShardCache) -> None:
+    def __init__(self, cache: ShardCache, *, early: bool = False) -> None:
         self._cache, self._arrow, self._process = cache, _arrow(), os.getpid()
+        self._early = EarlyGroups(cache, self._arrow) if early and cache.shards.format == "parquet" else None
         self._files: OrderedDict[int, tuple[Any, Longs]] = OrderedDict()
         self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._bytes = 0
@@ -131,9 +135,14 @@ class RowGroups:
         """Return the row group as an Arrow table."""
         key = (number, group)
         if key not in self._groups:
-            file = self._file(number)[0]
-            with self._translate_errors(number):
-                table = file.read_row_group(group) if hasattr(file, "read_row_group") else file.get_batch(group)
+            table, early = None, self._find_early(number)
+            if early is not None:
+                with self._translate_errors(number):
+                    table = early.read_group(number, group)
+            if table is None:
+                file = self._file(number)[0]
+                with self._translate_errors(number):
+                    table = file.read_row_group(group) if hasattr(file, "read_row_group") else file.get_batch(group)
             self._groups[key] = table
             self._bytes += table.nbytes
             while self._bytes > _KEPT_BYTES and len(self._groups) > 1:
@@ -141,14 +150,40 @@ class RowGroups:
         self._groups.move_to_end(key)
         return self._groups[key]
 
+    def _find_early(self, number: int) -> EarlyGroups | None:
+        """Return the reader of groups of the shard if they are read before the shard is in the cache."""
+        early = self._early
+        return early if early is not None and number not in self._files and early.can_read(number) else None
+
+    def _first_rows(self, number: int) -> Longs:
+        """Return the first row of each group of the shard, and the number of rows."""
+        if (early := self._find_early(number)) is not None:
+            with self._translate_errors(number):
+                if (first_rows := early.find_first_rows(number)) is not None:
+                    return first_rows
+        return self._file(number)[1]
+
+    def verify_early(self) -> None:
+        """Compare the groups that were read early with the shards that are in the cache by now. Raises Changed."""
+        if self._early is None:
+            return
+        with self._guard():
+            try:
+                self._early.verify()
+            except Changed:
+                self._groups.clear()  # they may have the wrong bytes
+                self._bytes = 0
+                raise
+
     def rows(self, numbers: Longs, rows: Longs) -> list[dict[str, Any]]:
         """Return row rows[i] of shard numbers[i] for every i, as dicts of columns. A group is decoded once for all its
         rows."""
         result: list[dict[str, Any]] = [{}] * rows.size
+        self.verify_early()
         with self._guard():
             places: dict[tuple[int, int], list[tuple[int, int]]] = {}
             for at, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
-                starts = self._file(number)[1]
+                starts = self._first_rows(number)
                 group = int(np.searchsorted(starts, row, "right")) - 1
                 places.setdefault((number, group), []).append((at, row - int(starts[group])))
             for (number, group), wanted in places.items():

@@ -58,7 +58,7 @@ class SampleReader:
         self._offsets = np.zeros(len(self), np.int64)
         self._lengths = np.zeros(len(self), np.int64)
         self._early = EarlySamples(cache) if early and cache.shards.format == "files" else None
-        self._row_groups = RowGroups(cache) if cache.shards.format in ("parquet", "arrow") else None
+        self._row_groups = RowGroups(cache, early=early) if cache.shards.format in ("parquet", "arrow") else None
         self._lock = threading.Lock()
         self._process = os.getpid()
 
@@ -170,6 +170,23 @@ class SampleReader:
         """Compare the samples that were read early with the shards that are in the cache by now. Raises Changed."""
         if self._early is not None:
             self._early.verify()
+        if self._row_groups is not None:
+            self._row_groups.verify_early()
+
+    def _read_held(self, indices: Longs, length: int) -> npt.NDArray[np.uint8] | None:
+        """Return the bytes of samples whose shards this reader holds open, in one pass. None if a shard is not open, or
+        if a sample has another length or cannot be read; then `read` opens the shard or raises the error."""
+        if self._early is not None and self._early.is_waiting:
+            return None
+        held = self._held  # this reference keeps the files open until the read ends
+        out = self._buffers.bytes(indices.size * length)
+        if not _kernels.gather_samples(
+            self.starts, held.descriptors, self._offsets, self._lengths, np.ascontiguousarray(indices), length, out
+        ):
+            return None
+        self.cache.counters.add("disk_requests", indices.size)
+        self.cache.counters.add("disk_bytes", out.size)
+        return out
 
     def _read_from_shards(self, indices: Longs, numbers: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
         most = self._most_held
@@ -249,6 +266,8 @@ class SampleReader:
 
     def arrays(self, indices: Longs, decode: ArrayOf) -> Batch:
         """Return samples that `decode` has decoded at once. The field of `decode` must be that of this reader."""
+        if (held := self._read_held(indices, decode.record_bytes)) is not None:
+            return decode.decode_many(held, indices.size)
         data, lengths = self.read(indices)
         if (lengths != decode.record_bytes).any():
             raise decode.size_error(int(lengths[lengths != decode.record_bytes][0]))

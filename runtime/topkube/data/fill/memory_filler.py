@@ -31,7 +31,8 @@ class ReadsInProgress:
 
     def __init__(self) -> None:
         self._threads: set[int] = set()
-        self._last_end = 0.0
+        self.last_end = 0.0
+        """When a read ended last. A short read may set it instead of calling `begin` and `end`."""
 
     def begin(self) -> None:
         """Count the calling thread as reading, until it calls `end`."""
@@ -39,12 +40,12 @@ class ReadsInProgress:
 
     def end(self) -> None:
         self._threads.discard(threading.get_ident())
-        self._last_end = time.monotonic()
+        self.last_end = time.monotonic()
 
     @property
     def are_over(self) -> bool:
         """True if no thread reads and nothing was read for _IDLE_SECONDS."""
-        return not self._threads and time.monotonic() - self._last_end > _IDLE_SECONDS
+        return not self._threads and time.monotonic() - self.last_end > _IDLE_SECONDS
 
 
 class MemoryFiller:

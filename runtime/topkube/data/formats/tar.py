@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from topkube import _kernels
 from topkube.data.formats.sample_index import IndexBuilder, SampleIndex
 from topkube.errors import DatasetError
 
@@ -24,10 +25,12 @@ _WINDOW = 1 << 20
 _NAMES_BYTES = 1 << 20
 """The most bytes of an extended header or a long name."""
 _DIGITS = re.compile(r"[0-9]{1,18}")
-_RUN_BYTES = 32 << 10
-"""The most bytes of a member, with its header, that is read together with the members after it."""
-_FIRST_RUN = 8
-_LONGEST_WAIT = 64
+_CLOSE = 32 << 10
+"""Headers that are closer than this are read together, with the bytes between them."""
+_SCANS = True
+"""False if every header is parsed on its own, as tests do for comparison."""
+_FIRST_SCAN, _SCANNED_AT_ONCE = 16, 1 << 14
+"""The most members of the first call of the kernel, and of the calls after it."""
 _FIELDS = 256
 """The most fields that the samples of a shard may have."""
 
@@ -37,92 +40,74 @@ class _Window:
 
     def __init__(self, file: int) -> None:
         self._file, self._start, self._data = file, 0, b""
+        self._last = 0
 
     def __call__(self, offset: int, length: int) -> bytes:
         at = offset - self._start
         if at < 0 or at + length > len(self._data):
             # after a jump the next member is probably large too, so read only a little
-            ahead = _WINDOW if 0 <= at <= 2 * _WINDOW else 16 * _BLOCK
+            ahead = _WINDOW if 0 <= offset - self._last <= _CLOSE else 16 * _BLOCK
             self._start, self._data, at = offset, os.pread(self._file, max(length, ahead), offset), 0
+        self._last = offset
         return self._data[at : at + length]
 
 
-class _Runs:
-    """Reads the headers of many small members of equal size at once, which is faster than one by one."""
-
-    def __init__(self, file: int, size: int) -> None:
-        self._file, self._size = file, size
-        self._count = _FIRST_RUN
-        """The number of members that are read next."""
-        self._wait = self._skipped = 0
-        """The members to skip before the next try, because the members of this archive differ."""
-
-    def read_paths(self, header: bytes, at: int, stride: int) -> Iterator[str]:
-        """Yield the paths of the members that follow at `at`, every `stride` bytes, as long as their headers are valid
-        and differ from `header` in nothing but the name, owner, time and checksum."""
-        if stride > _RUN_BYTES:
+def _scan_members(file: int, size: int, at: int, header: bytes, name: str) -> Iterator[tuple[str, int, int]]:
+    """Yield path, offset and length of the members that follow at byte `at`, as long as their headers are valid and
+    differ from `header` in nothing but name, owner, length, time and checksum. Raises DatasetError for an unsafe
+    path."""
+    prefix, kind = _read_prefix(header), header[156:157]
+    expected, count = np.frombuffer(header, np.uint8), _FIRST_SCAN
+    while _SCANS:
+        lengths, names = np.empty(count, np.int64), np.empty(count * 101, np.uint8)
+        scanned, name_bytes = _kernels.scan_tar(file, size, at, expected, lengths, names)
+        if not scanned:
             return
-        if self._skipped < self._wait:
-            self._skipped += 1
+        lengths = lengths[:scanned]
+        ends = at + np.cumsum(_BLOCK + -(-lengths // _BLOCK) * _BLOCK)
+        starts = np.concatenate(([at], ends[:-1])) + _BLOCK
+        joined = b"\0" + names[: name_bytes - 1].tobytes()
+        paths = joined[1:].decode("utf-8", "surrogateescape").split("\0")
+        if prefix or any(part in joined for part in (b"..", b"\\", b"\0/", b"\0./")):
+            paths = [prefix + path for path in paths]
+            for path in paths:
+                _check_member(path, kind, {}, name)
+            paths = [path.removeprefix("./") for path in paths]
+        yield from zip(paths, starts.tolist(), lengths.tolist(), strict=True)
+        if scanned < count:
             return
-        is_first = True
-        prefix = _read_prefix(header)
-        while (count := min(self._count, (self._size - at) // stride)) > 0:
-            headers = np.frombuffer(os.pread(self._file, count * stride, at), np.uint8)
-            headers = np.ascontiguousarray(headers[: headers.size // stride * stride].reshape(-1, stride)[:, :_BLOCK])
-            valid = _count_alike(headers, header)
-            bases = np.ascontiguousarray(headers[:valid, :100]).view("S100")[:, 0].tolist()
-            for base in bases:
-                yield prefix + base.partition(b"\0")[0].decode("utf-8", "surrogateescape")
-            at += valid * stride
-            if valid < count:
-                self._wait = min(2 * self._wait + 1, _LONGEST_WAIT) if is_first and not valid else 0
-                self._skipped, self._count = 0, _FIRST_RUN
-                return
-            self._count = max(1, min(2 * self._count, _WINDOW // stride))
-            is_first = False
-
-
-def _count_alike(headers: np.ndarray[tuple[int, int], np.dtype[np.uint8]], header: bytes) -> int:
-    """Return how many of the first headers, (n, 512), have a valid checksum, and mode, size, type, link name, magic and
-    prefix of `header`."""
-    expected = np.frombuffer(header, np.uint8)
-    alike = np.ones(len(headers), bool)
-    for start, stop in ((100, 108), (124, 136), (156, 265), (329, 512)):
-        alike &= (headers[:, start:stop] == expected[start:stop]).all(axis=1)
-    digits = headers[:, 148:154].astype(np.int64) - ord("0")  # usual checksums: six octal digits, NUL, space
-    alike &= ((digits >= 0) & (digits < 8)).all(axis=1) & (headers[:, 154] == 0) & (headers[:, 155] == ord(" "))
-    stored = digits @ (8 ** np.arange(5, -1, -1))
-    sums = headers.sum(axis=1, dtype=np.int64) - headers[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * 32
-    alike &= stored == sums
-    return len(headers) if alike.all() else int(np.argmin(alike))
+        at, count = int(ends[-1]), _SCANNED_AT_ONCE
 
 
 def tar_index(file: int, size: int, name: str) -> SampleIndex:
     """Return the index of the samples of the tar in `file`, which has `size` bytes. Raises DatasetError for a damaged
     or unsafe archive."""
     builder = IndexBuilder()
-    stem: str | None = None
+    add, stem = builder.add, None
     fields: dict[str, str] = {}
     for path, offset, length, _ in read_members(file, size, name):
         folder, _, base = path.rpartition("/")
         first, dot, field = base.partition(".")
-        if not first or base.startswith("."):
+        if not first:
             continue  # files like .DS_Store
         key = f"{folder}/{first}" if folder else first
         if key != stem:
             builder.begin(key)
             stem = key
-        if fields.setdefault(field, path) == path and len(fields) > _FIELDS:
-            first_path, second_path, *_ = fields.values()
-            raise DatasetError(
-                f"the samples of {name} have more than {_FIELDS} fields: {first_path!r} and {second_path!r} are "
-                "different fields",
-                cause="the name of a sample ends at the first dot, and the rest is the name of the field (WebDataset); "
-                "every number after the first dot is a field of its own",
-                next_step="write the shard again without dots in the names of samples",
-            )
-        if not builder.add(field if dot else "", offset, length):
+        if not dot:
+            field = ""
+        if field not in fields:
+            fields[field] = path
+            if len(fields) > _FIELDS:
+                first_path, second_path, *_ = fields.values()
+                raise DatasetError(
+                    f"the samples of {name} have more than {_FIELDS} fields: {first_path!r} and {second_path!r} are "
+                    "different fields",
+                    cause="the name of a sample ends at the first dot, and the rest is the name of the field "
+                    "(WebDataset); every number after the first dot is a field of its own",
+                    next_step="write the shard again without dots in the names of samples",
+                )
+        if not add(field, offset, length):
             raise DatasetError(
                 f"{name} has two members {path!r}",
                 cause="a shard was written twice into one file",
@@ -135,7 +120,6 @@ def read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, in
     """Yield path, offset, length and mode of every regular file in the tar in `file`, which has `size` bytes. The path
     is relative, and no part of it is `..`. Raises DatasetError for a damaged or unsafe archive."""
     read, at = _Window(file), 0
-    runs = _Runs(file, size)
     long_name: str | None = None
     extended: dict[str, str] = {}
     while True:
@@ -187,12 +171,9 @@ def read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, in
             yield path.removeprefix("./"), at, length, mode
             long_name, extended = None, {}
             if is_plain:
-                stride = _BLOCK + -(-length // _BLOCK) * _BLOCK
-                for path in runs.read_paths(header, at - _BLOCK + stride, stride):
-                    at += stride
-                    if _is_unsafe(path):
-                        _check_member(path, kind, extended, name)
-                    yield path.removeprefix("./"), at, length, mode
+                following = at + -(-length // _BLOCK) * _BLOCK
+                for path, at, length in _scan_members(file, size, following, header, name):
+                    yield path, at, length, mode
                 end = at + length
         else:
             long_name, extended = None, {}

@@ -248,7 +248,11 @@ class ObjectStore:
     def can_check(self, remote_object: RemoteObject) -> bool:
         """Return True if the object is checked when it is read alone: the listing has its checksum, or the store sends
         only its listed version."""
-        return bool(remote_object.checksum) or (self._conditional and bool(build_condition(remote_object.version)))
+        return bool(remote_object.checksum) or self.can_check_range(remote_object)
+
+    def can_check_range(self, remote_object: RemoteObject) -> bool:
+        """Return True if a range of the object is checked: the store sends only the listed version."""
+        return self._conditional and bool(build_condition(remote_object.version))
 
     def _fetch(self, transfers: Sequence[Transfer], write: Write, progress: Callable[[int], None] | None) -> None:
         progress = progress or _ignore

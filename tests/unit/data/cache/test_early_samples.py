@@ -16,6 +16,7 @@ from remotes import Answer, Remote, write_files
 
 from topkube.data.dataset import CachedDataset
 from topkube.data.remote.retry import Changed, Patience
+from topkube.errors import StoreError
 
 PATIENT = Patience(retries=1, pause_seconds=0.01, stall_seconds=60)
 LATE, EARLY = "a/00000.bin", "a/00003.bin"
@@ -116,6 +117,26 @@ def test_two_contents_are_noticed_at_the_latest_when_the_dataset_is_closed(late:
     dataset.warm()
     with pytest.raises(Changed, match="had other bytes"):
         dataset.close()
+
+
+def test_samples_are_compared_again_if_their_shard_could_not_be_read(
+    late: LateShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late.lie = lambda answer: setattr(answer, "data", answer.data[::-1])
+    dataset = late.open()
+    dataset[3]
+    late.release()
+    dataset.warm()
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset.cache, "index", raise_store_error)
+        with pytest.raises(StoreError, match="no longer reachable"):
+            dataset[5]
+    with pytest.raises(Changed, match="had other bytes"):
+        dataset[5]
+
+
+def raise_store_error(number: int) -> None:
+    raise StoreError("the remote is no longer reachable")
 
 
 def test_with_a_checksum_in_the_manifest_wrong_bytes_are_never_returned(late: LateShard) -> None:

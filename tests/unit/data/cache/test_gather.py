@@ -52,6 +52,65 @@ def test_a_row_outside_is_refused_and_nothing_is_written(row: int) -> None:
     assert not out.any()
 
 
+@pytest.mark.parametrize("missing", [None, 0, 9])
+def test_rows_are_gathered_only_if_all_of_them_are_set(missing: int | None) -> None:
+    source = np.random.default_rng(0).integers(0, 256, (10, 30), np.uint8)
+    flags, rows, out = np.ones(10, np.uint8), np.array([9, 3, 0, 3]), np.zeros(120, np.uint8)
+    flags[5] = 0  # of a row that is not asked for
+    if missing is not None:
+        flags[missing] = 2  # being written
+    assert _kernels.gather_set_rows(flags, source.reshape(-1), 30, rows, out) is (missing is None)
+    np.testing.assert_array_equal(out.reshape(4, 30), source[rows] if missing is None else np.zeros((4, 30)))
+    with pytest.raises(IndexError, match="outside"):
+        _kernels.gather_set_rows(flags[:9], source.reshape(-1), 30, rows, out)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 40), st.data())
+def test_samples_of_one_length_are_read_from_their_shards(counts: list[int], length: int, data: st.DataObject) -> None:
+    starts, total = np.cumsum([0, *counts]), sum(counts)
+    content = np.random.default_rng(total).integers(0, 256, (total, length), np.uint8)
+    files, offsets = [], np.zeros(total, np.int64)
+    for first, count in zip(starts.tolist(), counts, strict=False):
+        files.append(os.memfd_create("shard"))
+        for at in reversed(range(count)):  # not in the order of their numbers
+            offsets[first + at] = 7 + (count - 1 - at) * (length + 3)
+            os.pwrite(files[-1], content[first + at].tobytes() + b"end", int(offsets[first + at]))
+    try:
+        chosen = np.array(
+            data.draw(st.lists(st.integers(0, total - 1), max_size=8) if total else st.just([])), np.int64
+        )
+        lengths, opened = np.full(total, length), np.array(files, np.int32)
+        out = np.zeros(chosen.size * length, np.uint8)
+        assert _kernels.gather_samples(starts, opened, offsets, lengths, chosen, length, out)
+        np.testing.assert_array_equal(out.reshape(chosen.size, length), content[chosen])
+        if chosen.size:
+            closed = opened.copy()
+            closed[np.searchsorted(starts, chosen[-1], "right") - 1] = -1
+            assert not _kernels.gather_samples(starts, closed, offsets, lengths, chosen, length, out)
+            lengths[chosen[-1]] += 1
+            assert not _kernels.gather_samples(starts, opened, offsets, lengths, chosen, length, out)
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def test_samples_that_cannot_be_read_or_do_not_exist_are_reported() -> None:
+    starts, lengths, out = np.array([0, 2]), np.array([10, 10]), np.zeros(10, np.uint8)
+    with open(os.memfd_create("shard"), "wb") as shard:
+        os.pwrite(shard.fileno(), bytes(15), 0)
+        arguments = (starts, np.array([shard.fileno()], np.int32), np.array([0, 10]), lengths)
+        assert _kernels.gather_samples(*arguments, np.array([0]), 10, out)
+        assert not _kernels.gather_samples(*arguments, np.array([1]), 10, out)  # the file ends in it
+        for sample in (-1, 2):
+            with pytest.raises(IndexError, match="outside"):
+                _kernels.gather_samples(*arguments, np.array([sample]), 10, out)
+        with pytest.raises(ValueError, match="not the total size"):
+            _kernels.gather_samples(*arguments, np.array([0, 0]), 10, out)
+        with pytest.raises(ValueError, match="one more element"):
+            _kernels.gather_samples(starts[:1], *arguments[1:], np.array([0]), 10, out)
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 200), st.lists(st.integers(0, 39), unique=True, max_size=30))
 def test_rows_written_to_a_file_lie_where_they_belong_and_nothing_else_changes(length: int, chosen: list[int]) -> None:

@@ -16,8 +16,9 @@ from remotes import Remote, write_files, write_tars
 
 from topkube.data import ArrayOf
 from topkube.data.base.file_lock import FileLock
-from topkube.data.cache import dataset_folder
+from topkube.data.cache import dataset_folder, node_state
 from topkube.data.cache.disk_tier import DiskLimits, DiskTier
+from topkube.data.cache.node_state import NodeState
 from topkube.errors import CacheError, StoreError
 
 RECORD = ArrayOf("uint8", (3072,))
@@ -69,6 +70,37 @@ def test_a_fork_while_a_lock_is_released_keeps_its_descriptors(tmp_path: Path, m
     monkeypatch.setattr(os, "close", close_then_fork)
     lock.release()
     assert endings == [0]
+
+
+def test_processes_that_were_killed_while_they_filled_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise readers of another job wait for them before each missing shard."""
+    monkeypatch.setattr(node_state, "_LOOK_SECONDS", 0.0)
+    state = NodeState(tmp_path / "memory", "0", 4)
+    ready, tell = os.pipe()
+
+    def fill() -> None:
+        NodeState(tmp_path / "memory", "0", 4).count_fillers(+1)
+        os.write(tell, b"x")
+        signal.pause()
+
+    filling = [fork(fill), fork(fill)]
+    assert os.read(ready, 1) + os.read(ready, 1) == b"xx"
+    assert state.fillers == 2
+    os.kill(filling[0], signal.SIGKILL)
+    assert wait_for_end(filling[0]) == -signal.SIGKILL
+    assert state.fillers, "another process still fills the tier"
+    os.kill(filling[1], signal.SIGKILL)
+    assert wait_for_end(filling[1]) == -signal.SIGKILL
+    assert state.fillers == 0
+    state.count_fillers(+1)
+    assert state.fillers == 1
+    state.count_fillers(-1)
+    assert state.fillers == 0
+    state.close()
+    assert not list((tmp_path / "memory").iterdir())
+    os.close(ready), os.close(tell)
 
 
 def test_temporaries_of_living_writers_are_left_alone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
@@ -10,6 +11,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from openers import Opener
 from remotes import add
 
+from topkube import _kernels
 from topkube.data.cache.stored_index import pack_index, read_index
 from topkube.data.formats import tar
 from topkube.data.formats.sample_index import SampleIndex
@@ -191,6 +194,10 @@ ALIKE = {
     "a folder": members(100, lambda number, member: setattr(member, "type", b"5") if number == 50 else None),
     "a name in UTF-8": members(100, rename(50, "\u00e4\u00f6.bin"), tarfile.GNU_FORMAT),
     "a dot": members(100, rename(50, "./x.bin")),
+    "many sizes": members(100, lambda number, member: setattr(member, "size", number * 97 % 2000)),
+    "large members": members(100, lambda number, member: setattr(member, "size", 9000 + number)),
+    "folders in prefixes": members(100, lambda number, member: setattr(member, "name", f"{'d' * 90}/{number}/x.bin")),
+    "a hidden file": members(100, rename(50, ".x.bin")),
     "other owners": members(100, lambda number, member: setattr(member, "uid", number)),
 }
 
@@ -198,7 +205,10 @@ ALIKE = {
 @pytest.mark.parametrize("name", ALIKE)
 def test_members_that_are_alike_are_read_as_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     together = pack_index(index_tar(ALIKE[name]))
-    monkeypatch.setattr(tar, "_RUN_BYTES", 0)
+    monkeypatch.setattr(tar, "_FIRST_SCAN", 3)
+    monkeypatch.setattr(tar, "_SCANNED_AT_ONCE", 7)
+    assert pack_index(index_tar(ALIKE[name])) == together
+    monkeypatch.setattr(tar, "_SCANS", False)
     assert pack_index(index_tar(ALIKE[name])) == together
 
 
@@ -208,6 +218,36 @@ def test_a_damaged_header_among_members_that_are_alike_is_found(place: int) -> N
     data[50 * 3 * BLOCK + place] ^= 1
     with pytest.raises(DatasetError, match=f"no header at byte {50 * 3 * BLOCK}"):
         index_tar(bytes(data))
+
+
+@pytest.mark.parametrize("stop", [50 * 3 * BLOCK + 100, 50 * 3 * BLOCK + BLOCK + 100])
+def test_an_archive_that_ends_among_members_that_are_alike_is_refused(stop: int) -> None:
+    with pytest.raises(DatasetError, match=r"no header at byte|ends at byte|is truncated"):
+        index_tar(ALIKE["equal"][:stop])
+
+
+@settings(max_examples=100)
+@given(st.integers(0, BLOCK - 1), st.integers(0, 255))
+def test_any_changed_byte_of_a_header_is_found(place: int, value: int) -> None:
+    """The scan of many headers accepts no header that the parser of single headers refuses."""
+    data = bytearray(ALIKE["equal"])
+    at = 50 * 3 * BLOCK + place
+    if data[at] != value:
+        data[at] = value
+        if 148 <= place < 156:  # the checksum itself has several valid forms
+            with contextlib.suppress(DatasetError):
+                assert pack_index(index_tar(bytes(data))) == pack_index(index_tar(ALIKE["equal"]))
+        else:
+            with pytest.raises(DatasetError, match=f"no header at byte {50 * 3 * BLOCK}"):
+                index_tar(bytes(data))
+
+
+def test_arrays_that_are_too_small_are_refused() -> None:
+    arrays = [np.empty(BLOCK, np.uint8), np.empty(2, np.int64), np.empty(202, np.uint8)]
+    assert _kernels.scan_tar(-1, 0, 0, *arrays) == (0, 0)
+    for at, shorter in ((0, arrays[0][1:]), (2, arrays[2][1:])):
+        with pytest.raises(ValueError, match="must have"):
+            _kernels.scan_tar(-1, 0, 0, *[shorter if number == at else array for number, array in enumerate(arrays)])
 
 
 @pytest.mark.parametrize("name", ["/etc/x.bin", "a/../../x.bin", "a\\x.bin"])

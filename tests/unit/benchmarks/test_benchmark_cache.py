@@ -1,0 +1,32 @@
+"""benchmarks/cache.py in several runs: each resumes where the one before ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cache
+
+
+def row(measurement: cache.Measurement) -> dict[str, Any]:
+    return {"problem": measurement.problem.name, "contender": measurement.entry.label, "link": measurement.rate}
+
+
+def test_a_resumed_run_measures_only_what_the_file_lacks_and_keeps_the_order_of_the_tables() -> None:
+    whole = cache.plan(list(cache.PROBLEMS), [])
+    slow = [m for m in whole if m.rate == cache.SLOW_LINK]
+    assert slow
+    assert all(m.problem.name != "files-3k" and m.entry is not cache.OURS_DISK for m in slow)
+
+    stored: dict[str, Any] = {}
+    for measurement in reversed(whole):
+        assert not measurement.is_stored(stored)
+        stored = cache.add_rows(stored, measurement.problem, [row(measurement)], [])
+        assert measurement.is_stored(stored)
+    assert stored["first"] == [row(measurement) for measurement in whole]
+    assert list(stored["problems"]) == [problem.name for problem in cache.PROBLEMS]
+
+
+def test_nothing_is_measured_if_the_time_is_too_short() -> None:
+    """A bench that is not there would raise."""
+    waiting = cache.plan(list(cache.PROBLEMS), ["TopKube"])
+    assert cache.measure_all(None, waiting, {"first": []}, 0.0, print) == {"first": []}  # type: ignore[arg-type]
