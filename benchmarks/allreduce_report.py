@@ -117,9 +117,10 @@ def headline(rows: list[Row]) -> str:
         f"![All-reduce over 1 Gbit/s](images/allreduce.png)\n\n"
         f"Between 2 nodes × 2 ranks over 1 Gbit/s, summing {WHOLE:,} float32 (ResNet-50's parameters) takes the best "
         f"dense peer ({best['contender']}) {number(best['ms'])} ms. `hitopk` at a density of 1% takes "
-        f"{number(sparse['ms'])} ms: {sparse['against_dense']:.1f}× faster than that, {sparse['against_topk']:.1f}× "
-        f"faster than torch.topk and an all-gather, {sparse['of_bound']:.0f}% of its bound. Dense `hierarchical` "
-        f"takes {number(dense['ms'])} ms, {dense['of_bound']:.0f}% of its bound."
+        f"{number(sparse['ms'])} ms: {sparse['against_dense']:.1f}× faster than that peer, "
+        f"{sparse['against_topk']:.1f}× faster than torch.topk and an all-gather, "
+        f"{sparse['of_bound']:.0f}% of its bound. "
+        f"Dense `hierarchical` takes {number(dense['ms'])} ms, {dense['of_bound']:.0f}% of its bound."
     )
     node = find_contender(select_rows(rows, "node", None, WHOLE), "TopKube hierarchical")
     if node:

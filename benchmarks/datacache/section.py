@@ -23,7 +23,7 @@ def describe(problem: dict[str, Any]) -> str:
 def _bold(row: Row) -> str:
     if row["contender"].startswith("TopKube"):
         return f"**{row['contender']}**"
-    return str(row["contender"]) + (f" (gave {row['repeated']:,} samples twice)" if row.get("repeated") else "")
+    return str(row["contender"]) + (f" (returned {row['repeated']:,} samples twice)" if row.get("repeated") else "")
 
 
 def filled(stored: dict[str, Any]) -> dict[str, str]:
