@@ -341,7 +341,7 @@ from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.watchers import CHILDREN, Watchers
 watchers = Watchers(Cluster(sys.argv[1]), WatchCache(), (), CHILDREN, lambda keys: None)
 watchers.start()
-while not watchers.synced():
+while not watchers.is_synced():
     time.sleep(0.05)
 print("synced", flush=True)
 sys.stdin.read()

@@ -22,7 +22,7 @@ _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the operator until a signal stops it. Return the exit status."""
-    parser = _parser()
+    parser = build_parser()
     options = parser.parse_args(arguments)
     scrape = read_scrape_options(parser, options)
     logging.basicConfig(
@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all options."""
     parser = argparse.ArgumentParser(prog="topkube-operator", description="Turns TrainingJobs into pods.")
     add, default = parser.add_argument, Policy()
     add("--namespace", action="append", default=[], help="reconcile jobs of this namespace only; repeat for more")
@@ -86,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add_scrape_options(parser)
     add(
         "--metrics-from",
-        type=_peers,
+        type=_parse_peers,
         default=[PROMETHEUS],
         metavar="JSON",
         help="who may scrape workers, as a list of NetworkPolicy peers (default: pods with the label "
@@ -164,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
 _PEER_FIELDS = {"namespaceSelector", "podSelector", "ipBlock"}
 
 
-def _peers(text: str) -> list[dict[str, Any]]:
+def _parse_peers(text: str) -> list[dict[str, Any]]:
     """Return a list of NetworkPolicy peers from JSON."""
     try:
         peers = json.loads(text)

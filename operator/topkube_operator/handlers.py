@@ -38,14 +38,14 @@ def run(operator: Operator, hook: WebhookOptions) -> None:
     identity: Any = operator.identity  # kopf would look up the user's name, which an arbitrary UID does not have
     kopf.run(
         identity=identity,
-        registry=registry(operator, hook),
+        registry=build_registry(operator, hook),
         standalone=True,
         clusterwide=not operator.options.namespaces,
         namespaces=list(operator.options.namespaces),
     )
 
 
-def registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorRegistry:
+def build_registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorRegistry:
     """Return all handlers."""
     handlers = kopf.OperatorRegistry()
     stack = contextlib.AsyncExitStack()
@@ -102,7 +102,7 @@ def registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorRegistry:
         await stack.aclose()
 
     @kopf.on.event(GROUP, VERSION, "trainingjobs", registry=handlers)
-    def seen(event: Any, **_: Any) -> None:
+    def receive_event(event: Any, **_: Any) -> None:
         operator.receive_job(str(event["type"]), dict(event["object"]))
 
     return handlers

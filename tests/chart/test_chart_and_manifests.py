@@ -9,8 +9,8 @@ import yaml
 from test_chart import find_only, render, select_kind
 
 from monitoring.generated import ROOT
-from topkube_operator.__main__ import _parser
-from topkube_operator.node_cache.__main__ import parser as agent_parser
+from topkube_operator.__main__ import build_parser
+from topkube_operator.node_cache.__main__ import build_parser as build_agent_parser
 
 
 def manifests(name: str) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def test_the_operators_pods_are_the_same_but_for_labels_and_arguments_that_are_d
         pod = find_only("Deployment", objects)["spec"]["template"]["spec"]
         pod.pop("affinity")
         (container,) = pod["containers"]
-        pods.append((pod, vars(_parser().parse_args(container.pop("args")))))
+        pods.append((pod, vars(build_parser().parse_args(container.pop("args")))))
     assert pods[0] == pods[1]
     assert (
         find_only("Deployment", manifests("operator"))["spec"]["replicas"]
@@ -94,7 +94,7 @@ def test_the_node_cache_is_off_until_it_is_turned_on_and_then_the_same() -> None
     pods = []
     for objects in (plain, chart):
         pod = find_only("DaemonSet", objects)["spec"]["template"]["spec"]
-        pods.append((pod, vars(agent_parser().parse_args(pod["containers"][0].pop("args")))))
+        pods.append((pod, vars(build_agent_parser().parse_args(pod["containers"][0].pop("args")))))
     assert pods[0] == pods[1]
     assert (
         find_only("DaemonSet", chart)["metadata"]["namespace"] == find_only("DaemonSet", plain)["metadata"]["namespace"]
@@ -124,7 +124,7 @@ def test_the_chart_knows_every_option_that_it_sets() -> None:
         "webhook": {"certManager": {"enabled": True}},
     }
     (container,) = find_only("Deployment", render(given))["spec"]["template"]["spec"]["containers"]
-    options = vars(_parser().parse_args(container["args"]))
+    options = vars(build_parser().parse_args(container["args"]))
     assert options["namespace"] == ["a"]
     assert options["stall_seconds"] == 5
     assert options["gang_scheduler"] == "g"

@@ -19,7 +19,7 @@ JOB = {
 }
 
 
-def until(look, what):
+def wait_until(look, what):
     """Return the first true result of `look`. Try for a minute, because an installation takes some time."""
     end, last = time.monotonic() + 60, None
     while time.monotonic() < end:
@@ -32,7 +32,7 @@ def until(look, what):
     raise SystemExit(f"{what}. Last error: {last}")
 
 
-def leads():
+def is_leading():
     """Return True if the replica that answers leads, or if it is ready and protects its metrics. Replicas answer in
     turn."""
     path = os.environ.get("METRICS_PATH", "/metrics")
@@ -44,7 +44,7 @@ def leads():
     return any(float(line.split()[-1]) for line in lines if line.startswith("topkube_leader"))
 
 
-def refused(job):
+def explain_refusal(job):
     """Return the API server's refusal of the job; empty if it would accept the job."""
     try:
         client.CustomObjectsApi().create_namespaced_custom_object(
@@ -56,19 +56,20 @@ def refused(job):
 
 
 config.load_incluster_config()
-until(leads, "no replica leads within a minute. Next: read the operator's log")
+wait_until(is_leading, "no replica leads within a minute. Next: read the operator's log")
 print("a replica leads")
-if reason := refused(JOB):
-    raise SystemExit(f"a good job is refused: {reason}")
-print("a good job is taken")
-mistakes = {
-    "workers": {"workers": 0}
-}  # the definition itself refuses this mistake; only the webhook refuses mistakes in the template
+if reason := explain_refusal(JOB):
+    raise SystemExit(f"a valid job is refused: {reason}")
+print("a valid job is accepted")
+# The definition itself refuses this mistake. Only the webhook refuses mistakes in the template.
+mistakes = {"workers": {"workers": 0}}
 if os.environ["WEBHOOK"] == "true":
     mistakes["command"] = {"template": {"spec": {"containers": [{"name": "worker", "image": "none"}]}}}
 for field, change in mistakes.items():
     bad = {**JOB, "spec": {**JOB["spec"], **change}}
-    reason = until(lambda bad=bad: refused(bad), f"a job with {change} is taken. Next: read the operator's log")
+    reason = wait_until(
+        lambda bad=bad: explain_refusal(bad), f"a job with {change} is accepted. Next: read the operator's log"
+    )
     if field not in reason:
         raise SystemExit(f"a job with {change} is refused, but not for that: {reason}")
-    print("a bad job is refused:", reason)
+    print("an invalid job is refused:", reason)

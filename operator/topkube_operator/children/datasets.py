@@ -50,19 +50,19 @@ def build_cache_settings(job: TrainingJob, policy: Policy) -> dict[str, Any]:
     if dataset is None:
         return {}
     settings: dict[str, Any] = {
-        "cache_directory": _cache_directory(dataset),
-        "dataset_view": f"{ROOT}/{_view_path(dataset)}",
+        "cache_directory": _choose_cache_directory(dataset),
+        "dataset_view": f"{ROOT}/{_choose_view_path(dataset)}",
     }
     if dataset.cache.medium == "Node" or (dataset.cache.medium == "Ephemeral" and not dataset.cache.size_limit):
         settings["cache_free_percent"] = policy.cache_free_percent
     return settings
 
 
-def _cache_directory(dataset: Dataset) -> str:
+def _choose_cache_directory(dataset: Dataset) -> str:
     return ROOT if dataset.cache.medium == "Node" else f"{ROOT}/cache"
 
 
-def _view_path(dataset: Dataset) -> str:
+def _choose_view_path(dataset: Dataset) -> str:
     """Return the path of the view in the volume. In a node cache, it is inside the dataset's folder, so that both are
     removed together."""
     return f"datasets/{dataset_id(dataset.uri)}/view" if dataset.cache.medium == "Node" else "view"
@@ -85,7 +85,12 @@ def add_dataset(pod: dict[str, Any], container: dict[str, Any], job: TrainingJob
         ensure_list(pod, "volumes", _POD).append({"name": VOLUME, **_build_volume(dataset)})
         mounts.append({"name": VOLUME, "mountPath": ROOT})
         if dataset.mount_path not in taken:
-            view = {"name": VOLUME, "mountPath": dataset.mount_path, "subPath": _view_path(dataset), "readOnly": True}
+            view = {
+                "name": VOLUME,
+                "mountPath": dataset.mount_path,
+                "subPath": _choose_view_path(dataset),
+                "readOnly": True,
+            }
             mounts.append(view)
     entries = ensure_list(container, "env", _CONTAINER)
     named = {entry.get("name") for entry in entries if isinstance(entry, dict)}

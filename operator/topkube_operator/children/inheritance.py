@@ -33,7 +33,7 @@ _GUARANTEED_CPU, _LIMIT_CPU = "500m", "2"
 _LIMIT_MIB, _LIMIT_MIB_PER_WORKER = 512, 1
 
 
-def inherit(launcher: dict[str, Any], workers: Mapping[str, Any]) -> None:
+def inherit_fields(launcher: dict[str, Any], workers: Mapping[str, Any]) -> None:
     """Add to the template of a launcher what it lacks and the workers' template has. Neither contains nulls."""
     spec = ensure_mapping(launcher, "spec", "spec.launcher.template")
     source: Any = workers.get("spec") or {}
@@ -57,17 +57,17 @@ def _find_spreading_keys(spec: Mapping[str, Any]) -> Iterator[str]:
     a worker and would take a node or a domain from the workers."""
     affinity = spec.get("affinity")
     apart = affinity.get("podAntiAffinity") if isinstance(affinity, dict) else None
-    rules = [rule for entries in apart.values() for rule in _entries(entries)] if isinstance(apart, dict) else []
-    for rule in [*rules, *_entries(spec.get("topologySpreadConstraints"))]:
+    rules = [rule for entries in apart.values() for rule in _list_mappings(entries)] if isinstance(apart, dict) else []
+    for rule in [*rules, *_list_mappings(spec.get("topologySpreadConstraints"))]:
         term = rule.get("podAffinityTerm", rule)
         selector = term.get("labelSelector") if isinstance(term, dict) else None
         if isinstance(selector, dict):
             matched = selector.get("matchLabels")
             yield from matched if isinstance(matched, dict) else ()
-            yield from (str(entry.get("key")) for entry in _entries(selector.get("matchExpressions")))
+            yield from (str(entry.get("key")) for entry in _list_mappings(selector.get("matchExpressions")))
 
 
-def _entries(value: Any) -> list[dict[str, Any]]:
+def _list_mappings(value: Any) -> list[dict[str, Any]]:
     return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
 
 
@@ -101,7 +101,7 @@ def requests_gpus(container: Mapping[str, Any]) -> bool:
 def is_guaranteed(template: Mapping[str, Any]) -> bool:
     """Return True if Kubernetes would put a pod of this template into the QoS class Guaranteed."""
     spec: Any = without_nulls(template).get("spec") or {}
-    containers = [*_entries(spec.get("containers")), *_entries(spec.get("initContainers"))]
+    containers = [*_list_mappings(spec.get("containers")), *_list_mappings(spec.get("initContainers"))]
     return bool(containers) and all(_is_guaranteed(container) for container in containers)
 
 

@@ -33,7 +33,7 @@ def build_service(job: TrainingJob, uid: str, attempt: int, address: str = "") -
     spec: dict[str, Any] = {
         "type": "ClusterIP",
         "publishNotReadyAddresses": True,  # the launcher becomes ready only after all workers have called it
-        "selector": _launcher_labels(job, uid, attempt),
+        "selector": _build_launcher_labels(job, uid, attempt),
         "ports": [
             {
                 "name": "launcher",
@@ -64,12 +64,12 @@ def build_network_policies(job: TrainingJob, uid: str, policy: Policy) -> list[d
         (
             names.child_name(job.name, names.WORKER),
             workers,
-            [{"from": [peers]}, {"from": scrapers, "ports": _tcp(contract.METRICS_PORT)}],
+            [{"from": [peers]}, {"from": scrapers, "ports": _build_tcp_ports(contract.METRICS_PORT)}],
         ),
         (
             names.child_name(job.name, names.LAUNCHER),
             launcher,
-            [{"from": [peers, operator], "ports": _tcp(contract.LAUNCHER_PORT)}],
+            [{"from": [peers, operator], "ports": _build_tcp_ports(contract.LAUNCHER_PORT)}],
         ),
     ]
     return [
@@ -79,7 +79,7 @@ def build_network_policies(job: TrainingJob, uid: str, policy: Policy) -> list[d
     ]
 
 
-def _tcp(port: int) -> list[dict[str, Any]]:
+def _build_tcp_ports(port: int) -> list[dict[str, Any]]:
     return [{"port": port, "protocol": "TCP"}]
 
 
@@ -97,7 +97,7 @@ def add_owner(manifest: dict[str, Any], job: TrainingJob, uid: str) -> dict[str,
     return {**manifest, "metadata": metadata}
 
 
-def _launcher_labels(job: TrainingJob, uid: str, attempt: int) -> dict[str, str]:
+def _build_launcher_labels(job: TrainingJob, uid: str, attempt: int) -> dict[str, str]:
     role = {names.ROLE: names.LAUNCHER}
     if job.spec.launcher.colocate:
         role = {names.ROLE: names.WORKER, names.WORKER_INDEX: "0"}

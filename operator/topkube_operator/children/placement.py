@@ -81,7 +81,7 @@ def spread_over_nodes(pod: dict[str, Any], job: TrainingJob, uid: str) -> None:
     where = "spec.template.spec"
     apart = ensure_mapping(ensure_mapping(pod, "affinity", where), "podAntiAffinity", f"{where}.affinity")
     rules = ensure_list(apart, "requiredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAntiAffinity")
-    rules.append({"labelSelector": {"matchLabels": _worker_labels(job, uid)}, "topologyKey": HOSTNAME})
+    rules.append({"labelSelector": {"matchLabels": _build_worker_labels(job, uid)}, "topologyKey": HOSTNAME})
 
 
 def place_together(pod: dict[str, Any], job: TrainingJob, uid: str) -> None:
@@ -91,7 +91,10 @@ def place_together(pod: dict[str, Any], job: TrainingJob, uid: str) -> None:
         return
     where = "spec.template.spec"
     near = ensure_mapping(ensure_mapping(pod, "affinity", where), "podAffinity", f"{where}.affinity")
-    term: dict[str, Any] = {"labelSelector": {"matchLabels": _worker_labels(job, uid)}, "topologyKey": topology.key}
+    term: dict[str, Any] = {
+        "labelSelector": {"matchLabels": _build_worker_labels(job, uid)},
+        "topologyKey": topology.key,
+    }
     if topology.mode == "Required":
         ensure_list(near, "requiredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAffinity").append(
             term
@@ -101,7 +104,7 @@ def place_together(pod: dict[str, Any], job: TrainingJob, uid: str) -> None:
     rules.append({"weight": 100, "podAffinityTerm": term})
 
 
-def _worker_labels(job: TrainingJob, uid: str) -> dict[str, str]:
+def _build_worker_labels(job: TrainingJob, uid: str) -> dict[str, str]:
     """Return the labels of this job's workers. Workers of an earlier job of the same name neither repel nor attract."""
     return {names.JOB_NAME: names.job_label(job.name), names.JOB_UID: uid, names.ROLE: names.WORKER}
 

@@ -24,7 +24,8 @@ CHECKPOINTS = "/checkpoint"
 HOME = "/home/topkube"
 _USER = 1000
 _GRACE_SECONDS = 30
-_LAST_WORDS_SECONDS = 5
+_SECONDS_AFTER_RANKS = 5
+"""The part of a worker's grace period that remains when its ranks have ended: `topkube worker` sends their results."""
 _DOMAINS_SECONDS = 15.0
 """How long a launcher waits for the zones, racks or blocks of its workers."""
 _SHM_MIB, _SHM_MIB_PER_RANK = 1024, 256
@@ -131,7 +132,7 @@ def build_launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[t
     spec = ensure_mapping(template, "spec", _OF_LAUNCHER)
     if "serviceAccountName" not in spec:
         spec.setdefault("automountServiceAccountToken", False)
-    inheritance.inherit(template, without_nulls(job.spec.template))
+    inheritance.inherit_fields(template, without_nulls(job.spec.template))
     spec.setdefault(
         "terminationGracePeriodSeconds", _choose_grace(job)
     )  # the launcher waits while ranks save their state
@@ -175,7 +176,7 @@ def _choose_grace(job: TrainingJob) -> int:
 
 def _compute_ranks_grace(job: TrainingJob) -> float:
     """Return the part of the grace period in which ranks can save their state."""
-    return max(0.0, float(_choose_grace(job)) - _LAST_WORDS_SECONDS)
+    return max(0.0, float(_choose_grace(job)) - _SECONDS_AFTER_RANKS)
 
 
 def _checks_address(job: TrainingJob, policy: Policy) -> bool:

@@ -99,7 +99,7 @@ def _build_pod_set(pod_set: pod_sets.PodSet) -> dict[str, Any]:
 
 def find_condition(workload: Child, kind: str) -> Mapping[str, Any]:
     """Return a condition of a Workload; empty if it does not have the condition."""
-    for entry in _entries(_read_status(workload).get("conditions")):
+    for entry in _list_mappings(_read_status(workload).get("conditions")):
         if entry.get("type") == kind:
             return entry
     return {}
@@ -135,7 +135,7 @@ def apply_admission(pod: dict[str, Any], name: str, workload: Child, objects: Ma
             if isinstance(values, Mapping) and values:
                 ensure_mapping(target, field, "the pod").update(values)
         tolerations = ensure_list(spec, "tolerations", "the pod's spec")
-        tolerations += [entry for entry in _entries(update.get("tolerations")) if entry not in tolerations]
+        tolerations += [entry for entry in _list_mappings(update.get("tolerations")) if entry not in tolerations]
 
 
 def _find_updates(workload: Child, name: str, objects: Mapping[tuple[str, str], Any]) -> Iterator[Mapping[str, Any]]:
@@ -143,13 +143,13 @@ def _find_updates(workload: Child, name: str, objects: Mapping[tuple[str, str], 
     for flavor in dict.fromkeys((assignment.get("flavors") or {}).values()):
         spec = (objects.get((FLAVOR, str(flavor))) or {}).get("spec") or {}
         yield {"nodeSelector": spec.get("nodeLabels"), "tolerations": spec.get("tolerations")}
-    for check in _entries(_read_status(workload).get("admissionChecks")):
-        yield from (entry for entry in _entries(check.get("podSetUpdates")) if entry.get("name") == name)
+    for check in _list_mappings(_read_status(workload).get("admissionChecks")):
+        yield from (entry for entry in _list_mappings(check.get("podSetUpdates")) if entry.get("name") == name)
 
 
 def _read_assignments(workload: Child) -> list[Mapping[str, Any]]:
     admission = _read_status(workload).get("admission")
-    return _entries(admission.get("podSetAssignments")) if isinstance(admission, Mapping) else []
+    return _list_mappings(admission.get("podSetAssignments")) if isinstance(admission, Mapping) else []
 
 
 def _read_status(workload: Child) -> Mapping[str, Any]:
@@ -157,5 +157,5 @@ def _read_status(workload: Child) -> Mapping[str, Any]:
     return status if isinstance(status, Mapping) else {}
 
 
-def _entries(value: Any) -> list[Mapping[str, Any]]:
+def _list_mappings(value: Any) -> list[Mapping[str, Any]]:
     return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []

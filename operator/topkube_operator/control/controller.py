@@ -72,9 +72,9 @@ class Controller:
 
     def receive_report(self, key: Key, uid: str, report: LauncherReport) -> None:
         """Store a launcher's report. Wake its job if the report differs from the last one."""
-        memory = self._memory(key, uid)
+        memory = self._find_memory(key, uid)
         before, memory.report = memory.report, report
-        if before is None or _without_time(before) != _without_time(report):
+        if before is None or _drop_time(before) != _drop_time(report):
             self._queue.add(key)
 
     def wake(self, keys: Iterable[Key]) -> None:
@@ -89,7 +89,7 @@ class Controller:
         for job in self._cache.jobs():
             self._queue.add((job["metadata"]["namespace"], job["metadata"]["name"]))
 
-    def _memory(self, key: Key, uid: str) -> JobMemory:
+    def _find_memory(self, key: Key, uid: str) -> JobMemory:
         with self._lock:
             before = self._uids.get(key)
             if before is not None and before != uid:
@@ -136,7 +136,7 @@ class Controller:
     def _back_off(self, key: Key) -> float:
         """Count a failure of the job. Return the seconds until the next try."""
         job = self._cache.job(key)
-        return 1.0 if job is None else self._memory(key, job["metadata"]["uid"]).back_off()
+        return 1.0 if job is None else self._find_memory(key, job["metadata"]["uid"]).back_off()
 
     def reconcile(self, key: Key) -> bool:
         """Bring one job to its wanted state. Return True if anything was written."""
@@ -156,7 +156,7 @@ class Controller:
             if not self._acting():
                 self._postpone(key)
                 return has_written
-            memory = self._memory(key, job["metadata"]["uid"])
+            memory = self._find_memory(key, job["metadata"]["uid"])
             observed = self._observe(key, job, memory)
             plan = planner.plan(job, observed, datetime.now(UTC))
             if plan.logs:
@@ -183,7 +183,7 @@ class Controller:
         troubles = {**memory.troubles, **memory.contests.list_troubles()}
         owner = Owner.of(job)
         observed = self._cache.observe(owner, self._policy(job), memory.report, troubles, memory.logs, job, paused)
-        return replace(observed, objects=memory.known_objects(now))
+        return replace(observed, objects=memory.list_known_objects(now))
 
     def _remove_stuck_pods(self, key: Key) -> None:
         """Remove pods that are being deleted and in which nothing runs.
@@ -231,7 +231,7 @@ class Controller:
             return ""
 
 
-def _without_time(report: LauncherReport) -> tuple[Any, ...]:
+def _drop_time(report: LauncherReport) -> tuple[Any, ...]:
     return report.attempt, report.state, report.joined, report.missing, report.progress, report.cache
 
 

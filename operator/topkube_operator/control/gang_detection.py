@@ -30,7 +30,7 @@ _PAUSE = 2.0
 """Minimum seconds between two checks."""
 
 
-def known_gang(cluster: Cluster) -> Gang | None:
+def detect_gang(cluster: Cluster) -> Gang | None:
     """Return the PodGroup that the cluster serves, and register its kind with `cluster`; None if there is none."""
     for gang, (group, version) in _GANGS.items():
         if cluster.serves(group, version, "podgroups"):
@@ -39,7 +39,7 @@ def known_gang(cluster: Cluster) -> Gang | None:
     return None
 
 
-def known_workloads(cluster: Cluster) -> str:
+def detect_workloads(cluster: Cluster) -> str:
     """Return the API version of the Workloads that the cluster serves, and register Kueue's kinds with `cluster`; empty
     if it serves none."""
     for version in _KUEUE_VERSIONS:
@@ -59,7 +59,7 @@ class GangDetector:
         self._checked = self._checked_workloads = float("-inf")
         self._lock = threading.Lock()
 
-    def policy(self, job: Mapping[str, Any]) -> Policy:
+    def find_policy(self, job: Mapping[str, Any]) -> Policy:
         """Return the policy for `job`. Checks the cluster first if the job asks for a kind that is not known yet."""
         if self._policy.gang is None and stored_job.asks_for_pod_group(job):
             with self._lock:
@@ -74,7 +74,7 @@ class GangDetector:
             return
         self._checked = time.monotonic()
         try:
-            gang = known_gang(self._cluster)
+            gang = detect_gang(self._cluster)
             if gang is not None:
                 self._on_detection("PodGroup")
                 self._policy = replace(self._policy, gang=gang)
@@ -87,7 +87,7 @@ class GangDetector:
             return
         self._checked_workloads = time.monotonic()
         try:
-            version = known_workloads(self._cluster)
+            version = detect_workloads(self._cluster)
             if version:
                 self._on_detection("Workload")
                 self._policy = replace(self._policy, workloads=version)

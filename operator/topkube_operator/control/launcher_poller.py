@@ -69,14 +69,14 @@ class LauncherPoller:
         self._limit = asyncio.Semaphore(_AT_ONCE)
 
     async def run(self) -> None:
-        async with client() as session:
+        async with open_session() as session:
             tasks: set[asyncio.Task[None]] = set()
             while True:
                 if self._acting():
                     for key, uid, launcher, domains in self._find_launchers():
                         target = self._targets.get(launcher.uid)
                         if target is None:
-                            target = self._targets[launcher.uid] = _Target(_pinned_context(self._policy.seed, uid))
+                            target = self._targets[launcher.uid] = _Target(_build_tls_context(self._policy.seed, uid))
                         target.domains = domains
                         if not target.busy and time.monotonic() >= target.next:
                             target.busy = True
@@ -100,10 +100,10 @@ class LauncherPoller:
             if not stored_job.is_managed(job):
                 continue
             observed = self._cache.observe(Owner.of(job), self._policy, None, {}, {})
-            launcher = _running_launcher(observed, status.get("attempt"))
+            launcher = _find_running_launcher(observed, status.get("attempt"))
             if launcher is not None:
-                topology = stored_job.topology_key(job)
-                domains = find_domains(observed, launcher, topology, self._cache.node_label) if topology else ""
+                topology = stored_job.read_topology_key(job)
+                domains = find_domains(observed, launcher, topology, self._cache.find_node_label) if topology else ""
                 launchers.append(((metadata["namespace"], metadata["name"]), metadata["uid"], launcher, domains))
         current = {launcher.uid for _, _, launcher, _ in launchers}
         self._targets = {uid: target for uid, target in self._targets.items() if uid in current}
@@ -124,12 +124,12 @@ class LauncherPoller:
             target.misses = 0
             target.next = time.monotonic() + (_RUNNING if status.state == "Running" else _STARTING)
             if status.attempt == launcher.attempt:
-                self._controller.receive_report(key, uid, _report(status))
+                self._controller.receive_report(key, uid, _build_report(status))
         finally:
             target.busy = False
 
 
-def client() -> aiohttp.ClientSession:
+def open_session() -> aiohttp.ClientSession:
     """Return a session without cookies, proxies from the environment and decompression."""
     return aiohttp.ClientSession(
         timeout=_TIMEOUT,
@@ -149,21 +149,21 @@ def check_pod_address(text: str) -> str:
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
-        raise _unreachable(text, "is not an IP address") from None
+        raise _address_error(text, "is not an IP address") from None
     if isinstance(address, ipaddress.IPv6Address):
         if address.scope_id is not None:
-            raise _unreachable(text, "belongs to one network interface only")
+            raise _address_error(text, "belongs to one network interface only")
         address = address.ipv4_mapped or address.sixtofour or address
     is_outside = address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified
     # Reserved IPv6 addresses lead elsewhere (NAT64, mapped addresses). Some clusters use reserved IPv4 addresses for
     # pods.
     is_outside = is_outside or (address.version == 6 and address.is_reserved)
     if is_outside or address in _METADATA or str(address) == "255.255.255.255":
-        raise _unreachable(text, "is not an address that a pod can have")
+        raise _address_error(text, "is not an address that a pod can have")
     return str(address)
 
 
-def _unreachable(text: str, problem: str) -> LaunchError:
+def _address_error(text: str, problem: str) -> LaunchError:
     return LaunchError(
         f"the launcher is not polled: its pod's address {text[:60]!r} {problem}",
         cause="a faulty or hostile kubelet reported the address",
@@ -174,7 +174,7 @@ def _unreachable(text: str, problem: str) -> LaunchError:
 async def read_status(
     session: aiohttp.ClientSession, endpoint: str, token: str, context: ssl.SSLContext, domains: str = ""
 ) -> contract.LauncherStatus:
-    """Return the status of the launcher at `endpoint` (ADDRESS:PORT). `domains` tells it the order of its ranks.
+    """Return the status of the launcher at `endpoint` (ADDRESS:PORT). `domains` orders its ranks.
 
     Raises LaunchError if the answer is anything but one LauncherStatus of at most LARGEST_ANSWER bytes, and
     aiohttp.ClientError, OSError or TimeoutError if the launcher cannot be reached within four seconds.
@@ -184,16 +184,16 @@ async def read_status(
     url = f"https://{endpoint}{contract.STATUS_PATH}"
     async with session.get(url, headers=headers, ssl=context, allow_redirects=False) as answer:
         if answer.status != http.HTTPStatus.OK:
-            raise _unusable(f"the launcher answers with status {answer.status}")
+            raise _answer_error(f"the launcher answers with status {answer.status}")
         text = bytearray()
         async for piece in answer.content.iter_any():
             text += piece
             if len(text) > LARGEST_ANSWER:
-                raise _unusable(f"the launcher's answer has more than {LARGEST_ANSWER:,} bytes")
+                raise _answer_error(f"the launcher's answer has more than {LARGEST_ANSWER:,} bytes")
     return contract.LauncherStatus.read(bytes(text))
 
 
-def _unusable(what: str) -> LaunchError:
+def _answer_error(what: str) -> LaunchError:
     return LaunchError(
         what, cause="another program than TopKube's launcher listens in the pod", next_step="read the launcher's log"
     )
@@ -214,7 +214,7 @@ def find_domains(observed: Observed, launcher: Pod, key: str, label: Callable[[s
     return text if len(text) <= contract.LONGEST_DOMAINS else ""
 
 
-def _running_launcher(observed: Observed, attempt: object) -> Pod | None:
+def _find_running_launcher(observed: Observed, attempt: object) -> Pod | None:
     for pod in observed.pods:
         if pod.attempt == attempt and attempts.is_launcher_pod(pod, pod.attempt):
             container = pod.launcher_container
@@ -223,7 +223,7 @@ def _running_launcher(observed: Observed, attempt: object) -> Pod | None:
     return None
 
 
-def _pinned_context(seed: bytes, uid: str) -> ssl.SSLContext:
+def _build_tls_context(seed: bytes, uid: str) -> ssl.SSLContext:
     """Return a TLS context that trusts the job's own certificate only. The names in the certificate do not matter."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -232,7 +232,7 @@ def _pinned_context(seed: bytes, uid: str) -> ssl.SSLContext:
     return context
 
 
-def _report(status: contract.LauncherStatus) -> LauncherReport:
+def _build_report(status: contract.LauncherStatus) -> LauncherReport:
     data = status.data()
     return LauncherReport(
         attempt=status.attempt,

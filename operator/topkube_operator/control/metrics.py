@@ -165,7 +165,7 @@ class OperatorMetrics:
             waiting, working = self._queue.count_waiting(), self._queue.count_working()
             self._waiting.set(waiting)
             self._working.set(working)
-            self._oldest.set(self._queue.oldest())
+            self._oldest.set(self._queue.find_oldest())
         return generate_latest(self._events) + render_jobs(jobs).encode()
 
     def _gauge(self, metric: Metric) -> Gauge:
@@ -185,7 +185,7 @@ class OperatorMetrics:
         """Start the counters of new namespaces at 0. End the counters of namespaces that have had no job for long."""
         now = time.monotonic()
         for namespace in present - self._namespaces.keys():
-            self._begin(namespace)
+            self._add_namespace(namespace)
         self._namespaces.update(dict.fromkeys(present, now))
         for namespace in [name for name, seen in self._namespaces.items() if now - seen > _FORGET_SECONDS]:
             del self._namespaces[namespace]
@@ -195,7 +195,7 @@ class OperatorMetrics:
                 self._restarts.remove(namespace, reason)
             self._start.remove(namespace)
 
-    def _begin(self, namespace: str) -> None:
+    def _add_namespace(self, namespace: str) -> None:
         for phase in PHASES:
             self._transitions.labels(namespace, phase)
         for reason in REASONS:

@@ -16,7 +16,7 @@ from topkube.errors import TopKubeError
 from topkube_operator.children import credentials
 from topkube_operator.control.controller import Controller
 from topkube_operator.control.event_recorder import EventRecorder
-from topkube_operator.control.gang_detection import GangDetector, known_gang, known_workloads
+from topkube_operator.control.gang_detection import GangDetector, detect_gang, detect_workloads
 from topkube_operator.control.leader_election import LeaderElection
 from topkube_operator.control.metrics import OperatorMetrics
 from topkube_operator.control.plan_executor import ControlContext
@@ -63,7 +63,7 @@ class Operator:
         self.options = options
         self.identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.cache = WatchCache(options.fault_conditions)
-        self.metrics = OperatorMetrics(self._served_jobs, namespace=options.namespace, release=options.release)
+        self.metrics = OperatorMetrics(self._list_served_jobs, namespace=options.namespace, release=options.release)
         self.cluster = Cluster(options.kubeconfig, self.acting, self.metrics.observe_call)
         self.queue = WorkQueue(self.metrics.observe_queued)
         self.metrics.watch_queue(self.queue)
@@ -77,11 +77,11 @@ class Operator:
 
     def acting(self) -> bool:
         """Return True if this replica may write: it leads, and has listed everything."""
-        if self._stopping or self.watchers is None or not self.watchers.synced():
+        if self._stopping or self.watchers is None or not self.watchers.is_synced():
             return False
         return self._election is None or self._election.acting()
 
-    def _served_jobs(self) -> Iterable[Mapping[str, Any]]:
+    def _list_served_jobs(self) -> Iterable[Mapping[str, Any]]:
         """Return the jobs whose series this replica serves. Replicas that stand by serve none, because they would serve
         the same series again."""
         return self.cache.jobs() if self.acting() else ()
@@ -90,14 +90,14 @@ class Operator:
         """Start all parts. Raises TopKubeError if the cluster refuses what the operator needs."""
         options = self.options
         self.seed = read_or_create_secret(self.cluster, options.namespace, options.secret_name)
-        gang, workloads = known_gang(self.cluster), known_workloads(self.cluster)
+        gang, workloads = detect_gang(self.cluster), detect_workloads(self.cluster)
         namespace = options.namespace if options.in_cluster else ""
         self.policy = replace(
             options.policy, seed=self.seed, gang=gang, workloads=workloads, operator_namespace=namespace
         )
         detector = GangDetector(self.cluster, self.policy, self._watch_kind)
         context = ControlContext(self.cluster, self.cache, self.queue, self.recorder, self.metrics)
-        self.controller = Controller(context, detector.policy, self.acting)
+        self.controller = Controller(context, detector.find_policy, self.acting)
         kinds = [*CHILDREN, *(["PodGroup"] if gang else []), *(["Workload"] if workloads else [])]
         self.watchers = Watchers(self.cluster, self.cache, options.namespaces, kinds, self.controller.wake)
         names = (socket.gethostname(), "localhost")
@@ -106,7 +106,7 @@ class Operator:
             self.metrics.text,
             self.find_health_problem,
             self.find_readiness_problem,
-            tls=options.scrape.context(Authority.derive(self.seed), names),
+            tls=options.scrape.build_context(Authority.derive(self.seed), names),
             certificate=options.scrape.certificate,
             allows=TokenCheck(self.cluster.call).allows if options.scrape.authentication == "kubernetes" else None,
         )
@@ -141,15 +141,15 @@ class Operator:
 
     def find_health_problem(self) -> str:
         """Return a problem that a restart of the operator would solve; empty if there is none."""
-        if self.watchers is not None and not self.watchers.alive():
+        if self.watchers is not None and not self.watchers.is_alive():
             return "a watcher has not heard from the API server for three minutes"
-        if self.queue.oldest() > _STUCK_SECONDS and self.acting():
-            return f"a job has been waiting for {self.queue.oldest():.0f} seconds"
+        if self.queue.find_oldest() > _STUCK_SECONDS and self.acting():
+            return f"a job has been waiting for {self.queue.find_oldest():.0f} seconds"
         return ""
 
     def find_readiness_problem(self) -> str:
         """Return why this replica cannot take over; empty if it can."""
-        return "" if self.watchers is not None and self.watchers.synced() else "the cluster has not been listed yet"
+        return "" if self.watchers is not None and self.watchers.is_synced() else "the cluster has not been listed yet"
 
     def receive_job(self, kind: str, job: dict[str, Any]) -> None:
         """Store a job, or its deletion, from an event of kopf's watch."""
@@ -174,7 +174,7 @@ def read_or_create_secret(cluster: Cluster, namespace: str, name: str) -> bytes:
     """Return the operator's own secret; create it if there is none. All credentials of jobs derive from it."""
     for _ in range(3):
         try:
-            return _seed(cluster.get("Secret", namespace, name), name)
+            return _read_seed(cluster.get("Secret", namespace, name), name)
         except ApiError as error:
             if error.status != 404:
                 raise
@@ -185,14 +185,14 @@ def read_or_create_secret(cluster: Cluster, namespace: str, name: str) -> bytes:
             "stringData": {"seed": secrets.token_hex(credentials.SEED_BYTES)},
         }
         try:
-            return _seed(cluster.call("POST", f"/api/v1/namespaces/{namespace}/secrets", manifest), name)
+            return _read_seed(cluster.call("POST", f"/api/v1/namespaces/{namespace}/secrets", manifest), name)
         except ApiError as error:
             if error.status != 409:
                 raise
     raise ApiError(0, f"the secret {namespace}/{name} can neither be read nor created")
 
 
-def _seed(secret: dict[str, Any], name: str) -> bytes:
+def _read_seed(secret: dict[str, Any], name: str) -> bytes:
     text = base64.b64decode((secret.get("data") or {}).get("seed") or "")
     if len(text) < credentials.SEED_BYTES:
         raise TopKubeError(

@@ -38,7 +38,7 @@ _LONGEST_PAUSE = 60.0
 _OBJECT_SECONDS, _MISSING_OBJECT_SECONDS = 60.0, 8.0
 
 
-def _age_limit(content: dict[str, Any]) -> float:
+def _choose_age_limit(content: dict[str, Any]) -> float:
     return _OBJECT_SECONDS if content else _MISSING_OBJECT_SECONDS
 
 
@@ -57,10 +57,12 @@ class JobMemory:
     create_from: float = 0.0
     """Nothing is created before this time, because the last try failed (monotonic)."""
 
-    def known_objects(self, now: float) -> dict[tuple[str, str], dict[str, Any]]:
+    def list_known_objects(self, now: float) -> dict[tuple[str, str], dict[str, Any]]:
         """Return the objects that were read lately. One that could not be read is tried again soon."""
         kept = {
-            key: (time, content) for key, (time, content) in self.objects.items() if now < time + _age_limit(content)
+            key: (time, content)
+            for key, (time, content) in self.objects.items()
+            if now < time + _choose_age_limit(content)
         }
         self.objects = kept
         return {key: content for key, (_, content) in kept.items()}

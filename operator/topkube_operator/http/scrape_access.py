@@ -42,7 +42,7 @@ class ScrapeOptions:
     authentication: str = "none"
     """One of AUTHENTICATIONS."""
 
-    def context(self, authority: Authority, names: tuple[str, ...]) -> ssl.SSLContext | None:
+    def build_context(self, authority: Authority, names: tuple[str, ...]) -> ssl.SSLContext | None:
         """Return the TLS context of a server with these names; None for plain HTTP. Raises ClusterError."""
         if self.certificate is not None:
             return load_certificate(self.certificate)

@@ -73,11 +73,6 @@ class NoObserver:
         pass
 
 
-def service_names(service: str, namespace: str) -> list[str]:
-    """Return the names by which the API server calls a Service."""
-    return [f"{service}.{namespace}.svc", f"{service}.{namespace}.svc.cluster.local"]
-
-
 @contextlib.asynccontextmanager
 async def serve(
     secret: bytes,

@@ -107,7 +107,7 @@ class Pod:
     pod_group: str = ""
     """The Kueue pod group of the pod; empty if the pod is in none."""
     is_retriable: bool = True
-    """False if the pod tells Kueue that its group makes no more replacements."""
+    """False if an annotation of the pod states that its group makes no more replacements."""
     containers: Mapping[str, Container] = field(default_factory=dict)
     """Containers and init containers, by name."""
 
@@ -124,16 +124,16 @@ class Pod:
             name=metadata["name"],
             uid=metadata.get("uid") or "",
             role=labels.get(names.ROLE) or "",
-            index=_number(labels.get(names.WORKER_INDEX), -1),
-            attempt=_number(labels.get(names.ATTEMPT), 0),
+            index=_read_number(labels.get(names.WORKER_INDEX), -1),
+            attempt=_read_number(labels.get(names.ATTEMPT), 0),
             created=parse_timestamp(metadata.get("creationTimestamp")) or datetime.fromtimestamp(0, UTC),
             shape=annotations.get(names.SHAPE) or "",
             launcher_address=annotations.get(names.LAUNCHER_ADDRESS) or "",
             avoids_nodes=bool(annotations.get(names.AVOIDED_NODES)),
-            workers=_number(annotations.get(names.WORKERS), 0),
-            main_container=_main_container(labels.get(names.ROLE), annotations),
+            workers=_read_number(annotations.get(names.WORKERS), 0),
+            main_container=_choose_main_container(labels.get(names.ROLE), annotations),
             deletion=parse_timestamp(metadata.get("deletionTimestamp")),
-            deletion_grace=_number(metadata.get("deletionGracePeriodSeconds"), 0),
+            deletion_grace=_read_number(metadata.get("deletionGracePeriodSeconds"), 0),
             node=spec.get("nodeName") or "",
             address=status.get("podIP") or "",
             phase=status.get("phase") or "Pending",
@@ -385,13 +385,13 @@ def hash_data(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _main_container(role: Any, annotations: Mapping[str, Any]) -> str:
+def _choose_main_container(role: Any, annotations: Mapping[str, Any]) -> str:
     """Return the name of the wrapped container. A launcher's container has a fixed name, because the annotation of a
     launcher pod may name another container whose log people want to read."""
     return names.LAUNCHER if role == names.LAUNCHER else annotations.get(names.DEFAULT_CONTAINER) or ""
 
 
-def _number(text: Any, otherwise: int) -> int:
+def _read_number(text: Any, otherwise: int) -> int:
     try:
         return int(text)
     except (TypeError, ValueError):

@@ -99,10 +99,10 @@ class StatusDraft:
         newest = max((pod.attempt for pod in pods), default=0)
         attempt = stored.get("attempt")
         draft.attempt = attempt if isinstance(attempt, int) and attempt >= 0 else newest
-        draft.restarts, draft.disruptions = _count(stored.get("restarts")), _count(stored.get("disruptions"))
+        draft.restarts, draft.disruptions = _read_count(stored.get("restarts")), _read_count(stored.get("disruptions"))
         in_a_row = stored.get("restartsInARow")
         total = draft.restarts + draft.disruptions
-        draft.restarts_in_a_row = total if in_a_row is None else _count(in_a_row)
+        draft.restarts_in_a_row = total if in_a_row is None else _read_count(in_a_row)
         draft.start = parse_timestamp(stored.get("startTime"))
         draft.completion = parse_timestamp(stored.get("completionTime"))
         ready = stored.get("workersReady")
@@ -125,7 +125,7 @@ class StatusDraft:
         entry = self.conditions.get(condition, {})
         return entry.get("status") == "True" and reason in ("", entry.get("reason"))
 
-    def set(
+    def set_condition(
         self,
         condition: str,
         status: bool,
@@ -152,22 +152,24 @@ class StatusDraft:
             self.events.append(Event(event, reason, message))
         self.conditions[condition] = entry
 
-    def since(self, condition: str) -> datetime | None:
+    def find_change_time(self, condition: str) -> datetime | None:
         """Return when the status of a condition changed last, by the operator's clock; None if it was never set."""
         return parse_timestamp(self.conditions.get(condition, {}).get("lastTransitionTime"))
 
-    def clear(self, condition: str, reason: str, message: str) -> None:
+    def clear_condition(self, condition: str, reason: str, message: str) -> None:
         """Make a true condition false. A condition that was never true stays absent."""
         if self.holds(condition):
-            self.set(condition, False, reason, message)
+            self.set_condition(condition, False, reason, message)
 
-    def count(self, launcher: Pod | None, workers: Iterable[Pod], total: int, report: LauncherReport | None) -> None:
+    def set_replica_counts(
+        self, launcher: Pod | None, workers: Iterable[Pod], total: int, report: LauncherReport | None
+    ) -> None:
         """Set the replica counts. Ready workers are those that have called the launcher. After an operator restart, a
         running job keeps its count until its launcher has answered the new operator."""
         workers = list(workers)
         counts = _count_pods(workers)
         before = self.replicas.get("workers") if self.replicas else None
-        known = _count(before.get("ready")) if isinstance(before, dict) and self.phase == "Running" else 0
+        known = _read_count(before.get("ready")) if isinstance(before, dict) and self.phase == "Running" else 0
         counts["ready"] = min(report.joined if report is not None else known, counts["active"])
         self.replicas = {"launcher": _count_pods([launcher] if launcher else []), "workers": counts}
         self.workers_ready = f"{counts['ready']}/{total}"
@@ -196,7 +198,7 @@ class StatusDraft:
         )
         return {name: value for name, value in zip(OURS, values, strict=True) if value is not None}
 
-    def patch(self) -> dict[str, Any]:
+    def build_patch(self) -> dict[str, Any]:
         """Return the change of the stored status as a merge patch (None removes a field); empty if nothing changes."""
         wanted = self.to_dict()
         return {
@@ -209,7 +211,7 @@ class StatusDraft:
 def choose_urgency(patch: Mapping[str, Any], stored: Mapping[str, Any]) -> Urgency:
     """Return how soon a patch must be written."""
     changed = set(patch)
-    if "conditions" in changed and _states(patch["conditions"]) == _states(stored.get("conditions")):
+    if "conditions" in changed and _list_states(patch["conditions"]) == _list_states(stored.get("conditions")):
         changed.discard("conditions")
         changed.add("replicaStatuses")
     if changed <= {"progress", "cache"}:
@@ -227,7 +229,7 @@ def _merge_patch(before: Any, after: Any) -> Any:
     return removed | {name: _merge_patch(before.get(name), value) for name, value in after.items()}
 
 
-def _states(conditions: Any) -> list[tuple[Any, ...]]:
+def _list_states(conditions: Any) -> list[tuple[Any, ...]]:
     entries = conditions if isinstance(conditions, list) else []
     return [
         (entry.get("type"), entry.get("status"), entry.get("reason")) for entry in entries if isinstance(entry, dict)
@@ -251,5 +253,5 @@ def _read_named(entries: Any) -> list[dict[str, Any]]:
     return [dict(entry) for entry in entries if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
 
 
-def _count(value: Any) -> int:
+def _read_count(value: Any) -> int:
     return value if isinstance(value, int) and value >= 0 else 0

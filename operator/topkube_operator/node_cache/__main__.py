@@ -28,9 +28,9 @@ _DAY = 86400.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent until a signal stops it. Return the exit status."""
-    options_parser = parser()
-    options = options_parser.parse_args(arguments)
-    read_scrape_options(options_parser, options)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    read_scrape_options(parser, options)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         volume = Volume(options.directory)
         limits = CacheLimits(
             in_bytes(options.size_limit) if options.size_limit else None,
-            volume.total_bytes() * options.free_percent // 100,
+            volume.measure_total_bytes() * options.free_percent // 100,
             options.idle_days * _DAY,
         )
         metrics = AgentMetrics(options.release, options.node)
@@ -53,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "the node cache of %s is in %s; %d%% of its disk stay free", options.node, volume.root, options.free_percent
     )
     file = Path(tempfile.mkdtemp()) / "metrics"
-    server = MetricsServer(file, options.metrics_port, _server_arguments(options)) if options.metrics_port else None
+    server = (
+        MetricsServer(file, options.metrics_port, _build_server_arguments(options)) if options.metrics_port else None
+    )
     while not stop.is_set():
         try:
             agent.run_once()
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _server_arguments(options: argparse.Namespace) -> list[str]:
+def _build_server_arguments(options: argparse.Namespace) -> list[str]:
     """Return the options that the process that serves the metrics shares with this process."""
     shared = [f"--metrics-authentication={options.metrics_authentication}"]
     if options.kubeconfig:
@@ -80,13 +82,19 @@ def _server_arguments(options: argparse.Namespace) -> list[str]:
     return shared
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all options."""
     parser = argparse.ArgumentParser(prog="topkube-node-cache", description="Owns the cache directory of a node.")
     add = parser.add_argument
     add("--node", required=True, help="name of this node")
     add("--directory", type=Path, required=True, help="the cache directory, as this container sees it")
-    add("--size-limit", type=_quantity, default="", metavar="QUANTITY", help="maximum bytes of all datasets together")
+    add(
+        "--size-limit",
+        type=_parse_quantity,
+        default="",
+        metavar="QUANTITY",
+        help="maximum bytes of all datasets together",
+    )
     add("--free-percent", type=int, default=20, help="share of the disk to leave free (default: 20)")
     add(
         "--idle-days",
@@ -104,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _quantity(text: str) -> str:
+def _parse_quantity(text: str) -> str:
     if text and not re.fullmatch(QUANTITY, text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a quantity such as 500Gi")
     return text

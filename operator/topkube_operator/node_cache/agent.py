@@ -68,14 +68,14 @@ class Agent:
         if now - self._claims_read >= CLUSTER_SECONDS:
             self._claims_read = now
             self._read_claims()
-        present = self._volume.namespaces()
+        present = self._volume.list_namespaces()
         answers = {namespace: self._read_datasets(namespace) for namespace in sorted(present)}
         datasets = [dataset for answer in answers.values() for dataset in answer or ()]
         state = CacheState(
             self._allowed,
             present,
             tuple(datasets),
-            self._volume.free_bytes(),
+            self._volume.measure_free_bytes(),
             dict(self._wishes),
             frozenset(self._deleted),
         )
@@ -94,7 +94,7 @@ class Agent:
         kept = {dataset.name: dataset for dataset in datasets if dataset.name not in removed}
         unreadable = sum(answer is None for answer in answers.values())
         self._metrics.count_evictions(removed)
-        self._metrics.set_disk(self._volume.total_bytes(), self._volume.free_bytes(), self._limits.free)
+        self._metrics.set_disk(self._volume.measure_total_bytes(), self._volume.measure_free_bytes(), self._limits.free)
         self._metrics.set_pass(present, kept.values(), decisions.missing_bytes, unreadable)
         self._report_changes(kept, removed)
 
@@ -113,7 +113,8 @@ class Agent:
         removed: set[Name] = set()
         for namespace in sorted({name[0] for name in (*decisions.evict, *decisions.pin, *decisions.unpin)}):
             evict, pin, unpin = (
-                _ids_in(namespace, dataset_names) for dataset_names in (decisions.evict, decisions.pin, decisions.unpin)
+                _list_ids(namespace, dataset_names)
+                for dataset_names in (decisions.evict, decisions.pin, decisions.unpin)
             )
             try:
                 removed_ids = self._volume.apply(namespace, evict, pin, unpin)
@@ -217,12 +218,12 @@ def is_node_cache_claim(claim: dict[str, Any]) -> bool:
     )
 
 
-def _ids_in(namespace: str, dataset_names: Iterable[Name]) -> list[str]:
+def _list_ids(namespace: str, dataset_names: Iterable[Name]) -> list[str]:
     return [dataset_id for space, dataset_id in dataset_names if space == namespace]
 
 
 def _is_same_report(first: LocalDataset | None, second: LocalDataset | None) -> bool:
-    """Return True if the cluster need not know of the difference at once."""
+    """Return True if the difference need not be written to the status at once."""
     if first is None or second is None:
         return first is second
     return (first.percent, first.cached_bytes, first.in_use) == (second.percent, second.cached_bytes, second.in_use)

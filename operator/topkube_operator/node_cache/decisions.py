@@ -110,7 +110,7 @@ def decide(state: CacheState, limits: CacheLimits, now: float) -> Decisions:
     used = sum(dataset.cached_bytes for dataset in state.datasets) - evicted_bytes
     free = state.free + evicted_bytes
     for dataset in evictable:
-        if _missing_bytes(used, free, limits) == 0:
+        if _count_missing_bytes(used, free, limits) == 0:
             break
         if dataset.cached_bytes:
             evicted.append(dataset)
@@ -122,11 +122,11 @@ def decide(state: CacheState, limits: CacheLimits, now: float) -> Decisions:
         evict=tuple(dataset.name for dataset in evicted),
         pin=tuple(dataset.name for dataset in kept if pinned[dataset.name] and not dataset.pinned),
         unpin=tuple(dataset.name for dataset in kept if dataset.pinned and not pinned[dataset.name]),
-        missing_bytes=_missing_bytes(used, free, limits),
+        missing_bytes=_count_missing_bytes(used, free, limits),
     )
 
 
-def _missing_bytes(used: int, free: int, limits: CacheLimits) -> int:
+def _count_missing_bytes(used: int, free: int, limits: CacheLimits) -> int:
     excess = used - limits.size if limits.size is not None else 0
     return max(0, excess, limits.free - free)
 
@@ -158,10 +158,10 @@ def build_status(stored: Any, node: str, dataset: LocalDataset | None, now: date
     ]
     own = next((entry for entry in entries if entry["name"] == node), None)
     others = [entry for entry in entries if entry["name"] != node]
-    kept = [entry for entry in others if _updated_at(entry) >= now - _FORGOTTEN]
+    kept = [entry for entry in others if _read_update_time(entry) >= now - _FORGOTTEN]
     wanted = build_share(dataset, node, now) if dataset is not None else None
     if wanted is not None and own is not None and _is_same_share(wanted, own):
-        wanted = own if _updated_at(own) >= now - _REPEAT else wanted
+        wanted = own if _read_update_time(own) >= now - _REPEAT else wanted
     nodes = sorted([*kept, *([wanted] if wanted else [])], key=lambda entry: entry["name"])[:MOST_NODES]
     if nodes == entries and before:
         return None
@@ -169,8 +169,8 @@ def build_status(stored: Any, node: str, dataset: LocalDataset | None, now: date
     last_used = [entry["lastUsed"] for entry in nodes if entry.get("lastUsed")]
     return {
         "nodes": nodes,
-        "where": _shown_nodes(nodes),
-        "cachedPercent": _lowest_percent(nodes),
+        "where": _summarise_nodes(nodes),
+        "cachedPercent": _find_lowest_percent(nodes),
         "lastUsed": max(last_used, default=before.get("lastUsed")),
         "totalBytes": total,
     }
@@ -180,15 +180,15 @@ def _is_same_share(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     return {**first, "updatedAt": ""} == {**second, "updatedAt": ""}
 
 
-def _shown_nodes(nodes: Iterable[Mapping[str, Any]]) -> str | None:
+def _summarise_nodes(nodes: Iterable[Mapping[str, Any]]) -> str | None:
     names = [str(entry["name"]) for entry in nodes if entry.get("cachedBytes")]
     more = f",+{len(names) - _SHOWN_NODES}" if len(names) > _SHOWN_NODES else ""
     return (",".join(names[:_SHOWN_NODES])[:500] + more) or None
 
 
-def _lowest_percent(nodes: Iterable[Mapping[str, Any]]) -> int | None:
+def _find_lowest_percent(nodes: Iterable[Mapping[str, Any]]) -> int | None:
     return min((entry.get("percent") or 0 for entry in nodes if entry.get("cachedBytes")), default=None)
 
 
-def _updated_at(entry: Mapping[str, Any]) -> datetime:
+def _read_update_time(entry: Mapping[str, Any]) -> datetime:
     return parse_timestamp(entry.get("updatedAt")) or _EPOCH

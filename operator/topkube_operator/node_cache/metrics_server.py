@@ -53,7 +53,7 @@ class MetricsServer:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal, or until the agent has ended. Return the exit status."""
-    parser = _parser()
+    parser = _build_parser()
     options = parser.parse_args(arguments)
     scrape = read_scrape_options(parser, options)
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s")
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.file.read_bytes,
             lambda: "",
             lambda: "" if options.file.exists() else "the agent has not finished its first pass",
-            tls=scrape.context(Authority.create_random(), (socket.gethostname(), "localhost")),
+            tls=scrape.build_context(Authority.create_random(), (socket.gethostname(), "localhost")),
             certificate=scrape.certificate,
             allows=allows,
         )
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Serves the metrics of a node's agent.")
     parser.add_argument("--file", type=Path, required=True, help="the file with the metrics")
     parser.add_argument("--port", type=int, required=True, help="port of /metrics and /readyz")

@@ -58,17 +58,17 @@ class Volume:
             shutil.rmtree(unfinished)
         _preload()
 
-    def free_bytes(self) -> int:
+    def measure_free_bytes(self) -> int:
         """Return the free bytes of the volume."""
         volume = os.statvfs(self.root)
         return volume.f_bavail * volume.f_frsize
 
-    def total_bytes(self) -> int:
+    def measure_total_bytes(self) -> int:
         """Return the size of the volume in bytes."""
         volume = os.statvfs(self.root)
         return volume.f_blocks * volume.f_frsize
 
-    def namespaces(self) -> frozenset[str]:
+    def list_namespaces(self) -> frozenset[str]:
         """Return the namespaces that have a folder."""
         with os.scandir(self.root) as entries:
             return frozenset(

@@ -77,9 +77,7 @@ def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
         draft.accepted = _copy_for_status(wanted)
         return AcceptedJob(after)
     assert before is not None
-    if _count_changes(draft) >= _EDITS_OF_A_RESUMPTION and not find_refused_changes(
-        _is_suspended(before.spec), after.spec
-    ):
+    if _count_changes(draft) >= _EDITS_OF_A_RESUMPTION and not find_refused_changes(_suspend(before.spec), after.spec):
         draft.accepted = _copy_for_status(wanted)
         return AcceptedJob(after, replaced=True)
     accepted = merge_allowed_changes(accepted, wanted)
@@ -94,7 +92,7 @@ def _copy_for_status(spec: dict[str, Any]) -> dict[str, Any]:
     return spec if len(json.dumps(spec)) <= LARGEST_COPY else outline(spec)
 
 
-def _is_suspended(spec: Spec) -> Spec:
+def _suspend(spec: Spec) -> Spec:
     return spec.model_copy(update={"run_policy": spec.run_policy.model_copy(update={"suspend": True})})
 
 
@@ -112,7 +110,7 @@ def has_ended(draft: StatusDraft) -> bool:
 def compute_seconds_to_live(job: Mapping[str, Any], completion: datetime, now: datetime) -> float | None:
     """Return the seconds until ttlSecondsAfterFinished has passed for a finished job, whose other fields may be
     invalid; None if the job stays."""
-    seconds = stored_job.run_policy(job).get("ttlSecondsAfterFinished")
+    seconds = stored_job.read_run_policy(job).get("ttlSecondsAfterFinished")
     if not isinstance(seconds, int) or isinstance(seconds, bool) or seconds < 0:
         return None
     return seconds - (now - completion).total_seconds()

@@ -48,7 +48,7 @@ def review(request: Mapping[str, Any]) -> dict[str, Any]:
         if text:  # kubectl shows the message of a bad request, but not of an invalid object
             response |= {"allowed": False, "status": {"code": 400, "reason": "BadRequest", "message": text}}
         else:
-            texts = list_warnings(TrainingJob.parse(_user_fields(job)))
+            texts = list_warnings(TrainingJob.parse(_select_user_fields(job)))
             response["warnings"] = [text[:_LONGEST_WARNING] for text in texts]
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
 
@@ -60,13 +60,13 @@ def explain_refusal(job: Mapping[str, Any], old: Mapping[str, Any] | None = None
     before this version) may be changed to any valid job.
     """
     try:
-        new = TrainingJob.parse(_user_fields(job))
+        new = TrainingJob.parse(_select_user_fields(job))
     except JobError as error:
         return str(error)
     if old is None:
         return ""
     try:
-        before = TrainingJob.from_cluster(_user_fields(old))
+        before = TrainingJob.from_cluster(_select_user_fields(old))
     except JobError:
         return ""
     return explain_change_refusal(find_refused_changes(before.spec, new.spec))
@@ -82,7 +82,7 @@ def _has_same_spec(job: Mapping[str, Any], old: Any) -> bool:
     return isinstance(old, Mapping) and job.get("spec") == old.get("spec")
 
 
-def _user_fields(job: Mapping[str, Any]) -> dict[str, Any]:
+def _select_user_fields(job: Mapping[str, Any]) -> dict[str, Any]:
     metadata = job.get("metadata")
     if isinstance(metadata, Mapping):
         metadata = {key: value for key, value in metadata.items() if key in _WRITTEN_BY_USERS}

@@ -29,9 +29,9 @@ def begin_next_attempt(draft: StatusDraft, reason: str, message: str) -> None:
     """Count the next attempt, which has no pods yet."""
     draft.attempt += 1
     draft.conditions.pop("Created", None)  # its time is the beginning of the attempt
-    draft.set("Created", False, reason, message)
-    draft.clear("Scheduled", reason, message)
-    draft.set("Running", False, reason, message)
+    draft.set_condition("Created", False, reason, message)
+    draft.clear_condition("Scheduled", reason, message)
+    draft.set_condition("Running", False, reason, message)
 
 
 def describe_attempt(
@@ -40,15 +40,17 @@ def describe_attempt(
     """Write the state of an attempt that has neither succeeded nor failed into `draft`."""
     report, wake, start_seconds = find_current_report(observed, attempt), None, None
     pods = [pod for pod in (attempt.launcher, *attempt.workers) if pod is not None]
-    draft.count(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), report)
+    draft.set_replica_counts(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), report)
     waiting = [pod for pod in pods if pod.scheduling_message and not pod.node]
     blocked = find_blocked_container(pods)
     if waiting:
         reason, message = waiting[0].scheduling_reason, f"{waiting[0].name}: {waiting[0].scheduling_message}"
         count = f" ({len(waiting)} of {len(pods)} pods wait)" if len(waiting) > 1 else ""
-        draft.set("Scheduled", False, reason, message + count, "Normal" if reason == "SchedulingGated" else "Warning")
+        draft.set_condition(
+            "Scheduled", False, reason, message + count, "Normal" if reason == "SchedulingGated" else "Warning"
+        )
     elif draft.holds("Created") and all(pod.node for pod in pods):
-        draft.set("Scheduled", True, "PodsScheduled", "all pods have a node")
+        draft.set_condition("Scheduled", True, "PodsScheduled", "all pods have a node")
     is_running = report is not None and report.state in ("Running", "Succeeded")
     if is_running or (report is None and draft.phase == "Running"):
         start_seconds = _mark_running(draft, attempt, slots_per_worker)
@@ -79,7 +81,7 @@ def describe_attempt(
 def mark_created(draft: StatusDraft, attempt: AttemptPods) -> None:
     """Set the Created condition of an attempt whose pods have all been made."""
     count = len(attempt.workers) + (attempt.launcher is not None and attempt.launcher.role == names.LAUNCHER)
-    draft.set("Created", True, "PodsCreated", f"{count} pods of attempt {attempt.number}", "Normal")
+    draft.set_condition("Created", True, "PodsCreated", f"{count} pods of attempt {attempt.number}", "Normal")
 
 
 def mark_pending(draft: StatusDraft, phase: str, reason: str, message: str, event: Any = None) -> None:
@@ -88,7 +90,7 @@ def mark_pending(draft: StatusDraft, phase: str, reason: str, message: str, even
     before = draft.conditions.get("Running", {})
     if before.get("reason") == reason and str(before.get("message")).startswith(message):
         message = str(before["message"])  # the kubelet alternates between two messages for the same problem
-    draft.set("Running", False, reason, message, event)
+    draft.set_condition("Running", False, reason, message, event)
 
 
 def _note_checkpoints(draft: StatusDraft, progress: Mapping[str, Any], attempt: int) -> None:
@@ -100,9 +102,9 @@ def _note_checkpoints(draft: StatusDraft, progress: Mapping[str, Any], attempt: 
         checkpoints = "1 checkpoint" if failed == 1 else f"{failed} checkpoints"
         newest = f"the newest checkpoint is of step {step}" if step else "there is no checkpoint yet"
         message = f"{checkpoints} of attempt {attempt} could not be written; {newest}. Next: read the log of rank 0"
-        draft.set("CheckpointFailed", True, "CheckpointFailed", message, "Warning")
+        draft.set_condition("CheckpointFailed", True, "CheckpointFailed", message, "Warning")
     elif step > (before.get("checkpointStep") or 0):
-        draft.clear("CheckpointFailed", "CheckpointWritten", f"a checkpoint of step {step} was written")
+        draft.clear_condition("CheckpointFailed", "CheckpointWritten", f"a checkpoint of step {step} was written")
 
 
 def find_current_report(observed: Observed, attempt: AttemptPods) -> LauncherReport | None:
@@ -122,6 +124,6 @@ def _mark_running(draft: StatusDraft, attempt: AttemptPods, slots_per_worker: in
     draft.phase = "Running"
     ranks = len(attempt.workers) * slots_per_worker
     message = f"{ranks} ranks on {len(attempt.workers)} workers, attempt {attempt.number}"
-    draft.set("Running", True, "Running", message, "Normal")
-    draft.clear("Restarting", "Running", message)
+    draft.set_condition("Running", True, "Running", message, "Normal")
+    draft.clear_condition("Restarting", "Running", message)
     return seconds

@@ -21,7 +21,7 @@ _AFTER_DELETION = timedelta(seconds=5)
 def compute_natural_end(pod: Pod, attempt: AttemptPods, draft: StatusDraft) -> datetime:
     """Return until when an active pod may end by itself, which keeps its log. For a pod that would not end by itself,
     this is the time at which the job ended."""
-    ended = draft.since(draft.phase) or draft.now
+    ended = draft.find_change_time(draft.phase) or draft.now
     launcher_has_ended = attempt.launcher is not None and attempt.launcher_container.exit_code is not None
     if pod.has_ended or (pod is attempt.launcher and launcher_has_ended):
         return ended + _LATE_REPORT
@@ -45,8 +45,8 @@ def compute_release_time(
 
 
 def find_group_ends(draft: StatusDraft, pods: Iterable[Pod]) -> tuple[GroupEnd, ...]:
-    """Return the pods that must tell Kueue that the job has ended. Otherwise Kueue waits for replacements of its pods,
-    and keeps the quota of the group."""
+    """Return the pods to mark, so that Kueue sees the end of the job. Otherwise Kueue waits for replacements of its
+    pods, and keeps the quota of the group."""
     if draft.phase not in ("Succeeded", "Failed"):
         return ()
     return tuple(GroupEnd(pod.name, pod.uid) for pod in pods if pod.pod_group and pod.is_retriable)
@@ -67,7 +67,7 @@ def update_final_counts(draft: StatusDraft, attempt: AttemptPods) -> None:
             draft.replicas = {role: {**counts, "active": 0, "ready": 0} for role, counts in before.items()}
         return
     ready = draft.workers_ready
-    draft.count(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), None)
+    draft.set_replica_counts(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), None)
     if draft.phase == "Succeeded":
         draft.workers_ready = ready  # all workers, from the end of the job
     assert draft.replicas is not None

@@ -43,7 +43,7 @@ def compute_pause(draft: StatusDraft, policy: Policy) -> float:
 def compute_earliest_start(draft: StatusDraft, policy: Policy) -> datetime:
     """Return when the pods of the current attempt may be made. The result is the same at every reconcile, whatever
     objects are missing."""
-    ended = draft.since("Created")
+    ended = draft.find_change_time("Created")
     if ended is None or draft.holds("Created"):
         return draft.now
     return min(ended, draft.now) + timedelta(seconds=compute_pause(draft, policy))
@@ -52,10 +52,10 @@ def compute_earliest_start(draft: StatusDraft, policy: Policy) -> datetime:
 def _measure_run_time(draft: StatusDraft, attempt: AttemptPods) -> timedelta:
     """Return how long the ranks of `attempt` ran. If the launcher has never answered the operator, use the run time of
     the launcher's container: both its ends are by the same clock."""
-    since = draft.since("Running")
+    since = draft.find_change_time("Running")
     if draft.holds("Running") and since is not None:
         return draft.now - since
-    container, created = attempt.launcher_container, draft.since("Created")
+    container, created = attempt.launcher_container, draft.find_change_time("Created")
     if container.started is not None and container.ended is not None:
         return container.ended - container.started
     if container.started is not None and created is not None:

@@ -24,7 +24,11 @@ def assess_waiting(policy: FailurePolicy, attempt: AttemptPods, draft: StatusDra
         pods = [pod for pod in pods if not pod.has_ended and pod.deletion is None]
         if draft.holds("Created"):
             return Verdict("running")  # a verdict on the ended pod comes
-    since = draft.since("Created") if draft.holds("Created") else pacing.compute_earliest_start(draft, observed.policy)
+    since = (
+        draft.find_change_time("Created")
+        if draft.holds("Created")
+        else pacing.compute_earliest_start(draft, observed.policy)
+    )
     verdicts = [
         _assess_avoidance(pods, draft, since or draft.now),
         _assess_partial_gang(policy, attempt, pods, draft, since or draft.now),

@@ -51,15 +51,15 @@ def _plan_invalid_job(job: Mapping[str, Any], draft: StatusDraft, observed: Obse
     ttlSecondsAfterFinished has passed."""
     if not accepted_spec.has_ended(draft):
         draft.phase = "Failed"
-        draft.set("Failed", True, accepted_spec.INVALID, message, "Warning")
+        draft.set_condition("Failed", True, accepted_spec.INVALID, message, "Warning")
         if any(pod.is_active for pod in observed.pods):  # an edit made the spec invalid while the job trains
-            patch = draft.patch()
+            patch = draft.build_patch()
             return Plan(status=patch, events=tuple(draft.events), phase=draft.phase)
     draft.completion = draft.completion or draft.now
     left = accepted_spec.compute_seconds_to_live(job, draft.completion, draft.now)
     if left is not None and left <= 0:
         return Plan(delete=(Deletion("TrainingJob", job["metadata"]["name"], job["metadata"]["uid"]),))
-    return Plan(status=draft.patch(), events=tuple(draft.events), phase=draft.phase, requeue=left)
+    return Plan(status=draft.build_patch(), events=tuple(draft.events), phase=draft.phase, requeue=left)
 
 
 def _plan_accepted_job(steps: PlanSteps, accepted: accepted_spec.AcceptedJob) -> Plan:
@@ -85,7 +85,7 @@ def _plan_accepted_job(steps: PlanSteps, accepted: accepted_spec.AcceptedJob) ->
 def _report_spec(draft: StatusDraft, refusal: str) -> None:
     """Report that an invalid spec was corrected, that a change is refused, or that a refused change was reverted."""
     if draft.holds("Failed", accepted_spec.INVALID):
-        draft.set("Failed", False, "Corrected", "the spec is valid", "Normal")
+        draft.set_condition("Failed", False, "Corrected", "the spec is valid", "Normal")
         draft.completion = None
         if draft.phase == "Failed":
             draft.phase = "Pending" if draft.attempt else ""
@@ -93,8 +93,8 @@ def _report_spec(draft: StatusDraft, refusal: str) -> None:
         return
     before = draft.conditions.get("Failed", {})
     if refusal:
-        draft.set("Failed", False, _REFUSED, refusal)
+        draft.set_condition("Failed", False, _REFUSED, refusal)
         if draft.conditions["Failed"]["message"] != before.get("message"):
             draft.events.append(Event("Warning", _REFUSED, refusal))
     elif before.get("reason") == _REFUSED:
-        draft.set("Failed", False, "Corrected", "the spec is the accepted spec again", "Normal")
+        draft.set_condition("Failed", False, "Corrected", "the spec is the accepted spec again", "Normal")

@@ -74,7 +74,7 @@ class Cluster:
         acting: Callable[[], bool] = lambda: True,
         observe: Callable[[str, int, float | None], None] = _ignore_call,
     ) -> None:
-        self.configuration = _configuration(kubeconfig)
+        self.configuration = _load_configuration(kubeconfig)
         self._client = kubernetes.client.ApiClient(self.configuration)
         self._pool: urllib3.PoolManager = self._client.rest_client.pool_manager
         self._paths = dict(_PATHS)
@@ -83,7 +83,7 @@ class Cluster:
     # Reading.
 
     def get(self, kind: str, namespace: str, name: str) -> dict[str, Any]:
-        return self.call("GET", self._path(kind, namespace, name))
+        return self.call("GET", self._build_path(kind, namespace, name))
 
     def list(
         self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False
@@ -93,7 +93,7 @@ class Cluster:
         accept = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io" if metadata_only else ""
         query = {"limit": "500", **({"labelSelector": selector} if selector else {})}
         while True:
-            page = self.call("GET", self._path(kind, namespace), query=query, accept=accept)
+            page = self.call("GET", self._build_path(kind, namespace), query=query, accept=accept)
             objects += page.get("items") or []
             more = page["metadata"].get("continue")
             if not more:
@@ -110,7 +110,7 @@ class Cluster:
             **({"labelSelector": selector} if selector else {}),
         }
         timeout = urllib3.Timeout(connect=3, read=_WATCH_SECONDS + 10)
-        response = self._send("GET", self._path(kind, namespace), query=query, timeout=timeout, stream=True)
+        response = self._send("GET", self._build_path(kind, namespace), query=query, timeout=timeout, stream=True)
         try:
             rest = b""
             for piece in response.stream(65536, decode_content=False):
@@ -136,7 +136,7 @@ class Cluster:
             "limitBytes": str(_LONGEST_LOG),  # a line may have no end, and the whole answer is held in memory
             "timestamps": "false",
         }
-        path = self._path("Pod", namespace, pod) + "/log"
+        path = self._build_path("Pod", namespace, pod) + "/log"
         try:
             response = self._send("GET", path, query=query, timeout=urllib3.Timeout(connect=3, read=4))
         except ApiError as error:
@@ -172,13 +172,13 @@ class Cluster:
     # Writing.
 
     def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        path = self._path(manifest["kind"], manifest["metadata"]["namespace"])
+        path = self._build_path(manifest["kind"], manifest["metadata"]["namespace"])
         return self._write("POST", path, manifest, query={"fieldManager": names.FIELD_MANAGER})
 
     def apply(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Apply a manifest on the server side. Fields of other managers are taken over."""
         metadata = manifest["metadata"]
-        path = self._path(manifest["kind"], metadata["namespace"], metadata["name"])
+        path = self._build_path(manifest["kind"], metadata["namespace"], metadata["name"])
         query = {"fieldManager": names.FIELD_MANAGER, "force": "true"}
         return self._write("PATCH", path, manifest, query=query, content="application/apply-patch+yaml")
 
@@ -186,14 +186,14 @@ class Cluster:
         self, kind: str, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str = ""
     ) -> dict[str, Any]:
         """Apply a merge patch."""
-        path = self._path(kind, namespace, name) + (f"/{subresource}" if subresource else "")
+        path = self._build_path(kind, namespace, name) + (f"/{subresource}" if subresource else "")
         query = {"fieldManager": names.FIELD_MANAGER}
         return self._write("PATCH", path, patch, query=query, content="application/merge-patch+json")
 
     def replace(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Update an object. Raises ApiError with status 409 if the object has changed since it was read."""
         metadata = manifest["metadata"]
-        path = self._path(manifest["kind"], metadata["namespace"], metadata["name"])
+        path = self._build_path(manifest["kind"], metadata["namespace"], metadata["name"])
         return self.call("PUT", path, manifest)
 
     def delete(self, kind: str, namespace: str, name: str, uid: str, *, ended: bool = False) -> dict[str, Any]:
@@ -202,17 +202,17 @@ class Cluster:
         options: dict[str, Any] = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         if ended:
             options["gracePeriodSeconds"] = 0
-        return self._write("DELETE", self._path(kind, namespace, name), options)
+        return self._write("DELETE", self._build_path(kind, namespace, name), options)
 
     def remove_finalizer(self, namespace: str, pod: str, uid: str) -> dict[str, Any]:
         """Remove our finalizer from the pod with this UID. Other finalizers stay."""
         patch = {"metadata": {"uid": uid, "$deleteFromPrimitiveList/finalizers": [names.ENDING]}}
-        path = self._path("Pod", namespace, pod)
+        path = self._build_path("Pod", namespace, pod)
         query = {"fieldManager": names.FIELD_MANAGER}
         return self._write("PATCH", path, patch, query=query, content="application/strategic-merge-patch+json")
 
     def end_pod_group(self, namespace: str, pod: str, uid: str) -> dict[str, Any]:
-        """Tell Kueue that the group of the pod with this UID makes no more replacements."""
+        """Mark the pod with this UID, so that Kueue expects no more replacements in its group."""
         patch = {"metadata": {"uid": uid, "annotations": {names.KUEUE_RETRIABLE: "false"}}}
         return self.patch("Pod", namespace, pod, patch)
 
@@ -284,10 +284,10 @@ class Cluster:
             raise ApiError(0, f"the API server cannot be reached: {error}") from None
         self._observe(method, response.status, None if stream else time.monotonic() - begun)
         if response.status >= 400:
-            raise _error_of(response, method, path)
+            raise _read_error(response, method, path)
         return response
 
-    def _path(self, kind: str, namespace: str | None, name: str = "") -> str:
+    def _build_path(self, kind: str, namespace: str | None, name: str = "") -> str:
         version, plural = self._paths[kind]
         base = f"/api/{version}" if "/" not in version else f"/apis/{version}"
         scope = f"/namespaces/{namespace}" if namespace and kind != "Node" else ""
@@ -302,7 +302,7 @@ def _to_json(body: Mapping[str, Any]) -> bytes:
         raise ApiError(0, f"nothing was written: the object cannot be written as JSON: {error}", "NotJSON") from None
 
 
-def _error_of(response: urllib3.BaseHTTPResponse, method: str, path: str) -> ApiError:
+def _read_error(response: urllib3.BaseHTTPResponse, method: str, path: str) -> ApiError:
     try:
         status = json.loads(response.data)
         message, reason = str(status.get("message")), str(status.get("reason"))
@@ -327,7 +327,7 @@ def _parse_retry_after(retry_after: str | None) -> float:
     return min(max(seconds, 0.0), _LONGEST_WAIT) if math.isfinite(seconds) else 0.0
 
 
-def _configuration(kubeconfig: str) -> kubernetes.client.Configuration:
+def _load_configuration(kubeconfig: str) -> kubernetes.client.Configuration:
     configuration = kubernetes.client.Configuration()
     if kubeconfig:
         kubernetes.config.load_kube_config(kubeconfig, client_configuration=configuration)

@@ -68,7 +68,7 @@ class KnownNodes:
             for index in (self._removed, self._in_contact, self.hostnames, self._labels):
                 index.pop(name, None)
 
-    def label(self, name: str, key: str) -> str:
+    def find_label(self, name: str, key: str) -> str:
         """Return a label of a node; empty if the node is not known or does not have it."""
         return self._labels.get(name, {}).get(key) or ""
 

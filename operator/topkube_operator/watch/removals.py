@@ -46,11 +46,11 @@ class Removals:
         if owner is not None:
             self._children.setdefault(owner, {}).setdefault(name, (now, pod))
 
-    def children_of(self, owner: Owner) -> dict[str, tuple[datetime, Pod | None]]:
+    def find_children(self, owner: Owner) -> dict[str, tuple[datetime, Pod | None]]:
         """Return the removed children of a job by name: the time of the removal, and the last state of a pod."""
         return dict(self._children.get(owner, {}))
 
-    def last_pods(self) -> Iterator[Pod]:
+    def list_last_pods(self) -> Iterator[Pod]:
         """Yield the last state of every removed pod."""
         return (pod for names in self._children.values() for _, pod in names.values() if pod is not None)
 

@@ -66,7 +66,11 @@ class WatchCache:
             known = self._jobs.get(key)
             if metadata["uid"] in self._removals:
                 return False
-            if known is not None and known["metadata"]["uid"] == metadata["uid"] and _version(known) >= _version(job):
+            if (
+                known is not None
+                and known["metadata"]["uid"] == metadata["uid"]
+                and _read_version(known) >= _read_version(job)
+            ):
                 return False
             slim = {name: value for name, value in metadata.items() if name != "managedFields"}
             self._jobs[key] = {**job, "metadata": slim}
@@ -114,18 +118,18 @@ class WatchCache:
         with self._lock:
             known = self._entries.setdefault(kind, {}).get(name)
             if owner is None:  # the object never was a child, or somebody has removed its owner
-                if known is None or known.version >= _version(manifest):
+                if known is None or known.version >= _read_version(manifest):
                     return None
                 self._drop(kind, name, known)
                 return known.owner.key
             if uid in self._removals or (
-                known is not None and known.uid == uid and known.version >= _version(manifest)
+                known is not None and known.uid == uid and known.version >= _read_version(manifest)
             ):
                 return None
             value = Pod.from_object(manifest) if kind == "Pod" else Child.from_object(kind, manifest)
             if known is not None:
                 self._drop(kind, name, known)
-            entry = _Entry(_version(manifest), uid, owner, value)
+            entry = _Entry(_read_version(manifest), uid, owner, value)
             self._entries[kind][name] = entry
             self._of_owner.setdefault(owner, {})[kind, name] = entry
             self._owners.setdefault(owner.key, set()).add(owner)
@@ -204,7 +208,7 @@ class WatchCache:
         """Forget nodes that were removed long ago and have no known pods."""
         if old := self._nodes.find_old_removed():
             pods = [entry.value for entry in self._entries.get("Pod", {}).values()]
-            used = {pod.node for pod in (*pods, *self._removals.last_pods()) if isinstance(pod, Pod)}
+            used = {pod.node for pod in (*pods, *self._removals.list_last_pods()) if isinstance(pod, Pod)}
             self._nodes.forget(old - used)
 
     def replace_nodes(self, nodes: Iterable[Mapping[str, Any]]) -> set[Key]:
@@ -224,10 +228,10 @@ class WatchCache:
         pods = self._entries.get("Pod", {}).values()
         return {entry.owner.key for entry in pods if isinstance(entry.value, Pod) and entry.value.node == node}
 
-    def node_label(self, name: str, key: str) -> str:
+    def find_node_label(self, name: str, key: str) -> str:
         """Return a label of a node; empty if the node is not known or does not have it."""
         with self._lock:
-            return self._nodes.label(name, key)
+            return self._nodes.find_label(name, key)
 
     # The node cache.
 
@@ -305,7 +309,7 @@ class WatchCache:
         with self._lock:
             values = [entry.value for entry in self._of_owner.get(owner, {}).values()]
             pods = tuple(sorted((value for value in values if isinstance(value, Pod)), key=lambda pod: pod.name))
-            removed = self._removals.children_of(owner)
+            removed = self._removals.find_children(owner)
             last_seen = {name: pod for name, (_, pod) in removed.items() if pod is not None}
             lost = {pod.node for pod in (*pods, *last_seen.values()) if pod.node and self._nodes.is_lost(pod.node)}
             removed_at = {name: time for name, (time, _) in removed.items()}
@@ -319,7 +323,9 @@ class WatchCache:
             namespace = job["metadata"]["namespace"] if job is not None else ""
             has_cache = (namespace, CLAIM) in self._claims
             warm = (
-                self._find_warm_nodes(namespace, stored_job.dataset_uri(job)) if job is not None and has_cache else {}
+                self._find_warm_nodes(namespace, stored_job.read_dataset_uri(job))
+                if job is not None and has_cache
+                else {}
             )
         children = {(value.kind, value.name): value for value in values if isinstance(value, Child)}
         return Observed(
@@ -366,6 +372,6 @@ class WatchCache:
                 self._owners.pop(entry.owner.key, None)
 
 
-def _version(manifest: Mapping[str, Any]) -> int:
+def _read_version(manifest: Mapping[str, Any]) -> int:
     text = str(manifest["metadata"].get("resourceVersion") or "0")
     return int(text) if text.isdigit() else 0

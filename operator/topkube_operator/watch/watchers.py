@@ -79,11 +79,11 @@ class Watchers:
     def stop(self) -> None:
         self._stopped.set()
 
-    def synced(self) -> bool:
+    def is_synced(self) -> bool:
         """Return True if everything has been listed once. Nothing may be decided before that."""
         return all(task in self._heard or task in self._refused for task in self._tasks)
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return True if every watcher has heard from the API server within the last three minutes."""
         oldest = time.monotonic() - _PATIENCE
         return all(self._heard.get(task, 0.0) > oldest or task in self._refused for task in self._tasks)
@@ -118,7 +118,7 @@ class Watchers:
             pause = min(pause * 2, _LONGEST_PAUSE)
 
     def _list(self, kind: str, namespace: str | None) -> str:
-        objects, version = self._cluster.list(kind, namespace, _selector(kind))
+        objects, version = self._cluster.list(kind, namespace, _find_selector(kind))
         self._check_version(kind, namespace, version)
         changed: Iterable[Key] = ()
         if kind == "Node":
@@ -152,7 +152,7 @@ class Watchers:
             self._cache.forget_versions()
 
     def _watch(self, kind: str, namespace: str | None, version: str, restores: int) -> str:
-        for event in self._cluster.watch(kind, namespace, _selector(kind), version):
+        for event in self._cluster.watch(kind, namespace, _find_selector(kind), version):
             self._note_contact(kind, namespace)
             if restores != self._restores:
                 return version
@@ -209,20 +209,20 @@ class Watchers:
                 if metadata["uid"] not in listed:
                     self._cache.remove_job((metadata["namespace"], metadata["name"]), metadata["uid"])
                     changed.add((metadata["namespace"], metadata["name"]))
-            known = {job["metadata"]["uid"]: _number(job["metadata"]) for job in self._cache.jobs()}
+            known = {job["metadata"]["uid"]: _read_version(job["metadata"]) for job in self._cache.jobs()}
             for manifest in objects:
                 metadata = manifest["metadata"]
-                if known.get(metadata["uid"], -1) < _number(metadata):
+                if known.get(metadata["uid"], -1) < _read_version(metadata):
                     job = self._cluster.get(KIND, metadata["namespace"], metadata["name"])
                     if self._cache.put_job(job):
                         changed.add((metadata["namespace"], metadata["name"]))
         return changed
 
 
-def _number(metadata: Mapping[str, Any]) -> int:
+def _read_version(metadata: Mapping[str, Any]) -> int:
     text = str(metadata.get("resourceVersion") or "")
     return int(text) if text.isdigit() else 0
 
 
-def _selector(kind: str) -> str:
+def _find_selector(kind: str) -> str:
     return _SELECTORS.get(kind, names.JOB_NAME)

@@ -71,7 +71,7 @@ class WorkQueue:
             self._closed = True
             self._changed.notify_all()
 
-    def oldest(self) -> float:
+    def find_oldest(self) -> float:
         """Return the seconds for which the oldest key has been waiting or in work; 0 if there is none."""
         with self._changed:
             times = [*self._busy.values(), *self._ready.values()]

@@ -160,7 +160,7 @@ class Replica:
         self.queue.add(("team", name))
 
     def is_idle(self) -> bool:
-        return self.queue.oldest() == 0
+        return self.queue.find_oldest() == 0
 
     def condition(self, kind: str) -> Thing:
         status = self.server.get(KIND, *KEY).get("status") or {}

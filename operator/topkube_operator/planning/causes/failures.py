@@ -92,7 +92,7 @@ def assess_attempt(attempt: AttemptPods, observed: Observed, now: datetime) -> V
     is_running = is_fresh and report is not None and report.state == "Running"
     dead_workers = list(_find_dead_workers(attempt, observed, now))
     if dead_workers:
-        # The launcher knows which rank failed first. Give it the time to notice.
+        # The launcher reports which rank failed first. Wait for this report.
         if is_running and all(worker.pod is not None and not worker.pod.has_ended for worker in dead_workers):
             return Verdict("running", until=now + _FRESH)
         first_dead = min(dead_workers, key=lambda worker: worker.began)
@@ -160,8 +160,8 @@ def _find_causing_disruption(
 ) -> Failure | None:
     """Return the disruption that ended an attempt whose launcher ended with an error at `ended`; None if a failure did.
 
-    The launcher orders everything that it hears by time, including that a worker was asked to end or is silent. So if
-    it names a failure, only a disruption of the named pod counts: somebody may delete a pod after a failure, or
+    The launcher orders all reports of its workers by time, and also when a worker was asked to end or became silent. So
+    if it names a failure, only a disruption of the named pod counts: somebody may delete a pod after a failure, or
     independently of it. A deletion of the named pod counts if a signal ended the rank. If the launcher reported
     nothing, disruptions count that began before its end.
     """

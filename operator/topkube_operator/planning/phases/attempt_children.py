@@ -23,7 +23,7 @@ def create_children(steps: PlanSteps) -> None:
         return
     if datasets.uses_node_cache(steps.job) and not steps.observed.node_cache:
         message = datasets.explain_node_cache_refusal(steps.job)
-        steps.draft.set("Created", False, "NodeCacheNotAllowed", message, "Warning")
+        steps.draft.set_condition("Created", False, "NodeCacheNotAllowed", message, "Warning")
         mark_pending(steps.draft, "Pending", "NodeCacheNotAllowed", message)
         return
     if not _knows_assigned_nodes(steps):
@@ -33,7 +33,7 @@ def create_children(steps: PlanSteps) -> None:
     steps.remove_pods(creation.outdated)
     if ending := attempts.find_replaced_pods(creation.outdated):
         message = f"Kueue accepts a replacement when the replaced pod has ended: {', '.join(ending)}"
-        steps.draft.set("Created", False, "WaitingForPods", message)
+        steps.draft.set_condition("Created", False, "WaitingForPods", message)
         mark_pending(steps.draft, "Pending", "WaitingForPods", message)
         return
     steps.apply += creation.stages
@@ -49,7 +49,7 @@ def _knows_assigned_nodes(steps: PlanSteps) -> bool:
     unreadable = [name for name in wanted if steps.observed.objects.get((workloads.FLAVOR, name)) == {}]
     if unreadable:
         message = f"the ResourceFlavor {unreadable[0]}, which Kueue has assigned, cannot be read"
-        steps.draft.set("Created", False, "FlavorNotFound", message, "Warning")
+        steps.draft.set_condition("Created", False, "FlavorNotFound", message, "Warning")
         mark_pending(steps.draft, "Pending", "FlavorNotFound", message)
         steps.wakes.append(steps.now + _FLAVOR_RETRY)
     return not unknown and not unreadable
@@ -76,12 +76,12 @@ def _report_troubles(steps: PlanSteps, attempt: AttemptPods | None) -> None:
         reason, (kind, name) = min(troubles)
         message = f"{kind} {name}: {observed.troubles[kind, name].message}"
         if attempt is not None:
-            draft.set("Created", True, reason, message, "Warning")
+            draft.set_condition("Created", True, reason, message, "Warning")
         elif reason != "Contested" or not any(steps.apply):
-            draft.set("Created", False, reason, message, "Warning")
+            draft.set_condition("Created", False, reason, message, "Warning")
             mark_pending(draft, "Pending", reason, message)
     elif attempt is not None and not draft.holds("Created", "PodsCreated"):
         mark_created(draft, attempt)
     elif not draft.holds("Created") and placement.asks_for_gang(steps.job) and observed.policy.gang is None:
         message = "the cluster has no PodGroup (Volcano or scheduler-plugins): pods are scheduled one by one"
-        draft.set("Created", False, "NoGangScheduler", message, "Warning")
+        draft.set_condition("Created", False, "NoGangScheduler", message, "Warning")

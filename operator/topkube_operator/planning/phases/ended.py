@@ -41,7 +41,7 @@ def has_succeeded(steps: PlanSteps) -> bool:
 def succeed(steps: PlanSteps, attempt: AttemptPods, verdict: Verdict) -> None:
     """End the job: all its ranks have succeeded. The launcher's last report becomes its progress."""
     draft = steps.draft
-    draft.count(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), None)
+    draft.set_replica_counts(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), None)
     if verdict.ending is not None and verdict.ending.progress is not None:
         draft.progress = verdict.ending.progress.model_dump(by_alias=True, exclude_none=True, mode="json")
     if verdict.ending is not None and verdict.ending.cache is not None:
@@ -55,10 +55,10 @@ def _finish(steps: PlanSteps, phase: str, reason: str, message: str, event: Any)
     counts from this time."""
     draft = steps.draft
     draft.phase, draft.completion, draft.avoided_nodes = phase, steps.now, []
-    draft.set(phase, True, reason, message, event)
-    draft.set("Running", False, phase, message)
-    draft.clear("Restarting", phase, message)
-    draft.clear("Suspended", phase, message)
+    draft.set_condition(phase, True, reason, message, event)
+    draft.set_condition("Running", False, phase, message)
+    draft.clear_condition("Restarting", phase, message)
+    draft.clear_condition("Suspended", phase, message)
 
 
 def clean_up(steps: PlanSteps) -> None:

@@ -57,7 +57,7 @@ class PlanSteps:
         if self.reads:
             return Plan(reads=tuple(self.reads), phase=draft.phase)
         release = self._find_releases()
-        patch = draft.patch()
+        patch = draft.build_patch()
         delay = (min(self.wakes) - self.now).total_seconds() if self.wakes else None
         return Plan(
             status=patch,

@@ -24,7 +24,7 @@ def start(steps: PlanSteps) -> None:
         reason, message = "Resumed", "spec.runPolicy.suspend is false"
     if draft.holds("Suspended"):
         draft.events.append(Event("Normal", reason, message if steps.is_queued else "the job continues"))
-    draft.clear("Suspended", reason, message)
+    draft.clear_condition("Suspended", reason, message)
     draft.start, draft.completion, draft.phase = steps.now, None, "Pending"
     begin_next_attempt(draft, "Starting", "pods are being made")
 
@@ -91,17 +91,17 @@ def _end_attempt(steps: PlanSteps, attempt: AttemptPods, failure: Failure) -> No
         why = f"{limit} restarts (backoffLimit) are used up" if limit else ""
         decision = failure_policy.Decision("Fail", "BackoffLimitExceeded", why)
     if decision.action == "Fail":
-        draft.count(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), None)
+        draft.set_replica_counts(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), None)
         message = "; ".join(part for part in (failure.describe(), decision.why) if part)
         ended.fail(steps, attempt, failure, decision.reason, message)
         return
     draft.first_failure = failure.to_status()
-    draft.set("Restarting", True, failure.reason, failure.describe())
+    draft.set_condition("Restarting", True, failure.reason, failure.describe())
     draft.phase = "Restarting"
     pacing.count_restart(draft, attempt)
     pause = pacing.compute_pause(draft, steps.observed.policy)
     message = f"{failure.describe()}; attempt {draft.attempt + 1} follows" + (f" in {pause:g} s" if pause else "")
-    draft.set("Restarting", True, failure.reason, message)
+    draft.set_condition("Restarting", True, failure.reason, message)
     if decision.action == "Ignore":
         draft.disruptions += 1
     else:

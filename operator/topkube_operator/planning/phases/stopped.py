@@ -60,10 +60,10 @@ def _stop(steps: PlanSteps, reason: str, message: str, *, keep_workload: bool) -
         # Until then, ranks save their state, and the policies must protect them.
         steps.remove_objects(keep_workload=keep_workload)
     draft.phase, draft.start, draft.completion, draft.avoided_nodes = "Suspended", None, None, []
-    draft.set("Suspended", True, reason, message, "Normal")
-    draft.set("Running", False, "Suspended", message)
+    draft.set_condition("Suspended", True, reason, message, "Normal")
+    draft.set_condition("Running", False, "Suspended", message)
     for condition in ("Created", "Scheduled", "Restarting"):
-        draft.clear(condition, "Suspended", message)
+        draft.clear_condition(condition, "Suspended", message)
     workers = [pod for pod in steps.observed.pods if pod.role == names.WORKER]
     launchers = [pod for pod in steps.observed.pods if pod.role == names.LAUNCHER]
-    draft.count(launchers[0] if launchers else None, workers, steps.job.spec.workers, None)
+    draft.set_replica_counts(launchers[0] if launchers else None, workers, steps.job.spec.workers, None)

@@ -43,18 +43,18 @@ def test_a_gang_scheduler_is_looked_for_while_jobs_ask_for_it_and_followed_once(
 ) -> None:
     cluster, followed = Discovery(), list[str]()
     detector = gang_detection.GangDetector(cluster, Policy(), followed.append)  # type: ignore[arg-type]
-    assert detector.policy(job()).gang is None
+    assert detector.find_policy(job()).gang is None
     assert cluster.queries == 0, "a job that asks for none costs no question"
-    assert detector.policy(ASKING).gang is None
+    assert detector.find_policy(ASKING).gang is None
     queries = cluster.queries
     cluster.groups.add(f"{group}/podgroups")
-    assert detector.policy(ASKING).gang is None
+    assert detector.find_policy(ASKING).gang is None
     assert cluster.queries == queries, "not with every look at every job"
     monkeypatch.setattr(gang_detection, "_PAUSE", 0.0)
     cluster.broken = True
-    assert detector.policy(ASKING).gang is None
+    assert detector.find_policy(ASKING).gang is None
     cluster.broken = False
-    assert detector.policy(ASKING).gang == detector.policy(job()).gang == gang
+    assert detector.find_policy(ASKING).gang == detector.find_policy(job()).gang == gang
     assert (followed, cluster.learnt) == (["PodGroup"], [("PodGroup", group, "podgroups")])
 
 
@@ -69,10 +69,10 @@ def test_kueue_that_is_installed_later_is_detected_when_a_job_has_a_queue() -> N
     detector = gang_detection.GangDetector(cluster, Policy(), followed.append)  # type: ignore[arg-type]
     in_queue = job()
     in_queue["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
-    assert detector.policy(job()).workloads == ""
+    assert detector.find_policy(job()).workloads == ""
     assert cluster.queries == 0
     cluster.groups |= {"kueue.x-k8s.io/v1beta1/workloads", "kueue.x-k8s.io/v1beta2/workloads"}
-    assert detector.policy(in_queue).workloads == "kueue.x-k8s.io/v1beta2"
+    assert detector.find_policy(in_queue).workloads == "kueue.x-k8s.io/v1beta2"
     assert followed == ["Workload"]
     assert ("ResourceFlavor", "kueue.x-k8s.io/v1beta2", "resourceflavors") in cluster.learnt
     in_queue["metadata"]["labels"] |= {"kueue.x-k8s.io/pod-group-name": "mine"}

@@ -49,10 +49,10 @@ def poll(answer: Answer, *, uid: str = UID, domains: str = "") -> contract.Launc
         site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=launcher_tls(uid))
         await site.start()
         try:
-            async with launcher_poller.client() as session:
+            async with launcher_poller.open_session() as session:
                 endpoint = f"127.0.0.1:{runner.addresses[0][1]}"
                 return await launcher_poller.read_status(
-                    session, endpoint, "token", launcher_poller._pinned_context(SEED, UID), domains
+                    session, endpoint, "token", launcher_poller._build_tls_context(SEED, UID), domains
                 )
         finally:
             await runner.cleanup()
@@ -213,7 +213,7 @@ def test_the_status_stays_small_and_valid_whatever_a_launcher_answers(text: str)
     if status is None:
         return
     world = running()
-    world.report = launcher_poller._report(status)
+    world.report = launcher_poller._build_report(status)
     world.now = START + timedelta(seconds=60)
     world.reconcile()
     check_stored(world)
@@ -270,7 +270,7 @@ def test_a_plan_that_follows_hostile_words_is_made_in_no_time() -> None:
     """10,000 missing workers in the answer of a job of two."""
     world = running()
     status = contract.LauncherStatus(attempt=1, state="Waiting", missing=tuple(range(10_000)))
-    world.report = launcher_poller._report(status)
+    world.report = launcher_poller._build_report(status)
     assert world.job is not None
     assert len(json.dumps(planner.plan(world.job, world.observed(), world.now).status)) < LARGEST_STATUS
 

@@ -74,7 +74,7 @@ def test_the_webhook_answers_a_client_that_trusts_the_published_bundle() -> None
 
 def test_another_name_or_authority_is_not_trusted() -> None:
     async def scenario() -> None:
-        async with serve(SECRET, webhook.service_names("hook", "ns"), forget, host="127.0.0.1", port=0) as port:
+        async with serve(SECRET, ["hook.ns.svc"], forget, host="127.0.0.1", port=0) as port:
             trust = context_trusting(Authority.derive(SECRET).bundle)
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await post(port, "{}", trust)  # we are called hook.ns.svc, not 127.0.0.1

@@ -217,7 +217,7 @@ def test_any_user_of_a_namespace_writes_in_its_folder_and_other_namespaces_canno
     if os.geteuid():
         pytest.skip("needs root to be several users")
     volume.create_folder("team-a")
-    assert volume.namespaces() == {"team-a"}
+    assert volume.list_namespaces() == {"team-a"}
     assert stat.S_IMODE(volume.root.stat().st_mode) == 0o711
     script = (
         "import os, sys; from pathlib import Path; from topkube.data.cache.disk_tier import DiskTier\n"
@@ -346,10 +346,10 @@ def test_a_dataset_lives_from_the_claim_to_its_deletion(volume: Volume, api: Api
     cluster: Any = api
     agent = Agent(cluster, volume, "n1", CacheLimits())
     agent.run_once()
-    assert volume.namespaces() == frozenset()
+    assert volume.list_namespaces() == frozenset()
     api.claims = ["team-a"]
     agent.run_once()
-    assert volume.namespaces() == {"team-a"}
+    assert volume.list_namespaces() == {"team-a"}
     fill(volume.root, "team-a", "s3://bucket/data")
     agent.run_once()
     key = ("team-a", object_name("s3://bucket/data"))

@@ -11,7 +11,7 @@ import pytest
 import urllib3
 
 from topkube_operator.model import names
-from topkube_operator.watch.api_client import Cluster, _error_of
+from topkube_operator.watch.api_client import Cluster, _read_error
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_retry_after_is_read_and_bounded(header: str | timedelta | None, least: 
         header = format_datetime(datetime.now(UTC) + header, usegmt=True)
     body = json.dumps({"message": "too many requests", "reason": "TooManyRequests"}).encode()
     headers = {} if header is None else {"Retry-After": header}
-    error = _error_of(urllib3.HTTPResponse(body, status=429, headers=headers), "POST", "/api/v1/pods")
+    error = _read_error(urllib3.HTTPResponse(body, status=429, headers=headers), "POST", "/api/v1/pods")
     assert (error.status, error.reason) == (429, "TooManyRequests")
     assert least <= error.wait <= most
 

@@ -228,7 +228,7 @@ def test_one_thread_works_on_a_key_and_news_queues_it_again() -> None:
     queue.done(KEY)
     assert queue.get() == KEY
     queue.done(KEY)
-    assert queue.oldest() == 0
+    assert queue.find_oldest() == 0
     threading.Timer(0.05, queue.close).start()
     assert queue.get() is None
 
