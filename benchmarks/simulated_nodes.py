@@ -37,7 +37,7 @@ RESULTS = Path(__file__).parent / "results" / "simulated_nodes.json"
 class SimulatedRun:
     """One run. `sent_bytes` is the mean per node and step, `dense_bytes` what a float32 ring would send. The learning
     rate is that of the task times `rate`. `unsent` and `spread` are the median and the largest value of the two numbers
-    of the guard (simulated_rules.GuardValues); None for rules without node weights."""
+    of the guard (simulated_rules.rule.GuardValues); None for rules without node weights."""
 
     rule: str
     model: str

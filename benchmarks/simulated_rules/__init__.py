@@ -1,0 +1,41 @@
+"""Exchange rules of simulated nodes (benchmarks/simulated_nodes.py): what nodes send, and where the rest stays."""
+
+from simulated_rules.gradients import (
+    AcpSGD,
+    Dense,
+    PowerSGD,
+    SignResidual,
+    SimulatedGTopK,
+    SimulatedHiTopK,
+    SimulatedOkTopK,
+)
+from simulated_rules.rule import Nodes, Rule, RuleOptions
+from simulated_rules.weights import (
+    DiLoCo,
+    LocalAveraging,
+    SignWeights,
+    SignWeightsTwoStage,
+    SparseLoCo,
+    TopKWeights,
+    TopSignWeights,
+)
+
+__all__ = ["RULES", "Nodes", "Rule", "RuleOptions"]
+
+RULES: dict[str, type[Rule]] = {
+    "dense": Dense,
+    "hitopk": SimulatedHiTopK,
+    "gtopk": SimulatedGTopK,
+    "oktopk": SimulatedOkTopK,
+    "powersgd": PowerSGD,
+    "acpsgd": AcpSGD,
+    "local-averaging": LocalAveraging,
+    "sign-weights": SignWeights,
+    "sign-weights-two-stage": SignWeightsTwoStage,
+    "topk-weights": TopKWeights,
+    "topk1bit": TopSignWeights,
+    "diloco": DiLoCo,
+    "sparseloco": SparseLoCo,
+    "sign-residual": SignResidual,
+}
+"""The rules by name."""

@@ -1,0 +1,258 @@
+"""Rules that send changes of weights. Nodes train alone for a period; the rest of a change stays in their weights."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from simulated_rules.rule import BLOCK, LossOf, Nodes, Rule, RuleOptions, apply_codec, apply_signs
+from topkube.collectives.sparse import selected_count
+from topkube.collectives.top_levels import TopLevels
+from topkube.collectives.top_signs import TopSigns
+from topkube.training.node_weights.guard import MEASURE_EVERY
+
+
+class LocalAveraging(Rule):
+    """Every node trains alone; every `period` steps the weights are averaged in bf16."""
+
+    has_period = True
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        nodes.separate()
+        self.weights = [parameter.detach().clone() for parameter in nodes.list_parameters(0)]
+        """The weights that all nodes agree on: those after the last exchange."""
+        self._exchanges = 0
+
+    def step(self, step: int, loss_of: LossOf) -> None:
+        for node in range(self.options.nodes):
+            gradients = self.compute_gradients(node, loss_of)
+            for parameter, gradient in zip(self.nodes.list_parameters(node), gradients, strict=True):
+                parameter.grad = gradient
+            self.update(node, gradients)
+        if (step + 1) % self.options.period == 0:
+            self.exchange()
+
+    def update(self, node: int, gradients: list[torch.Tensor]) -> None:
+        """Let the node's own optimizer change the node's weights."""
+        self.nodes.optimizers[node].step()
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Exchange the drift of all tensors."""
+        self._exchanges += 1
+        is_measured = self._exchanges % MEASURE_EVERY == 1
+        squares = torch.zeros(3, dtype=torch.float64)
+        tensors = zip(
+            self.weights, *(self.nodes.list_parameters(node) for node in range(self.options.nodes)), strict=True
+        )
+        for index, (weight, *own) in enumerate(tensors):
+            drift = [parameter - weight for parameter in own]
+            sent = self.compress(index, drift)
+            weight += self.average(index, sent)
+            for parameter, moved, delivered in zip(own, drift, sent, strict=True):
+                left = moved - delivered
+                parameter.copy_(weight + left)
+                if is_measured:
+                    squares += torch.stack([(part * part).sum() for part in (moved, left, weight)]).double()
+        if is_measured:
+            self.guard_values.add(*(squares / self.options.nodes).tolist())
+
+    def average(self, index: int, sent: list[torch.Tensor]) -> torch.Tensor:
+        """Return what the weights of tensor `index` move by, if nodes sent `sent`."""
+        return torch.stack(sent).sum(0) / self.options.nodes
+
+    def compress(self, index: int, drift: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what each node sends of its drift in tensor `index`; the rest stays in the node's weights."""
+        self.sent_bytes += self.count_ring_bytes(drift[0].numel(), 2)
+        return [part.bfloat16().float() for part in drift]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for parameter, weight in zip(self.nodes.list_parameters(0), self.weights, strict=True):
+            parameter.copy_(weight)
+
+
+class WeightFeedback(LocalAveraging):
+    """Base: error feedback in the weights. Node i keeps x + e_i; it sends C(x_i - x); e_i is what C leaves.
+
+    Close to CSER (Xie et al., 2020). For AdamW a node's second moment holds the noise of a smaller batch: it is divided
+    by rho = sum v_i / sum v(mean gradient), clamped to [1, nodes], estimated per tensor from `PROBES` fixed entries.
+    """
+
+    PROBES: ClassVar[int] = 256
+    PROBE_EVERY: ClassVar[int] = 16
+    """Steps between two exchanges of probes: their bytes are counted."""
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        named = nodes.list_named_parameters(0)
+        self._small = [parameter.small for parameter in named]
+        self._adam = isinstance(nodes.optimizers[0], torch.optim.AdamW)
+        generator = torch.Generator().manual_seed(0)
+        self._entries = [torch.randperm(parameter.length, generator=generator)[: self.PROBES] for parameter in named]
+        self._own = [[torch.zeros(len(entries)) for entries in self._entries] for _ in range(options.nodes)]
+        self._mean = [torch.zeros(len(entries)) for entries in self._entries]
+        self._ratio = [[1.0] * len(named) for _ in range(options.nodes)]
+        self._step = 0
+
+    def step(self, step: int, loss_of: LossOf) -> None:
+        self._step = step
+        self._seen: list[list[torch.Tensor]] = []
+        rows = [self.compute_gradients(node, loss_of) for node in range(self.options.nodes)]
+        if self._adam:
+            self._probe(rows)
+        for node, gradients in enumerate(rows):
+            for parameter, gradient in zip(self.nodes.list_parameters(node), gradients, strict=True):
+                parameter.grad = gradient
+            self.update(node, gradients)
+        if (step + 1) % self.options.period == 0:
+            self.exchange()
+
+    def _probe(self, rows: list[list[torch.Tensor]]) -> None:
+        """Follow the second moments of a few entries: those of each node's gradient and those of the mean gradient."""
+        if self._step % self.PROBE_EVERY:
+            return
+        beta = 0.9
+        for index, entries in enumerate(self._entries):
+            parts = [row[index].reshape(-1)[entries] for row in rows]
+            mean = torch.stack(parts).mean(0)
+            self._mean[index].mul_(beta).addcmul_(mean, mean, value=1 - beta)
+            for node, part in enumerate(parts):
+                own = self._own[node][index]
+                own.mul_(beta).addcmul_(part, part, value=1 - beta)
+                ratio = float(own.sum() / self._mean[index].sum().clamp_min(1e-30))
+                self._ratio[node][index] = min(max(ratio, 1.0), float(self.options.nodes))
+            self.sent_bytes += (self.options.nodes - 1) * 2 * len(entries)
+
+    @torch.no_grad()
+    def update(self, node: int, gradients: list[torch.Tensor]) -> None:
+        optimizer = self.nodes.optimizers[node]
+        if not self._adam:
+            optimizer.step()
+            return
+        group = optimizer.param_groups[0]
+        first, second = group["betas"]
+        for index, (parameter, gradient) in enumerate(zip(self.nodes.list_parameters(node), gradients, strict=True)):
+            state = optimizer.state[parameter]
+            if not state:
+                state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+            state["step"] += 1
+            state["exp_avg"].lerp_(gradient, 1 - first)
+            state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            scale = self._ratio[node][index] * (1 - second ** state["step"])
+            denominator = (state["exp_avg_sq"] / scale).sqrt_().add_(group["eps"])
+            parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - first ** state["step"]))
+
+    def compress(self, index: int, drift: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._small[index]:
+            self.sent_bytes += self.count_ring_bytes(drift[0].numel(), 2)
+            return [part.bfloat16().float() for part in drift]
+        sent = [self.compress_drift(part.reshape(-1)).view_as(part) for part in drift]
+        self.sent_bytes += (self.options.nodes - 1) * self.count_payload_bytes(drift[0].numel())
+        return sent
+
+    def compress_drift(self, drift: torch.Tensor) -> torch.Tensor:
+        """Return what a node sends of a large tensor's drift (1-D)."""
+        raise NotImplementedError
+
+    def count_payload_bytes(self, elements: int) -> float:
+        """Return the bytes of one node's message for a large tensor."""
+        raise NotImplementedError
+
+
+class SignWeights(WeightFeedback):
+    """One bit per element and a bf16 scale per block of 256, error feedback in the weights."""
+
+    has_period = True
+
+    def compress_drift(self, drift: torch.Tensor) -> torch.Tensor:
+        return apply_signs(drift)
+
+    def count_payload_bytes(self, elements: int) -> float:
+        return elements / 8 + 2 * -(-elements // BLOCK)
+
+
+class SignWeightsTwoStage(SignWeights):
+    """As sign-weights; owners of segments compress the mean again, and keep what that leaves."""
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        self._owed = [torch.zeros_like(weight) for weight in self.weights]
+
+    def average(self, index: int, sent: list[torch.Tensor]) -> torch.Tensor:
+        total = self._owed[index] + super().average(index, sent)
+        mean = total.bfloat16().float() if self._small[index] else apply_signs(total.reshape(-1)).view_as(total)
+        self._owed[index] = total - mean
+        return mean
+
+    def count_payload_bytes(self, elements: int) -> float:
+        return 2 / self.options.nodes * super().count_payload_bytes(elements)
+
+
+class TopKWeights(WeightFeedback):
+    """Top-k of each tensor in bf16, error feedback in the weights."""
+
+    has_period = True
+    has_density = True
+
+    def compress_drift(self, drift: torch.Tensor) -> torch.Tensor:
+        k = min(selected_count(drift.numel(), self.options.density), drift.numel())
+        indices = torch.topk(drift.abs(), k, sorted=False).indices
+        return torch.zeros_like(drift).index_copy_(0, indices, drift[indices].bfloat16().float())
+
+    def count_payload_bytes(self, elements: int) -> float:
+        return 4.0 * min(selected_count(elements, self.options.density), elements)
+
+
+class TopSignWeights(WeightFeedback):
+    """The signs of the largest tenth, a bf16 scale per 256 of them, error feedback in the weights (topk1bit)."""
+
+    has_period = True
+
+    def compress_drift(self, drift: torch.Tensor) -> torch.Tensor:
+        return apply_codec(TopSigns([slice(0, drift.numel())]), drift)
+
+    def count_payload_bytes(self, elements: int) -> float:
+        return float(TopSigns([slice(0, elements)]).row_bytes)
+
+
+class SparseLoCo(LocalAveraging):
+    """The largest 1/32 of the changes with two bits each, error feedback in the weights (sparseloco)."""
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        self._small = [parameter.small for parameter in nodes.list_named_parameters(0)]
+
+    def compress(self, index: int, drift: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._small[index]:
+            return super().compress(index, drift)
+        codec = TopLevels([slice(0, drift[0].numel())])
+        self.sent_bytes += (self.options.nodes - 1) * codec.row_bytes
+        return [self._send(codec, part) for part in drift]
+
+    @staticmethod
+    def _send(codec: TopLevels, drift: torch.Tensor) -> torch.Tensor:
+        row, sent = np.zeros(codec.row_bytes, np.uint8), np.zeros(drift.numel(), np.float32)
+        codec.pack(drift.reshape(-1).numpy().copy(), row)
+        codec.unpack_add(sent, [row], [1.0])
+        return torch.from_numpy(sent).view_as(drift)
+
+
+class DiLoCo(LocalAveraging):
+    """Local averaging in bf16 with Nesterov momentum of the mean change (Douillard et al., 2023)."""
+
+    LEARNING_RATE: ClassVar[float] = 0.7
+    MOMENTUM: ClassVar[float] = 0.9
+
+    def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
+        super().__init__(nodes, options)
+        self._momentum = [torch.zeros_like(weight) for weight in self.weights]
+
+    def average(self, index: int, sent: list[torch.Tensor]) -> torch.Tensor:
+        change, momentum = super().average(index, sent), self._momentum[index]
+        momentum.mul_(self.MOMENTUM).add_(change)
+        return self.LEARNING_RATE * (change + self.MOMENTUM * momentum)
