@@ -21,14 +21,14 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
         for rate, link in LINKS.items():
             selected = select_rows(rows, part, rate, WHOLE)
             if selected:
-                tables.append(f"#### {layout}, {link}, {WHOLE:,} float32\n\n{between_nodes(selected)}")
+                tables.append(f"#### {layout}, {link}, {WHOLE:,} float32\n\n{format_contenders(selected)}")
     small = []
     for part, layout in LAYOUTS.items():
         for rate, link in LINKS.items():
             for elements in sorted({row["elements"] for row in rows if row["elements"] < WHOLE}):
                 selected = select_rows(rows, part, rate, elements)
                 if selected:
-                    small.append(f"#### {layout}, {link}, {size(elements)}\n\n{between_nodes(selected)}")
+                    small.append(f"#### {layout}, {link}, {format_size(elements)}\n\n{format_contenders(selected)}")
     node = [
         [
             format_contender(row),
@@ -41,14 +41,14 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
         for row in sorted(select_rows(rows, "node", None, WHOLE), key=lambda row: row["ms"])
     ]
     return {
-        "HEADLINE": headline(rows),
+        "HEADLINE": describe_headline(rows),
         "TABLES": "\n\n".join(tables),
         "SMALL": "\n\n".join(small),
         "NODE": table(["contender", "ms", "min–max", "bound, ms", "of bound", "× best peer"], node),
-        "LOSSES": losses(rows),
-        "CROSSING": crossing(rows),
-        "FACTS": fact_lines(stored["facts"]),
-        "TUNING": tuning(stored.get("tuning", [])),
+        "LOSSES": format_losses(rows),
+        "CROSSING": describe_crossing(rows),
+        "FACTS": format_facts(stored["facts"]),
+        "TUNING": format_tuning(stored.get("tuning", [])),
     }
 
 
@@ -65,7 +65,7 @@ def pictures(stored: dict[str, Any]) -> dict[str, tuple[Callable[..., None], Any
     }
 
 
-def size(elements: int) -> str:
+def format_size(elements: int) -> str:
     """Return the size of an array of float32 as text."""
     mebibytes = elements * 4 / 2**20
     return f"{mebibytes:.0f} MiB" if mebibytes >= 1 else f"{mebibytes * 1024:.0f} KiB"
@@ -79,7 +79,7 @@ def format_gain(row: Row, column: str) -> str:
     return f"{row[column]:.2f}×" if row.get(column) is not None else "–"
 
 
-def between_nodes(rows: list[Row]) -> str:
+def format_contenders(rows: list[Row]) -> str:
     """Return the table of contenders, fastest first."""
     cells = [
         [
@@ -107,7 +107,7 @@ def find_contender(rows: list[Row], contender: str) -> Row | None:
     return next((row for row in rows if row["contender"] == contender), None)
 
 
-def headline(rows: list[Row]) -> str:
+def describe_headline(rows: list[Row]) -> str:
     selected = select_rows(rows, "2x2", "1gbit", WHOLE)
     sparse, dense = find_contender(selected, "TopKube hitopk 1%"), find_contender(selected, "TopKube hierarchical")
     if sparse is None or dense is None:
@@ -131,7 +131,7 @@ def headline(rows: list[Row]) -> str:
     return text
 
 
-def losses(rows: list[Row]) -> str:
+def format_losses(rows: list[Row]) -> str:
     """Return the table of `hitopk` 1% against the best dense exchange, for all layouts, links and sizes."""
     cells = []
     for part in LAYOUTS:
@@ -147,7 +147,7 @@ def losses(rows: list[Row]) -> str:
                 cells.append(
                     [
                         f"{LAYOUTS[part]}, {LINKS[rate]}",
-                        size(elements),
+                        format_size(elements),
                         number(sparse["ms"]),
                         f"{number(dense[0]['ms'])} ({dense[0]['contender']})",
                         f"{gain:.2f}×",
@@ -161,7 +161,7 @@ def losses(rows: list[Row]) -> str:
     return table(["exchange", "array", "hitopk 1%, ms", "best dense, ms", "gain", ""], cells) + f"\n\n{summary}"
 
 
-def crossing(rows: list[Row]) -> str:
+def describe_crossing(rows: list[Row]) -> str:
     """Return the text about the link speed at which dense is as fast as sparse, by the rows of 2 x 2 at 1 Gbit/s."""
     selected = select_rows(rows, "2x2", "1gbit", WHOLE)
     sparse, dense = find_contender(selected, "TopKube hitopk 1%"), find_contender(selected, "TopKube hierarchical")
@@ -177,7 +177,7 @@ def crossing(rows: list[Row]) -> str:
     )
 
 
-def fact_lines(facts: dict[str, Any]) -> str:
+def format_facts(facts: dict[str, Any]) -> str:
     machine = ("processor", "cores", "system", "python")
     lines = [f"- {' · '.join(f'{name}: {facts[name]}' for name in machine if name in facts)}"]
     probed: dict[str, list[str]] = {}
@@ -188,7 +188,7 @@ def fact_lines(facts: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"- {where}: {'; '.join(values)}" for where, values in probed.items())])
 
 
-def tuning(rows: list[Row]) -> str:
+def format_tuning(rows: list[Row]) -> str:
     if not rows:
         return ""
     cells = [

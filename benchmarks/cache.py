@@ -35,11 +35,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from allreduce.network import Network, missing
+from allreduce.network import Network, explain_missing_tools
 from allreduce.scratch import scratch
 from allreduce.worlds import RankWorld, Recipe
 from datacache import entries, remote
-from datacache.problem import CacheProblem, create
+from datacache.problem import CacheProblem, write_dataset
 from topkube.bench.report import machine_facts
 from topkube.files import write_json
 
@@ -313,7 +313,7 @@ def measure_all(
     for problem, group in groupby(waiting, lambda measurement: measurement.problem):
         if time.monotonic() + LONGEST_SECONDS > ends:
             break
-        create(problem, bench.root)
+        write_dataset(problem, bench.root)
         for measurement in group:
             if time.monotonic() + LONGEST_SECONDS > ends:
                 break
@@ -349,7 +349,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end before this time; then resume")
     parser.add_argument("--contender", action="append", default=[], help="only those whose name has this text")
     options = parser.parse_args()
-    reason = missing() or remote.install()
+    reason = explain_missing_tools() or remote.install()
     if reason:
         print(f"cannot measure here: {reason}", file=sys.stderr)
         return 2

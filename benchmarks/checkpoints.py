@@ -28,13 +28,13 @@ import topkube
 from topkube.settings import Settings
 
 
-def seconds(function: Callable[[], object]) -> float:
+def time_call(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
-def plain_write(path: Path, size: int) -> None:
+def write_plain(path: Path, size: int) -> None:
     block = os.urandom(1 << 20)
     with path.open("wb") as file:
         for _ in range(size >> 20):
@@ -68,7 +68,7 @@ class StepTimes:
             before = time.perf_counter()
             self.inside.append(before - start)
 
-    def stalls(self, every: int) -> list[tuple[float, float]]:
+    def compute_stalls(self, every: int) -> list[tuple[float, float]]:
         """Return for each save, until it was published: (seconds between steps beyond the median, seconds of the steps
         beyond their median)."""
         calm = [i for i in range(len(self.inside)) if not self._is_saving(i, every)]
@@ -113,15 +113,15 @@ def main() -> None:
     x = torch.randn(args.batch, 10_000)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
         steps.train(run, model, optimizer, x, args.every * (args.saves + 1) - 1)
-        waits = [seconds(run.save) for _ in range(args.repeats)]
+        waits = [time_call(run.save) for _ in range(args.repeats)]
     size = sum(path.stat().st_size for path in Path(name).glob("step-*/*"))
     rank_0 = sum((next(Path(name).glob("step-*")) / file).stat().st_size for file in ("shared.pt", "rank-00000.pt"))
     again = topkube.checkpointing(model, optimizer, settings=settings)
-    load = seconds(again.__enter__)
+    load = time_call(again.__enter__)
     again.__exit__(None, None, None)
     if world.rank == 0:
-        least = [seconds(lambda: plain_write(Path(name) / "plain", rank_0)) for _ in range(args.repeats)]
-        stalls = steps.stalls(args.every)
+        least = [time_call(lambda: write_plain(Path(name) / "plain", rank_0)) for _ in range(args.repeats)]
+        stalls = steps.compute_stalls(args.every)
         results = {
             "parameters": width * 10_000,
             "ranks": [len(ranks) for ranks in world.node_ranks],

@@ -47,6 +47,8 @@ CONDITIONS = ("dense", "hitopk", CORRECTED, WITHOUT)
 
 @dataclass(frozen=True)
 class TrainedRun:
+    """A finished training: its settings, held-out loss and accuracy, and training loss."""
+
     model: str
     optimizer: str
     condition: str

@@ -40,17 +40,17 @@ print("the last line")
 """
 
 
-def processor_seconds(pid: int) -> float:
+def read_processor_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-def resident_mib(pid: int) -> int:
+def read_resident_mib(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) >> 10
 
 
-async def session(client: aiohttp.ClientSession, index: int, port: int) -> None:
+async def run_session(client: aiohttp.ClientSession, index: int, port: int) -> None:
     """Simulate a worker that calls until it is accepted, and then stays connected."""
     headers = {"Authorization": f"Bearer {worker_token(KEY, UID, index, 1)}"}
     url = f"https://127.0.0.1:{port}{JOIN_PATH}?index={index}&attempt=1"
@@ -73,17 +73,17 @@ async def measure_sessions(count: int, directory: Path) -> dict[str, object]:
         launcher = job.start_launcher().process.pid
         while await asyncio.to_thread(job.status) is None:
             await asyncio.sleep(0.1)
-        began, used = time.monotonic(), processor_seconds(launcher)
+        began, used = time.monotonic(), read_processor_seconds(launcher)
         connector = aiohttp.TCPConnector(ssl=job.tls, limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as client:
-            calls = [asyncio.create_task(session(client, index, job.port)) for index in range(count)]
+            calls = [asyncio.create_task(run_session(client, index, job.port)) for index in range(count)]
             while (status := await asyncio.to_thread(job.status)) is None or status.joined < count:
                 await asyncio.sleep(0.2)
-            joined, join_used = time.monotonic() - began, processor_seconds(launcher) - used
-            began, used = time.monotonic(), processor_seconds(launcher)
+            joined, join_used = time.monotonic() - began, read_processor_seconds(launcher) - used
+            began, used = time.monotonic(), read_processor_seconds(launcher)
             await asyncio.sleep(_HEARTBEATS_SECONDS)
-            share = (processor_seconds(launcher) - used) / (time.monotonic() - began)
-            memory = resident_mib(launcher)
+            share = (read_processor_seconds(launcher) - used) / (time.monotonic() - began)
+            memory = read_resident_mib(launcher)
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)

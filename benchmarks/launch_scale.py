@@ -80,7 +80,7 @@ WAYS: dict[str, tuple[str, dict[str, str]]] = {
 """The MPI libraries, with the environment variables of their ranks."""
 
 
-def addresses(workers: int) -> list[str]:
+def list_addresses(workers: int) -> list[str]:
     return [f"127.60.{index // 250}.{index % 250 + 2}" for index in range(workers)]
 
 
@@ -166,7 +166,7 @@ async def ended(process: subprocess.Popen[bytes]) -> None:
     os.close(descriptor)
 
 
-def processor_seconds(pid: int) -> float:
+def read_processor_seconds(pid: int) -> float:
     """Return the processor time of a living process and its ended children."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -174,14 +174,16 @@ def processor_seconds(pid: int) -> float:
     return 0.0
 
 
-def left_at(directory: Path, workers: int) -> float | None:
+def read_leave_time(directory: Path, workers: int) -> float | None:
     """Return when the last rank left MPI_Init; None if a rank did not, or saw another number of ranks."""
     left = [path.read_text().split() for path in directory.glob("rank-*.left")]
     complete = len(left) == workers and all(int(size) == workers for size, _ in left)
     return max(float(at) for _, at in left) if complete else None
 
 
-async def launched(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: float) -> dict[str, object]:
+async def measure_launch(
+    mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: float
+) -> dict[str, object]:
     """Measure a launch by TopKube."""
     with PlayedJob(directory, [], workers, 1, mpi.implementation) as job:
         began, used_before = time.time(), time.process_time()
@@ -189,7 +191,7 @@ async def launched(mpi: Mpi, workers: int, programs: Programs, directory: Path, 
         while "waiting for" not in launcher.output:
             await asyncio.sleep(0.02)
         tasks, all_workers, sessions = [], [], []
-        for index, ip in enumerate(addresses(workers)):
+        for index, ip in enumerate(list_addresses(workers)):
             worker = SimulatedWorker(index, ip, job.port, mpi, programs, directory)
             client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=job.tls, local_addr=(ip, 0), limit=0))
             all_workers.append(worker)
@@ -197,12 +199,13 @@ async def launched(mpi: Mpi, workers: int, programs: Programs, directory: Path, 
             tasks.append(asyncio.create_task(worker.call(client)))
         while launcher.output.count("has joined") < workers and launcher.process.poll() is None:
             await asyncio.sleep(0.02)
-        joined, joined_used = time.time(), (processor_seconds(launcher.process.pid), time.process_time() - used_before)
+        joined = time.time()
+        joined_used = read_processor_seconds(launcher.process.pid), time.process_time() - used_before
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while left_at(directory, workers) is None and launcher.process.poll() is None:
+                while read_leave_time(directory, workers) is None and launcher.process.poll() is None:
                     await asyncio.sleep(0.25)
-        used = processor_seconds(launcher.process.pid), time.process_time() - used_before
+        used = read_processor_seconds(launcher.process.pid), time.process_time() - used_before
         try:
             async with asyncio.timeout(20):
                 await asyncio.gather(*(worker.ended.wait() for worker in all_workers))
@@ -217,7 +220,7 @@ async def launched(mpi: Mpi, workers: int, programs: Programs, directory: Path, 
         await asyncio.gather(*tasks, return_exceptions=True)
         for client in sessions:
             await client.close()
-        last = left_at(directory, workers)
+        last = read_leave_time(directory, workers)
         result: dict[str, object] = {
             "ok": code == 0 and last is not None,
             "rendezvous_seconds": round(joined - began, 2),
@@ -230,13 +233,13 @@ async def launched(mpi: Mpi, workers: int, programs: Programs, directory: Path, 
     return result
 
 
-def floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: float) -> dict[str, object]:
+def measure_floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: float) -> dict[str, object]:
     """Measure the same proxies and ranks, started by mpiexec itself."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "TMPDIR": str(directory)}
     environment |= programs.environment(mpi, directory)
     command = [str(mpi.mpiexec)]
     if mpi.implementation == "MPICH":
-        command += ["-launcher", "fork", "-hosts", ",".join(addresses(workers)), "-bind-to", "none"]
+        command += ["-launcher", "fork", "-hosts", ",".join(list_addresses(workers)), "-bind-to", "none"]
     else:
         agent = directory / "agent"
         agent.write_text(f'#!/bin/sh\nhost=$1; shift; exec {programs.host} "$host" /bin/sh -c "$*"\n')
@@ -261,7 +264,7 @@ def floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: 
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    last = left_at(directory, workers)
+    last = read_leave_time(directory, workers)
     result: dict[str, object] = {"floor_seconds": round(last - began, 2) if last is not None else None}
     if last is None:
         result["floor_said"] = (directory / "mpiexec.log").read_text(errors="replace")[-1000:]
@@ -271,13 +274,13 @@ def floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: 
 def measure(way: str, mpi: Mpi, workers: int, programs: Programs, seconds: float) -> dict[str, object]:
     """Measure the floor, then the launch."""
     result: dict[str, object] = {"way": way, "mpi": str(mpi), "workers": workers}
-    for run in (floor, launched):
+    for run in (measure_floor, measure_launch):
         directory = Path(tempfile.mkdtemp(prefix="ts-"))
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         result_of_run = run(mpi, workers, programs, directory, seconds)
         result |= result_of_run if isinstance(result_of_run, dict) else asyncio.run(result_of_run)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        name = "floor" if run is floor else "all"
+        name = "floor" if run is measure_floor else "all"
         used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         result[f"{name}_children_processor_seconds"] = round(used, 2)
         shutil.rmtree(directory, ignore_errors=True)
@@ -287,7 +290,7 @@ def measure(way: str, mpi: Mpi, workers: int, programs: Programs, seconds: float
     return result
 
 
-def compiled(mpi: Mpi, settings: dict[str, str], directory: Path) -> Programs:
+def compile_programs(mpi: Mpi, settings: dict[str, str], directory: Path) -> Programs:
     """Compile the rank for this MPI, and the program that gives a process a host name."""
     prefix = mpi.mpiexec.parent.parent
     programs = Programs(directory / f"rank-{mpi.implementation}", directory / "host", settings)
@@ -298,7 +301,7 @@ def compiled(mpi: Mpi, settings: dict[str, str], directory: Path) -> Programs:
     return programs
 
 
-def alone() -> int:
+def run_alone() -> int:
     """Run this script again in its own PID namespace and cgroup; return its exit code."""
     group = Group("topkube-launch-scale")
     group.remove()  # left by a killed run
@@ -331,13 +334,13 @@ def main() -> int:
         if os.geteuid() != 0:
             print("benchmarks/launch_scale.py needs root. Next: sudo .venv/bin/python benchmarks/launch_scale.py")
             return 2
-        return alone()
+        return run_alone()
     results = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
     for way in options.mpi:
         implementation, settings = WAYS[way]
         mpi = find_mpi(PYTHONS[implementation].parent)
         with tempfile.TemporaryDirectory() as directory:
-            programs = compiled(mpi, settings, Path(directory))
+            programs = compile_programs(mpi, settings, Path(directory))
             for workers in options.sizes:
                 result = measure(way, mpi, workers, programs, options.seconds)
                 result["date"] = datetime.date.today().isoformat()

@@ -33,7 +33,7 @@ GAUGES = {"step": 1, "total_steps": 100, "density": 0.01, "skipped_steps": 0, "l
 OWN = Snapshot(dict.fromkeys(PHASES, 0.001), intra_bytes=10, inter_bytes=10, dense_bytes=10)
 
 
-def median_seconds(measured: Callable[[], object], repetitions: int) -> float:
+def measure_median(measured: Callable[[], object], repetitions: int) -> float:
     seconds = []
     for _ in range(repetitions):
         start = time.perf_counter()
@@ -42,13 +42,13 @@ def median_seconds(measured: Callable[[], object], repetitions: int) -> float:
     return statistics.median(seconds)
 
 
-def scraped(port: int) -> bytes:
+def scrape(port: int) -> bytes:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         body: bytes = answer.read()
     return body
 
 
-def series(body: bytes) -> int:
+def count_series(body: bytes) -> int:
     return sum(not line.startswith(b"#") for line in body.splitlines())
 
 
@@ -61,13 +61,13 @@ def measure() -> dict[str, object]:
             ranks[0].cache(cache_statistics())  # training does this once per second, this benchmark every step
             ranks[0].step(0.1, OWN, 8, GAUGES)
 
-        step_seconds = median_seconds(step, 5000)
+        step_seconds = measure_median(step, 5000)
         for rank in ranks:
             rank.cache(dict.fromkeys(CACHE, 0.0))
             rank.step(0.1, OWN, 8, {**GAUGES, "loss": 1, "residual_norm": 1, "link_rate": 1})
         with MetricsEndpoint(lambda: directory, "job", 0, "127.0.0.1") as endpoint:
-            worker_series = series(scraped(endpoint.port))
-            worker_seconds = median_seconds(lambda: scraped(endpoint.port), 50)
+            worker_series = count_series(scrape(endpoint.port))
+            worker_seconds = measure_median(lambda: scrape(endpoint.port), 50)
     status = {"phase": "Running", "restarts": 1, "progress": {"step": 1, "totalSteps": 2}}
     jobs = [
         {
@@ -78,8 +78,8 @@ def measure() -> dict[str, object]:
     ]
     probes = Probes(0, OperatorMetrics(lambda: jobs).text, str, str, "127.0.0.1")
     probes.start()
-    operator_series = series(scraped(probes.port))
-    operator_seconds = median_seconds(lambda: scraped(probes.port), 50)
+    operator_series = count_series(scrape(probes.port))
+    operator_seconds = measure_median(lambda: scrape(probes.port), 50)
     probes.stop()
     share = step_seconds / STEP_SECONDS
     return {

@@ -37,7 +37,7 @@ LIMIT_PERCENT = {"dense": 3.0, "hitopk": 10.0}
 BATCH, CONTEXT = 8, 128
 
 
-def steps(variant: str, model: GPT, context: int) -> Iterator[None]:
+def run_steps(variant: str, model: GPT, context: int) -> Iterator[None]:
     """Run the training loop of the example; yield after every step."""
     source = Source(context)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -72,7 +72,7 @@ def measure_time(count: int, turn: int) -> dict[str, object]:
     for variant in VARIANTS:
         torch.manual_seed(0)
         model = GPT()
-        loops[variant] = steps(variant, model, CONTEXT)
+        loops[variant] = run_steps(variant, model, CONTEXT)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     for loop in loops.values():
         for _ in range(3):
@@ -99,12 +99,12 @@ def measure_time(count: int, turn: int) -> dict[str, object]:
     }
 
 
-def peak_bytes(variant: str) -> dict[str, int]:
+def measure_peak_bytes(variant: str) -> dict[str, int]:
     """Train a larger model for a few steps, and return the peak resident size. Run in a separate process."""
     topkube.init()
     torch.set_num_threads(1)
     model = GPT(layers=8, width=512, heads=8, context=32)
-    loop = steps(variant, model, 32)
+    loop = run_steps(variant, model, 32)
     for _ in range(4):
         next(loop)
     large = [p.numel() for p in model.parameters() if p.ndim > 1 and p.numel() >= SMALL_ELEMENTS]
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("time", "memory"), help="measure only this, and keep the other result")
     args = parser.parse_args()
     if args.peak_of:
-        print(json.dumps(peak_bytes(args.peak_of)))
+        print(json.dumps(measure_peak_bytes(args.peak_of)))
         return
     topkube.init()
     torch.set_num_threads(1)

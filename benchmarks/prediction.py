@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import probes
-from allreduce.network import Network, missing
+from allreduce.network import Network, explain_missing_tools
 from allreduce.scratch import scratch
 from allreduce.worlds import RankWorld, Recipe
 from step import LAYOUTS, MODELS, UNSHAPED, WARM_STEPS, WORLDS, StepBench, describe_machine
@@ -56,13 +56,13 @@ def record(part: str, contender: str, directory: Path, network: Network) -> dict
     return trace.read(folder)
 
 
-def probe(network: Network) -> dict[str, float]:
+def probe_link(network: Network) -> dict[str, float]:
     """Return the bytes per second that a TCP stream reaches, and the seconds of a short message."""
-    answer = probes.link(network, [_PROBE_BYTES])
+    answer = probes.time_link(network, [_PROBE_BYTES])
     return {"bandwidth": _PROBE_BYTES / answer["seconds"][0], "latency": answer["latency"] / 2}
 
 
-def profile_of(traces: list[dict[str, Any]], part: str) -> Any:
+def build_profile(traces: list[dict[str, Any]], part: str) -> Any:
     """Return the profile of a layout: the computation from the first trace, the costs of the host from all."""
     from topkube.planning.profile import from_trace, with_host_costs
 
@@ -70,7 +70,7 @@ def profile_of(traces: list[dict[str, Any]], part: str) -> Any:
     return with_host_costs(profiles[0], profiles[1:])
 
 
-def predicted(profile: Any, row: Row, cores: int) -> float:
+def predict_milliseconds(profile: Any, row: Row, cores: int) -> float:
     """Return the predicted milliseconds of a step of a row."""
     from topkube.algorithms import DENSITY, Machines, resolve
     from topkube.planning.situation import Situation
@@ -82,7 +82,7 @@ def predicted(profile: Any, row: Row, cores: int) -> float:
     return 1e3 * predict(profile, Situation(machines, cores=cores / nodes), algorithm).step
 
 
-def error(row: Row) -> float:
+def compute_error(row: Row) -> float:
     """Return the relative error of a prediction: negative if the prediction is too fast."""
     return float(row["predicted_ms"] / row["ms"] - 1)
 
@@ -91,8 +91,8 @@ def predict_rows(stored: dict[str, Any]) -> None:
     """Replace the predictions of all rows by those of this version, from the stored profiles."""
     for row in stored["rows"]:
         profile = load_profile(stored["profiles"][row["part"]])
-        row["predicted_ms"] = round(predicted(profile, row, stored["facts"]["processors"]), 1)
-        row["error"] = round(error(row), 3)
+        row["predicted_ms"] = round(predict_milliseconds(profile, row, stored["facts"]["processors"]), 1)
+        row["error"] = round(compute_error(row), 3)
 
 
 def predict_paper() -> list[Row]:
@@ -136,13 +136,13 @@ def measure(part: str, rates: list[str], rounds: int, steps: int) -> tuple[dict[
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(scratch())
         network = stack.enter_context(Network(len(LAYOUTS[part])))
-        profile = profile_of([record(part, contender, directory, network) for contender in CONTENDERS], part)
+        profile = build_profile([record(part, contender, directory, network) for contender in CONTENDERS], part)
         bench = StepBench(part, MODELS[0], directory, network)
         stack.callback(bench.close)
         rows = []
         for rate in rates:
             measured = bench.measure(rate, list(CONTENDERS), rounds, steps)
-            link = probe(network)
+            link = probe_link(network)
             rows += [
                 {**{key: row[key] for key in ("part", "rate", "contender", "ms", "ms_min", "ms_max", "steps")}, **link}
                 for row in measured
@@ -162,7 +162,7 @@ def main() -> int:
     target: Path = options.json
     stored = json.loads(target.read_text()) if target.exists() else {"facts": {}, "profiles": {}, "rows": []}
     if not options.again:
-        if reason := missing():
+        if reason := explain_missing_tools():
             print(reason, file=sys.stderr)
             return 2
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

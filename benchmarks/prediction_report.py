@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from step_report import facts
+from step_report import format_facts
 from tables import number, table
 
 LINKS = {"unshaped": "not shaped", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s", "100mbit": "100 Mbit/s"}
@@ -38,12 +38,12 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
     return {
         "PREDICTION": table(headings, cells),
         "PREDICTION_ERRORS": summary,
-        "PREDICTION_FACTS": facts(stored["facts"]),
-        "PREDICTION_PAPER": _paper(stored["paper"]),
+        "PREDICTION_FACTS": format_facts(stored["facts"]),
+        "PREDICTION_PAPER": _format_paper(stored["paper"]),
     }
 
 
-def _paper(rows: list[dict[str, Any]]) -> str:
+def _format_paper(rows: list[dict[str, Any]]) -> str:
     cells = [
         [
             row["model"],

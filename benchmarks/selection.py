@@ -27,7 +27,7 @@ from topkube.collectives.top_signs import TOP_SHARE
 RESULTS = Path(__file__).parent / "results" / "select.json"
 
 
-def adversarial(d: int) -> Iterator[tuple[str, Any]]:
+def build_adversarial(d: int) -> Iterator[tuple[str, Any]]:
     rng = np.random.default_rng(0)
     normal = rng.standard_normal(d, dtype=np.float32)
     yield "normal", normal
@@ -60,7 +60,7 @@ def is_exact(x: Any, k: int, indices: Any) -> bool:
     return bool(np.array_equal(np.sort(np.concatenate([above, ties])), indices))
 
 
-def mstopk_of_torch(x: torch.Tensor, k: int, iterations: int = 30) -> tuple[int, int]:
+def run_torch_mstopk(x: torch.Tensor, k: int, iterations: int = 30) -> tuple[int, int]:
     """Run Algorithm 1 with torch operations; return how many magnitudes reach each threshold."""
     a = x.abs()
     mean, top = a.double().mean().item(), a.max().item()
@@ -84,7 +84,7 @@ def mstopk_of_torch(x: torch.Tensor, k: int, iterations: int = 30) -> tuple[int,
     return k1, k2
 
 
-def adversarial_report(d: int, repeats: int) -> BenchReport:
+def report_adversarial(d: int, repeats: int) -> BenchReport:
     columns = {
         "input": "input",
         "kernel": "kernel",
@@ -94,7 +94,7 @@ def adversarial_report(d: int, repeats: int) -> BenchReport:
         "exact": "exact",
     }
     report = BenchReport("Adversarial inputs", columns)
-    for name, x in adversarial(d):
+    for name, x in build_adversarial(d):
         for density in (0.001, 0.01):
             k = kernels.entries_kept(x.size, density)
             timing = timed(lambda x=x, k=k: kernels.topk(x, k), repeats=repeats)
@@ -116,7 +116,7 @@ def adversarial_report(d: int, repeats: int) -> BenchReport:
     return report
 
 
-def mstopk_report(d: int, repeats: int) -> BenchReport:
+def report_mstopk(d: int, repeats: int) -> BenchReport:
     columns = {
         "density": "density",
         "ms": "ms",
@@ -133,7 +133,7 @@ def mstopk_report(d: int, repeats: int) -> BenchReport:
         timing = timed(lambda k=k: kernels.mstopk(x, k), repeats=repeats)
         thresholds = kernels.last_thresholds()
         counts: list[tuple[int, int]] = []
-        peer = timed(lambda k=k, counts=counts: counts.append(mstopk_of_torch(tensor, k)), repeats=1, warmups=0)
+        peer = timed(lambda k=k, counts=counts: counts.append(run_torch_mstopk(tensor, k)), repeats=1, warmups=0)
         same = counts[-1] == (thresholds.above_upper, thresholds.above_lower)
         ratio = peer.median / timing.median
         report.add(density=density, ms=timing.median * 1e3, torch_ms=peer.median * 1e3, ratio=ratio, same=same)
@@ -185,8 +185,8 @@ def main() -> None:
         return
     reports = [
         measure(options.elements, [0.001, 0.01], repeats=options.repeats),
-        mstopk_report(options.elements, options.repeats),
-        adversarial_report(options.elements, 3),
+        report_mstopk(options.elements, options.repeats),
+        report_adversarial(options.elements, 3),
         sign_report(options.elements, options.repeats),
     ]
     for report in reports:

@@ -73,7 +73,7 @@ def make_optimizer(name: str, model: torch.nn.Module, learning_rate: float) -> t
     return torch.optim.AdamW(model.parameters(), lr=learning_rate)
 
 
-def batches_of_nodes(dataset: torch.utils.data.Dataset, batch: int, nodes: int, seed: int, steps: int):  # type: ignore[no-untyped-def, type-arg]
+def divide_batches(dataset: torch.utils.data.Dataset, batch: int, nodes: int, seed: int, steps: int):  # type: ignore[no-untyped-def, type-arg]
     """Yield, for each step, the batch of each node: entries node, node + nodes, ... of the epoch's permutation."""
     sampler = DistributedSampler(dataset, seed=seed)  # type: ignore[arg-type]
     per_node = batch // nodes
@@ -109,7 +109,7 @@ def train(
     rule: Rule = RULES[rule_name](nodes, options)
     rise = steps // 20
     start = time.perf_counter()
-    for step, batches in enumerate(batches_of_nodes(dataset, tasks.BATCH[model_name], options.nodes, seed, steps)):
+    for step, batches in enumerate(divide_batches(dataset, tasks.BATCH[model_name], options.nodes, seed, steps)):
         factor = min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / steps))
         nodes.set_learning_rate(learning_rate * factor)
         rule.step(step, lambda node, model, batches=batches: loss_of(model, *batches[node]))
@@ -132,16 +132,16 @@ def train(
         dense,
         time.perf_counter() - start,
         rate,
-        _middle_and_largest(rule.guard_values.unsent),
-        _middle_and_largest(rule.guard_values.spread),
+        _find_median_and_largest(rule.guard_values.unsent),
+        _find_median_and_largest(rule.guard_values.spread),
     )
 
 
-def _middle_and_largest(values: list[float]) -> list[float] | None:
+def _find_median_and_largest(values: list[float]) -> list[float] | None:
     return [statistics.median(values), max(values)] if values else None
 
 
-def differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
+def compute_differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
     """Return one row per rule and setting: the paired difference to `dense`, in per cent, with its 95% interval."""
     dense = {result.task: result.loss for result in results if result.rule == "dense"}
     settings: dict[tuple[object, ...], list[SimulatedRun]] = {}
@@ -151,7 +151,7 @@ def differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
     rows = []
     for runs in settings.values():
         pairs = [100 * (run.loss / dense[run.task] - 1) for run in runs]
-        mean, interval = mean_and_interval(pairs)
+        mean, interval = compute_interval(pairs)
         first = runs[0]
         rows.append(
             {
@@ -170,14 +170,14 @@ def differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
                 "difference_percent": mean,
                 "interval_percent": interval,
                 "each_seed": pairs,
-                "unsent": _largest_of([run.unsent for run in runs]),
-                "spread": _largest_of([run.spread for run in runs]),
+                "unsent": _find_largest([run.unsent for run in runs]),
+                "spread": _find_largest([run.spread for run in runs]),
             }
         )
     return rows
 
 
-def mean_and_interval(pairs: list[float]) -> tuple[float, list[float] | None]:
+def compute_interval(pairs: list[float]) -> tuple[float, list[float] | None]:
     """Return the mean and its 95% interval (Student's t); None with one value."""
     from scipy.stats import t
 
@@ -188,7 +188,7 @@ def mean_and_interval(pairs: list[float]) -> tuple[float, list[float] | None]:
     return mean, [mean - half, mean + half]
 
 
-def _largest_of(values: list[list[float] | None]) -> list[float] | None:
+def _find_largest(values: list[list[float] | None]) -> list[float] | None:
     """Return the largest median and the largest value of all runs that were measured."""
     measured = [pair for pair in values if pair is not None]
     return [max(column) for column in zip(*measured, strict=True)] if measured else None
@@ -242,11 +242,11 @@ def main() -> None:
                 continue
             result = train(rule, options, args.model, args.optimizer, seed, args.steps, args.rate)
             results.append(result)
-            rows = differences(results)
+            rows = compute_differences(results)
             text = json.dumps({"compared": rows, "runs": [asdict(result) for result in results]}, indent=1)
             args.output.write_text(text + "\n")
             print(f"{rule} seed {seed}: loss {result.loss:.4f} in {result.seconds:.0f} s", flush=True)
-    print(table(differences(results)))
+    print(table(compute_differences(results)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ STEPS = 2000
 """The length of run at which models are compared."""
 
 
-def _label(row: Row) -> str:
+def _format_label(row: Row) -> str:
     return row["rule"] if row["period"] == 1 else f"{row['rule']}, every {row['period']} steps"
 
 
@@ -21,16 +21,17 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
     """Return the table of all rules and models at the learning rates of the tasks, and the table of the guard's numbers
     at all rates."""
     rows = sorted(
-        stored["compared"], key=lambda row: (row["model"], row["optimizer"], row["nodes"], row["steps"], _label(row))
+        stored["compared"],
+        key=lambda row: (row["model"], row["optimizer"], row["nodes"], row["steps"], _format_label(row)),
     )
     return {
-        "SIMULATED": _table_of_rules([row for row in rows if row["rate"] == 1]),
-        "POOLED": _table_of_pools([row for row in rows if row["rate"] == 1 and row["steps"] == STEPS]),
-        "GUARD": _table_of_guard([row for row in rows if row["unsent"] is not None]),
+        "SIMULATED": _format_rules([row for row in rows if row["rate"] == 1]),
+        "POOLED": _format_pools([row for row in rows if row["rate"] == 1 and row["steps"] == STEPS]),
+        "GUARD": _format_guard([row for row in rows if row["unsent"] is not None]),
     }
 
 
-def _table_of_rules(rows: list[Row]) -> str:
+def _format_rules(rows: list[Row]) -> str:
     cells = []
     for row in rows:
         interval = row["interval_percent"]
@@ -39,7 +40,7 @@ def _table_of_rules(rows: list[Row]) -> str:
                 f"{row['model']}, {row['optimizer']}",
                 number(row["nodes"]),
                 number(row["steps"]),
-                _label(row),
+                _format_label(row),
                 f"{row['times_fewer_bytes']:.1f}×",
                 number(row["seeds"]),
                 f"{row['difference_percent']:+.2f}%",
@@ -50,18 +51,18 @@ def _table_of_rules(rows: list[Row]) -> str:
     return table(headings, cells)
 
 
-def _table_of_pools(rows: list[Row]) -> str:
+def _format_pools(rows: list[Row]) -> str:
     """Return the table of the rules that were measured with several seeds and with both optimizers, all pairs of a rule
     together."""
-    from simulated_nodes import mean_and_interval
+    from simulated_nodes import compute_interval
 
     pools: dict[tuple[str, int, str], list[Row]] = {}
     for row in rows:
-        pools.setdefault((row["model"], row["nodes"], _label(row)), []).append(row)
+        pools.setdefault((row["model"], row["nodes"], _format_label(row)), []).append(row)
     cells = []
     for (model, nodes, label), pool in pools.items():
         pairs = [pair for row in pool for pair in row["each_seed"]]
-        mean, interval = mean_and_interval(pairs)
+        mean, interval = compute_interval(pairs)
         if len(pool) == len(OPTIMIZERS) and len(pairs) > len(OPTIMIZERS) and interval:
             fewest = min(row["times_fewer_bytes"] for row in pool)
             shown = f"{interval[0]:+.1f} to {interval[1]:+.1f}%"
@@ -69,11 +70,11 @@ def _table_of_pools(rows: list[Row]) -> str:
     return table(["model", "nodes", "rule", "fewer bytes", "pairs", "difference", "95% interval"], cells)
 
 
-def _table_of_guard(rows: list[Row]) -> str:
+def _format_guard(rows: list[Row]) -> str:
     cells = [
         [
             f"{row['model']}, {row['optimizer']}, {row['steps']} steps",
-            _label(row),
+            _format_label(row),
             number(row["rate"]),
             *(f"{row[key]:.4f}" for key in ("dense_loss", "loss")),
             *(f"{value:.2f}" for value in row["unsent"]),
@@ -105,11 +106,11 @@ def picture(rows: list[Row], path: Path) -> None:
             (
                 row
                 for row in shown
-                if _label(row) == label and (row["model"], row["optimizer"]) == ("char_gpt", "adamw")
+                if _format_label(row) == label and (row["model"], row["optimizer"]) == ("char_gpt", "adamw")
             ),
             key=lambda row: row["steps"],
         )
-        if not any(_label(row) == label for row in shown):
+        if not any(_format_label(row) == label for row in shown):
             continue
         steps, means = [row["steps"] for row in line], [row["difference_percent"] for row in line]
         lengths.plot(steps, means, color=colour, marker="o", label=label)
@@ -123,12 +124,12 @@ def picture(rows: list[Row], path: Path) -> None:
     lengths.set(xlabel="steps of the run", ylabel="held-out loss against dense, %", title="char_gpt, AdamW")
     markers = dict(zip(sorted({row["model"] for row in shown}), "osD^v", strict=False))
     for row in shown:
-        if row["steps"] == STEPS and _label(row) in colours:
+        if row["steps"] == STEPS and _format_label(row) in colours:
             models.plot(
                 row["times_fewer_bytes"],
                 row["difference_percent"],
                 marker=markers[row["model"]],
-                color=colours[_label(row)],
+                color=colours[_format_label(row)],
                 linestyle="",
             )
     for model, marker in markers.items():

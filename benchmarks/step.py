@@ -37,7 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from allreduce.network import Network, missing
+from allreduce.network import Network, explain_missing_tools
 from allreduce.scratch import scratch
 from allreduce.worlds import RankWorld, Recipe, WorldFailed
 
@@ -67,7 +67,7 @@ WARM_STEPS = 4
 Row = dict[str, Any]
 
 
-def world_of(contender: str) -> str:
+def choose_world(contender: str) -> str:
     """Return the name of the world that runs the contender."""
     return "mpich" if contender in OURS else "gloo"
 
@@ -127,7 +127,7 @@ class StepBench:
         for world in self._worlds.values():
             world.close()
 
-    def _world(self, name: str) -> RankWorld:
+    def _start_world(self, name: str) -> RankWorld:
         if name not in self._worlds:
             self._worlds[name] = RankWorld(WORLDS[name], LAYOUTS[self.part], self._directory, self.network)
             self._worlds[name].ask(do="link", rate=self._rate)
@@ -147,24 +147,24 @@ class StepBench:
             for contender in contenders[first:] + contenders[:first]:
                 if contender in samples and len(samples[contender]) <= turn:
                     try:
-                        samples[contender].append(self._once(contender, steps))
+                        samples[contender].append(self._run_once(contender, steps))
                         turns.add(samples[contender][-1], *self._key(rate, contender))
                     except WorldFailed as error:
                         print(f"{contender} is left out: {str(error).splitlines()[-1]}", file=sys.stderr)
                         del samples[contender]
-                        self._worlds.pop(world_of(contender)).close()
-        rows = [self._row(rate, contender, taken) for contender, taken in samples.items() if taken]
+                        self._worlds.pop(choose_world(contender)).close()
+        rows = [self._build_row(rate, contender, taken) for contender, taken in samples.items() if taken]
         compare(rows)
         return rows
 
     def _key(self, rate: str, contender: str) -> tuple[str, ...]:
         return self.part, self.model, rate, contender
 
-    def _once(self, contender: str, steps: int) -> Row:
-        world = self._world(world_of(contender))
-        before = self.network.traffic()
+    def _run_once(self, contender: str, steps: int) -> Row:
+        world = self._start_world(choose_world(contender))
+        before = self.network.read_traffic()
         answers = world.ask(do="steps", contender=contender, model=self.model, warm=WARM_STEPS, steps=steps)
-        moved = [after - earlier for after, earlier in zip(self.network.traffic(), before, strict=True)]
+        moved = [after - earlier for after, earlier in zip(self.network.read_traffic(), before, strict=True)]
         ends = [max(times) for times in zip(*(answer["times"] for answer in answers), strict=True)]
         return {
             "seconds": [after - earlier for earlier, after in itertools.pairwise(ends)],
@@ -172,7 +172,7 @@ class StepBench:
             **{name: max(answer[name] for answer in answers) for name in ("main_cpu", "other_cpu", "wakeups")},
         }
 
-    def _row(self, rate: str, contender: str, samples: list[Row]) -> Row:
+    def _build_row(self, rate: str, contender: str, samples: list[Row]) -> Row:
         seconds = [value * 1e3 for sample in samples for value in sample["seconds"]]
         low, high = bound_median(seconds)
         return {
@@ -248,7 +248,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one turn of two steps at 1 Gbit/s; stores nothing")
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS})")
     options = parser.parse_args()
-    if reason := missing():
+    if reason := explain_missing_tools():
         print(reason, file=sys.stderr)
         return 2
     parts, rates, contenders, rounds, steps = choose(options)

@@ -55,7 +55,7 @@ class TimedModel(torch.nn.Module):
         return ((x - targets) ** 2).mean()
 
 
-def model_and_data(rank: int, name: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+def build_model_and_data(rank: int, name: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     """Return a GPT of 4.8 million parameters or a TimedModel of 6.3 million, the same on all ranks, and this rank's
     batch."""
     torch.manual_seed(0)
@@ -106,7 +106,7 @@ class TopKube:
 
     def training(self, contender: str, name: str) -> tuple[Step, Callable[[], None]]:
         """Return a function that makes a step, and a function that ends the training."""
-        model, codes, targets = model_and_data(self.rank, name)
+        model, codes, targets = build_model_and_data(self.rank, name)
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         algorithm, _, dense_wire = contender.partition("_")
         options = {"density": 0.01, "wire": "bf16", "warmup_steps": 0, "dense_wire": dense_wire or "fp32"}
@@ -139,7 +139,7 @@ class Ddp:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
 
-        model, codes, targets = model_and_data(self.rank, name)
+        model, codes, targets = build_model_and_data(self.rank, name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         if contender == "plain":
             return step_of(model, optimizer, codes, targets), lambda: None
@@ -167,7 +167,7 @@ class Ddp:
         return {}
 
 
-def other_threads() -> tuple[float, int]:
+def measure_other_threads() -> tuple[float, int]:
     """Return the processor seconds, and the number of times a sleep ended, of all threads but the main thread, which
     computes."""
     seconds, wakeups = 0.0, 0
@@ -183,7 +183,7 @@ def other_threads() -> tuple[float, int]:
     return seconds, wakeups
 
 
-def obey(backend: TopKube | Ddp, order: dict[str, Any]) -> dict[str, Any]:
+def run_order(backend: TopKube | Ddp, order: dict[str, Any]) -> dict[str, Any]:
     """Make `order["steps"]` steps with `order["contender"]`, after `order["warm"]` steps that are not measured, and
     after those in which a choice becomes final. The order "link" says that the links have another speed."""
     if order["do"] == "link":
@@ -197,14 +197,14 @@ def obey(backend: TopKube | Ddp, order: dict[str, Any]) -> dict[str, Any]:
     gc.disable()
     backend.phases()
     backend.barrier()
-    processor, wakeups = other_threads()
+    processor, wakeups = measure_other_threads()
     own = time.thread_time()
     times = [time.clock_gettime(time.CLOCK_MONOTONIC)]
     for _ in range(order["steps"]):
         step()
         times.append(time.clock_gettime(time.CLOCK_MONOTONIC))
     own = time.thread_time() - own
-    after_processor, after_wakeups = other_threads()
+    after_processor, after_wakeups = measure_other_threads()
     gc.enable()
     backend.barrier()
     end()
@@ -221,7 +221,7 @@ def obey(backend: TopKube | Ddp, order: dict[str, Any]) -> dict[str, Any]:
 def main(library: str, path: str) -> None:
     torch.set_num_threads(1)
     backend = TopKube() if library == "mpich" else Ddp()
-    orders.follow(path, backend.rank, lambda order: obey(backend, order))
+    orders.follow(path, backend.rank, lambda order: run_order(backend, order))
 
 
 if __name__ == "__main__":

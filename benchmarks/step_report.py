@@ -39,16 +39,16 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
                     title = f"**{nodes} nodes × {ranks}, {link}{words}**"
                     if measured := sorted({f"{row['date']}, load {row['load']:g}" for row in rows if "date" in row}):
                         title += f" ({'; '.join(measured)})"
-                    tables.append(f"{title}\n\n{_table(rows)}")
-    return {"TRAINING_STEP": "\n\n".join(tables), "TRAINING_STEP_FACTS": facts(stored["facts"])}
+                    tables.append(f"{title}\n\n{_format_table(rows)}")
+    return {"TRAINING_STEP": "\n\n".join(tables), "TRAINING_STEP_FACTS": format_facts(stored["facts"])}
 
 
-def facts(stored: dict[str, Any]) -> str:
+def format_facts(stored: dict[str, Any]) -> str:
     """Return what the times depend on, as one line."""
     return " · ".join(f"{name.replace('_', ' ')}: {value}" for name, value in stored.items())
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _format_table(rows: list[dict[str, Any]]) -> str:
     cells = [
         [
             NAMES[row["contender"]],

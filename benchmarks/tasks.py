@@ -62,11 +62,11 @@ class BatchNormCNN(nn.Sequential):
 def task(name: str) -> Task:
     """Return the task of this name, with fresh weights from torch's generator."""
     if name.startswith("char"):
-        return _text(name)
-    return _digits(name)
+        return _build_text_task(name)
+    return _build_digits_task(name)
 
 
-def _text(name: str) -> Task:
+def _build_text_task(name: str) -> Task:
     source = Source(CONTEXT, held_out=True)
     chosen = torch.linspace(0, len(source) - 1, 1024).long().tolist()
     codes, targets = (torch.stack(part) for part in zip(*(source[i] for i in chosen), strict=True))
@@ -82,7 +82,7 @@ def _text(name: str) -> Task:
     return model, Source(CONTEXT), lambda model, codes, targets: model(codes, targets), held_out
 
 
-def _digits(name: str) -> Task:
+def _build_digits_task(name: str) -> Task:
     train, test = digits()
     images, labels = test.tensors
 

@@ -95,14 +95,14 @@ class Contender:
     def bound(self, d: int, layout: tuple[int, ...], machine: Machine) -> Bound:
         m, n = len(layout), layout[0]
         if self.dense:
-            sent = bounds.ring(d, m, n) if self.formula == "ring" else bounds.between_nodes(d, m)
-            return bounds.dense(d, m, n, sent, machine)
+            sent = bounds.count_ring_bytes(d, m, n) if self.formula == "ring" else bounds.count_hierarchical_bytes(d, m)
+            return bounds.bound_dense(d, m, n, sent, machine)
         if self.formula == "hitopk":
-            sent = bounds.hitopk_sent(d, m, n, self.density, self.entry_bytes)
-            return bounds.sparse(d, m, n, sent, machine, hierarchical=True)
-        formula = bounds.gathered if self.formula == "gathered" else bounds.everyone
+            sent = bounds.count_hitopk_bytes(d, m, n, self.density, self.entry_bytes)
+            return bounds.bound_sparse(d, m, n, sent, machine, hierarchical=True)
+        formula = bounds.count_gathered_bytes if self.formula == "gathered" else bounds.count_naive_bytes
         sent = formula(d, m, n, self.density, self.entry_bytes)
-        return bounds.sparse(d, m, n, sent, machine, hierarchical=False)
+        return bounds.bound_sparse(d, m, n, sent, machine, hierarchical=False)
 
 
 def _sparse(algorithm: str, density: float, wire: str) -> Contender:

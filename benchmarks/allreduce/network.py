@@ -37,7 +37,7 @@ class NetworkError(RuntimeError):
     """The namespaces could not be created: the user is not root, or a tool or a kernel feature is missing."""
 
 
-def missing() -> str | None:
+def explain_missing_tools() -> str | None:
     """Return why nodes cannot be created on this machine, None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root; run with sudo"
@@ -78,14 +78,14 @@ class Node:
         assert self._holder.stderr is not None
         if self._holder.stdout.readline().strip() != "ready":
             raise NetworkError(f"the kernel refused the namespaces of {name}: {self._holder.stderr.read().strip()}")
-        self.pid = next(iter(_children(self._holder.pid)))
+        self.pid = next(iter(_list_children(self._holder.pid)))
 
     def enter(self, command: list[str], *, network_only: bool = False) -> list[str]:
         """Return the command line that runs `command` inside this node, in the current directory."""
         kinds = ["--net"] if network_only else ["--net", "--uts", "--ipc", "--mount", "--pid"]
         return ["nsenter", f"--target={self.pid}", *kinds, f"--wdns={os.getcwd()}", "--", *command]
 
-    def traffic(self, device: str = "eth0") -> LinkTraffic:
+    def read_traffic(self, device: str = "eth0") -> LinkTraffic:
         for line in Path(f"/proc/{self.pid}/net/dev").read_text().splitlines():
             name, _, counters = line.partition(":")
             if name.strip() == device:
@@ -105,7 +105,7 @@ class Node:
             self._holder.wait()
 
 
-def _children(parent: int) -> list[int]:
+def _list_children(parent: int) -> list[int]:
     children = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -126,37 +126,37 @@ class Network:
     """
 
     def __init__(self, nodes: int, rate: str | None = None) -> None:
-        reason = missing()
+        reason = explain_missing_tools()
         if reason:
             raise NetworkError(reason)
         self.nodes: list[Node] = []
         self.control = Node("switch", f"{_SUBNET}.254")
         try:
-            self._inside(self.control, "ip", "link", "add", "br0", "type", "bridge")
-            self._inside(self.control, "ip", "address", "add", f"{self.control.address}/24", "dev", "br0")
-            self._inside(self.control, "ip", "link", "set", "br0", "up")
+            self._run_inside(self.control, "ip", "link", "add", "br0", "type", "bridge")
+            self._run_inside(self.control, "ip", "address", "add", f"{self.control.address}/24", "dev", "br0")
+            self._run_inside(self.control, "ip", "link", "set", "br0", "up")
             for index in range(nodes):
-                self._add(index)
+                self._add_node(index)
             self.shape(rate)
         except BaseException:
             self.close()
             raise
 
-    def _inside(self, node: Node, *command: str) -> None:
+    def _run_inside(self, node: Node, *command: str) -> None:
         _run(*node.enter(list(command), network_only=True))
 
-    def _add(self, index: int) -> None:
+    def _add_node(self, index: int) -> None:
         node = Node(f"node{index}", f"{_SUBNET}.{index + 1}")
         self.nodes.append(node)
         port = f"port{index}"
         # Both ends are created inside their namespaces; the host never sees the device.
         _run("ip", "link", "add", "eth0", "netns", str(node.pid), "type", "veth",
              "peer", "name", port, "netns", str(self.control.pid))  # fmt: skip
-        self._inside(self.control, "ip", "link", "set", port, "master", "br0", "gso_max_size", str(GSO_BYTES), "up")
-        self._inside(node, "ip", "address", "add", f"{node.address}/24", "dev", "eth0")
-        self._inside(node, "ip", "link", "set", "eth0", "gso_max_size", str(GSO_BYTES), "up")
+        self._run_inside(self.control, "ip", "link", "set", port, "master", "br0", "gso_max_size", str(GSO_BYTES), "up")
+        self._run_inside(node, "ip", "address", "add", f"{node.address}/24", "dev", "eth0")
+        self._run_inside(node, "ip", "link", "set", "eth0", "gso_max_size", str(GSO_BYTES), "up")
         # The default congestion control of Linux, whatever the host uses.
-        self._inside(node, "ip", "route", "replace", f"{_SUBNET}.0/24", "dev", "eth0", "src", node.address,
+        self._run_inside(node, "ip", "route", "replace", f"{_SUBNET}.0/24", "dev", "eth0", "src", node.address,
                      "congctl", "cubic")  # fmt: skip
 
     def shape(self, rate: str | None, only: Collection[int] | None = None) -> None:
@@ -175,12 +175,12 @@ class Network:
                     )
                     continue
                 queue = max(BURST_BYTES * 8, int(RATES[rate] / 8 * QUEUE_SECONDS))
-                self._inside(place, "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate,
+                self._run_inside(place, "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate,
                              "burst", str(BURST_BYTES), "limit", str(queue))  # fmt: skip
 
-    def traffic(self) -> list[LinkTraffic]:
+    def read_traffic(self) -> list[LinkTraffic]:
         """Return the bytes that each node's device has sent and received so far."""
-        return [node.traffic() for node in self.nodes]
+        return [node.read_traffic() for node in self.nodes]
 
     def close(self) -> None:
         for node in [*self.nodes, self.control]:

@@ -17,7 +17,7 @@ PASSES = 10
 LARGEST = 16_000_000
 
 
-def memory(kind: str, length: int, barrier: Callable[[], None]) -> dict[str, Any]:
+def time_memory(kind: str, length: int, barrier: Callable[[], None]) -> dict[str, Any]:
     """Time one pass over `length` float32 per rank, with all ranks at once: "read" or "update" (a += b)."""
     import numpy as np
 
@@ -37,7 +37,7 @@ def memory(kind: str, length: int, barrier: Callable[[], None]) -> dict[str, Any
     return {"start": start, "end": time.clock_gettime(time.CLOCK_MONOTONIC), "passes": PASSES}
 
 
-def link(network: Network, sizes: list[int]) -> dict[str, Any]:
+def time_link(network: Network, sizes: list[int]) -> dict[str, Any]:
     """Return the seconds in which node 0 and node 1 send each other `size` bytes at the same time, like collectives:
     the median for each size, and the round trip of one byte."""
     first, second = network.nodes[:2]

@@ -36,15 +36,15 @@ class SumProblem:
         for array in inputs:
             total += array
         np.save(directory / "dense.npy", total.astype(np.float32))
-        nodes = _per_node(inputs, layout)
+        nodes = _sum_nodes(inputs, layout)
         for density in densities:
             everyone = np.zeros(length, np.float32)
             for array in inputs:
-                everyone += _kept(array, density, 1)
+                everyone += _keep_largest(array, density, 1)
             np.save(directory / f"naive-{density}.npy", everyone)
             between = np.zeros(length, np.float32)
             for array in nodes:
-                between += _kept(array, density, min(layout))
+                between += _keep_largest(array, density, min(layout))
             np.save(directory / f"hitopk-{density}.npy", between)
         return problem
 
@@ -73,7 +73,7 @@ class SumProblem:
                 )
 
 
-def _per_node(inputs: list[Floats], layout: tuple[int, ...]) -> list[Floats]:
+def _sum_nodes(inputs: list[Floats], layout: tuple[int, ...]) -> list[Floats]:
     sums, rank = [], 0
     for ranks in layout:
         total = inputs[rank].copy()
@@ -84,7 +84,7 @@ def _per_node(inputs: list[Floats], layout: tuple[int, ...]) -> list[Floats]:
     return sums
 
 
-def _kept(array: Floats, density: float, shards: int) -> Floats:
+def _keep_largest(array: Floats, density: float, shards: int) -> Floats:
     """Return the k largest magnitudes of each shard, with zeros elsewhere. Ties go to the lowest index."""
     kept = np.zeros_like(array)
     for shard, out in zip(np.array_split(array, shards), np.array_split(kept, shards), strict=True):

@@ -21,19 +21,19 @@ from allreduce.problem import SumProblem
 
 def serve(library: str, path: str) -> None:
     backend = contenders.BACKENDS[library]()
-    orders.follow(path, backend.rank, lambda order: obey(backend, order))
+    orders.follow(path, backend.rank, lambda order: run_order(backend, order))
     backend.close()
 
 
 _work = np.empty(0, np.float32)
 
 
-def obey(backend: Any, order: dict[str, Any]) -> dict[str, Any]:
+def run_order(backend: Any, order: dict[str, Any]) -> dict[str, Any]:
     global _work
     if order["do"] == "probe":
-        from allreduce.probes import memory
+        from allreduce.probes import time_memory
 
-        return memory(order["kind"], order["length"], backend.barrier)
+        return time_memory(order["kind"], order["length"], backend.barrier)
     problem = SumProblem(Path(order["problem"]))
     if _work.size != problem.length:
         _work = np.empty(problem.length, np.float32)

@@ -32,7 +32,7 @@ from allreduce import field as entries
 from allreduce import probes
 from allreduce.bounds import Machine
 from allreduce.field import Contender
-from allreduce.network import RATES, Network, missing
+from allreduce.network import RATES, Network, explain_missing_tools
 from allreduce.problem import SumProblem
 from allreduce.scratch import scratch
 from allreduce.worlds import RankWorld
@@ -104,7 +104,8 @@ class AllreduceBench:
         for world in self.worlds.values():
             world.close()
 
-    def world(self, contender: Contender) -> RankWorld:
+    def start_world(self, contender: Contender) -> RankWorld:
+        """Return the world of a contender, which the first call starts."""
         name = contender.world
         if name not in self.worlds:
             recipe = entries.PLAIN_MPICH if self.network is None and name == "mpich" else entries.RECIPES[name]
@@ -114,7 +115,7 @@ class AllreduceBench:
     def measure_memory(self) -> None:
         """Measure bandwidths with all ranks of this layout at once, over arrays larger than the caches; keep the
         best."""
-        world, length = self.world(entries.OURS_DENSE[2]), LENGTH // 4
+        world, length = self.start_world(entries.OURS_DENSE[2]), LENGTH // 4
         for kind, width in (("read", 4), ("update", 12)):
             for _ in range(3):
                 answers = world.ask(do="probe", kind=kind, length=length)
@@ -130,7 +131,7 @@ class AllreduceBench:
             return {"bytes": [], "seconds": []}
         sent = {int(c.bound(length, self.layout, Machine(1, 1)).sent_bytes) for c in field}
         sizes = sorted({min(size, probes.LARGEST) for size in sent})
-        answer = probes.link(self.network, sizes)
+        answer = probes.time_link(self.network, sizes)
         if length == LENGTH or self.quick:
             name = f"{self.part} {self.network.rate or UNSHAPED}"
             self.facts[f"{name} link MB/s"] = round(sizes[-1] / answer["seconds"][-1] / 1e6, 1)
@@ -154,14 +155,14 @@ class AllreduceBench:
                 if turn >= 0:
                     runs[contender.label].append(run)
         self._measured.append((rate, length, link, [(c, runs[c.label]) for c in field]))
-        for row in self._rows(*self._measured[-1]):
+        for row in self._build_rows(*self._measured[-1]):
             _print_row(row)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def build_rows(self) -> list[dict[str, Any]]:
         """Return all measurements with their bounds, by the best memory probe and the link probe of this layout."""
-        return [row for measured in self._measured for row in self._rows(*measured)]
+        return [row for measured in self._measured for row in self._build_rows(*measured)]
 
-    def _rows(
+    def _build_rows(
         self, rate: str | None, length: int, link: dict[str, Any], runs: list[tuple[Contender, list[dict[str, Any]]]]
     ) -> list[dict[str, Any]]:
         machine = Machine(**self._bandwidth, link_bytes=tuple(link["bytes"]), link_seconds=tuple(link["seconds"]))
@@ -180,13 +181,13 @@ class AllreduceBench:
 
     def run_once(self, contender: Contender, problem: Path, check: bool) -> dict[str, Any]:
         """Run the contender once. Returns seconds, the most bytes that a node sent, and seconds per phase."""
-        world = self.world(contender)
-        before = self.network.traffic() if self.network else []
+        world = self.start_world(contender)
+        before = self.network.read_traffic() if self.network else []
         answers = world.ask(
             do="run", problem=str(problem), contender=contender.call, density=contender.density,
             check=check, reference=contender.reference, tolerance=contender.tolerance,
         )  # fmt: skip
-        after = self.network.traffic() if self.network else []
+        after = self.network.read_traffic() if self.network else []
         moved = [late - early for early, late in zip(before, after, strict=True)]
         phases = {name: max(a["phases"].get(name, 0.0) for a in answers) for name in ("select", "intra", "inter")}
         return {
@@ -243,7 +244,7 @@ def _print_row(row: dict[str, Any]) -> None:
     print(line + (f"  [{', '.join(phases)} ms]" if phases else ""), flush=True)
 
 
-def peer_settings() -> list[dict[str, Any]]:
+def time_peer_settings() -> list[dict[str, Any]]:
     """Time every world of `field.RECIPES` with the whole dense array at 1 Gbit/s: the median of three runs after a
     warm-up run."""
     rows = []
@@ -258,7 +259,8 @@ def peer_settings() -> list[dict[str, Any]]:
                 contender = Contender(name, name, "dense", "ring")
                 if bench.is_available(contender):
                     ms = [bench.run_once(contender, problem, check=turn == 0)["seconds"] * 1e3 for turn in range(4)][1:]
-                    rows.append({"part": part, "world": name, "settings": recipe.told, "ms": round(median(ms), 1)})
+                    row = {"part": part, "world": name, "settings": recipe.settings_line, "ms": round(median(ms), 1)}
+                    rows.append(row)
                     print(rows[-1], flush=True)
                 bench.close()
     return rows
@@ -285,11 +287,11 @@ def run(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], d
                 bench.measure("10gbit", length, 7, warm=False)
             bench.measure(UNSHAPED, LENGTH, 5, warm=False)
             bench.measure("100mbit", LENGTH, 3, warm=False)
-        return bench.rows(), bench.facts
+        return bench.build_rows(), bench.facts
 
 
 @contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
+def _interrupt_on_sigterm() -> Iterator[None]:
     """Let SIGTERM unwind the stack like Ctrl-C, so that ranks and namespaces are closed in order."""
 
     def stop(number: int, frame: object) -> None:
@@ -319,7 +321,7 @@ def main() -> int:
     options = parser.parse_args()
     parts = options.part or ([] if options.peer_settings else list(LAYOUTS))
     tuning: list[dict[str, Any]] = []
-    reason = missing()
+    reason = explain_missing_tools()
     if reason and (options.peer_settings or set(parts) - {"node"}):
         print(f"{reason}. Without it: {sys.argv[0]} --part node", file=sys.stderr)
         return 2
@@ -330,9 +332,9 @@ def main() -> int:
         report.rows = [row for row in stored["rows"] if row["part"] not in parts]
         report.facts = {**stored["facts"], **report.facts}
         tuning = stored.get("tuning", [])
-    with _terminated_like_interrupted():
+    with _interrupt_on_sigterm():
         if options.peer_settings:
-            tuning = peer_settings()
+            tuning = time_peer_settings()
         for part in parts:
             rows, facts = run(part, options)
             report.rows += rows

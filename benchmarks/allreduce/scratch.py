@@ -13,7 +13,7 @@ from pathlib import Path
 _PREFIX = "topkube-allreduce-"
 
 
-def _started(pid: int) -> str | None:
+def _find_start(pid: int) -> str | None:
     """Return when a process started, in ticks since boot; None if it does not exist. With its id, this identifies
     it."""
     try:
@@ -27,7 +27,7 @@ def scratch() -> Iterator[Path]:
     """Create a directory whose name identifies this process."""
     parent = Path(tempfile.gettempdir())
     remove_leftovers(parent)
-    own = f"{_PREFIX}{os.getpid()}-{_started(os.getpid())}-"
+    own = f"{_PREFIX}{os.getpid()}-{_find_start(os.getpid())}-"
     with tempfile.TemporaryDirectory(prefix=own, ignore_cleanup_errors=True) as directory:
         yield Path(directory)
 
@@ -38,7 +38,8 @@ def remove_leftovers(parent: Path) -> list[Path]:
     for path in parent.glob(f"{_PREFIX}*"):
         pid, _, rest = path.name.removeprefix(_PREFIX).partition("-")
         started = rest.partition("-")[0]
-        if pid.isdigit() and started.isdigit() and path.stat().st_uid == os.geteuid() and _started(int(pid)) != started:
+        is_named_by_run = pid.isdigit() and started.isdigit()
+        if is_named_by_run and path.stat().st_uid == os.geteuid() and _find_start(int(pid)) != started:
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed

@@ -49,7 +49,7 @@ class Recipe:
     """The program of every rank."""
 
     @property
-    def told(self) -> str:
+    def settings_line(self) -> str:
         """The settings as one line."""
         return " ".join([*(f"{name}={value}" for name, value in self.environment), *self.options])
 
@@ -58,7 +58,7 @@ class WorldFailed(RuntimeError):
     """A world did not start, did not answer in time, or one of its ranks raised."""
 
 
-def agent(network: Network, directory: Path) -> Path:
+def write_agent(network: Network, directory: Path) -> Path:
     """Write the program that mpiexec calls instead of ssh: it enters the node and runs the command there."""
     nodes = [f'{node.address}) exec {shlex.join(node.enter(["sh", "-c"]))} "$*" ;;' for node in network.nodes]
     path = directory / "agent.sh"
@@ -102,11 +102,11 @@ class RankWorld:
         if recipe.library == "mpich":
             place = [] if network is None else [
                 "-localhost", network.control.address, "-launcher", "ssh", "-launcher-exec",
-                str(agent(network, directory)), "-hosts", ",".join(hosts)]  # fmt: skip
+                str(write_agent(network, directory)), "-hosts", ",".join(hosts)]  # fmt: skip
             commands = [[str(binary / "mpiexec"), *place, *recipe.options, *count, *rank]]
         elif recipe.library == "openmpi":
             place = ["--host", f"localhost:{self.size}"] if network is None else [
-                "--host", ",".join(hosts), "--prtemca", "plm_ssh_agent", str(agent(network, directory)),
+                "--host", ",".join(hosts), "--prtemca", "plm_ssh_agent", str(write_agent(network, directory)),
                 "--prtemca", "plm_ssh_no_tree_spawn", "1", "--mca", "btl_tcp_if_include", "eth0"]  # fmt: skip
             commands = [[str(binary / "mpirun"), "--allow-run-as-root", *place, *recipe.options, *count, *rank]]
         else:
@@ -136,7 +136,7 @@ class RankWorld:
                 if time.monotonic() > deadline or any(process.poll() is not None for process in self._processes):
                     self.close()
                     raise WorldFailed(
-                        f"{self.recipe.name}: {len(ranks)} of {self.size} ranks started\n{self._tail()}"
+                        f"{self.recipe.name}: {len(ranks)} of {self.size} ranks started\n{self._read_log_tail()}"
                     ) from None
                 continue
             connection.settimeout(ANSWER_SECONDS)
@@ -146,7 +146,7 @@ class RankWorld:
             ranks[hello["rank"]] = stream
         return [ranks[index] for index in range(self.size)]
 
-    def _tail(self) -> str:
+    def _read_log_tail(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
 
     def ask(self, **order: Any) -> list[dict[str, Any]]:
@@ -160,10 +160,10 @@ class RankWorld:
                 line = stream.readline()
             except TimeoutError:
                 raise WorldFailed(
-                    f"{self.recipe.name} rank {index} gave no answer to {order}\n{self._tail()}"
+                    f"{self.recipe.name} rank {index} gave no answer to {order}\n{self._read_log_tail()}"
                 ) from None
             if not line:
-                raise WorldFailed(f"{self.recipe.name} rank {index} ended during {order}\n{self._tail()}")
+                raise WorldFailed(f"{self.recipe.name} rank {index} ended during {order}\n{self._read_log_tail()}")
             answers.append(json.loads(line))
             if "error" in answers[-1]:
                 raise WorldFailed(f"{self.recipe.name} rank {index}: {answers[-1]['error']}")

@@ -135,7 +135,7 @@ class LitData:
 
         os.environ["WORLD_SIZE"], os.environ["GLOBAL_RANK"] = str(topkube.size()), str(topkube.rank())
         os.environ["NNODES"] = "2"
-        register_downloader("http://", _downloader(), overwrite=True)
+        register_downloader("http://", _build_downloader(), overwrite=True)
         dataset = StreamingDataset(
             Dir(path=None, url=f"{uri}/{problem.name}.litdata"),
             cache_dir=str(folder / "litdata"),
@@ -144,7 +144,7 @@ class LitData:
             max_cache_size="20GB",
         )
         self._loader: Any = StreamingDataLoader(
-            dataset, batch_size=BATCH, num_workers=workers, persistent_workers=workers > 0, collate_fn=_stacked
+            dataset, batch_size=BATCH, num_workers=workers, persistent_workers=workers > 0, collate_fn=_stack_samples
         )
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]:
@@ -154,11 +154,11 @@ class LitData:
         self._loader = None
 
 
-def _stacked(samples: list[bytes]) -> torch.Tensor:
+def _stack_samples(samples: list[bytes]) -> torch.Tensor:
     return torch.stack([torch.frombuffer(bytearray(sample), dtype=torch.uint8) for sample in samples])
 
 
-def _downloader() -> type[Any]:
+def _build_downloader() -> type[Any]:
     from litdata.streaming.downloader import Downloader
 
     class Http(Downloader):  # type: ignore[misc]
@@ -194,12 +194,12 @@ class Mosaic:
             "gloo", init_method=f"file://{folder.parent}/ranks", rank=world.rank, world_size=world.size
         )
         mosaic = import_mosaic()
-        mosaic.downloaders["http"] = _mosaic_downloader(mosaic.Downloader)
+        mosaic.downloaders["http"] = _build_mosaic_downloader(mosaic.Downloader)
         dataset = mosaic.Dataset(
             remote=f"{uri}/{problem.name}.mosaic", local=str(folder / "mosaic"), shuffle=True, batch_size=BATCH
         )
         self._loader: Any = DataLoader(
-            dataset, BATCH, num_workers=workers, persistent_workers=workers > 0, collate_fn=_stacked_fields
+            dataset, BATCH, num_workers=workers, persistent_workers=workers > 0, collate_fn=_stack_fields
         )
 
     def epoch(self, number: int) -> Iterator[torch.Tensor]:
@@ -233,7 +233,7 @@ def import_mosaic() -> SimpleNamespace:
     )
 
 
-def _mosaic_downloader(base: Any) -> type[Any]:
+def _build_mosaic_downloader(base: Any) -> type[Any]:
     class Http(base):  # type: ignore[misc]
         @staticmethod
         def _client_identifier() -> str:
@@ -251,8 +251,8 @@ def _mosaic_downloader(base: Any) -> type[Any]:
     return Http
 
 
-def _stacked_fields(samples: list[dict[str, bytes]]) -> torch.Tensor:
-    return _stacked([sample["bin"] for sample in samples])
+def _stack_fields(samples: list[dict[str, bytes]]) -> torch.Tensor:
+    return _stack_samples([sample["bin"] for sample in samples])
 
 
 class InMemory:

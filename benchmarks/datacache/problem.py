@@ -65,7 +65,7 @@ def shard_name(number: int) -> str:
     return f"{number:04}.tar"
 
 
-def create(problem: CacheProblem, root: Path) -> None:
+def write_dataset(problem: CacheProblem, root: Path) -> None:
     """Write all forms of the dataset below `root`; those of a peer only if the peer is installed."""
     random = np.random.default_rng(problem.samples)
     data = random.integers(0, 256, (problem.samples, problem.size), np.uint8)
@@ -73,19 +73,19 @@ def create(problem: CacheProblem, root: Path) -> None:
     data.tofile(root / f"{problem.name}.flat")
     folder = root / problem.name
     folder.mkdir()
-    (_files if problem.form == "files" else _shards)(problem, data, folder)
-    _chunks(problem, data, root / f"{problem.name}.litdata")
-    _mosaic_shards(problem, data, root / f"{problem.name}.mosaic")
+    (_write_files if problem.form == "files" else _write_shards)(problem, data, folder)
+    _write_chunks(problem, data, root / f"{problem.name}.litdata")
+    _write_mosaic_shards(problem, data, root / f"{problem.name}.mosaic")
 
 
-def _files(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
+def _write_files(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
     for number in range(problem.samples):
         path = folder / file_name(number)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data[number].tobytes())
 
 
-def _shards(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
+def _write_shards(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
     lines = []
     for shard, first in enumerate(range(0, problem.samples, problem.per_shard)):
         part = data[first : first + problem.per_shard]
@@ -99,7 +99,7 @@ def _shards(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) ->
     (folder / "manifest.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def _chunks(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
+def _write_chunks(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
     try:
         from litdata.streaming.writer import BinaryWriter
     except ImportError:
@@ -112,7 +112,7 @@ def _chunks(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) ->
     writer.merge()
 
 
-def _mosaic_shards(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
+def _write_mosaic_shards(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
     from datacache.contenders import import_mosaic
 
     try:

@@ -31,14 +31,14 @@ _open: dict[str, Any] = {}
 def main(path: str) -> None:
     world = topkube.init()
     torch.set_num_threads(1)
-    orders.follow(path, world.rank, lambda order: obey(world, order))
+    orders.follow(path, world.rank, lambda order: run_order(world, order))
     for contender in _open.values():
         contender.close()
 
 
-def obey(world: Any, order: dict[str, Any]) -> dict[str, Any]:
+def run_order(world: Any, order: dict[str, Any]) -> dict[str, Any]:
     if order["do"] == "link":
-        return link(world, order["url"])
+        return time_link(world, order["url"])
     if order["do"] == "close":
         _open.pop(order["name"]).close()
         gc.collect()
@@ -46,13 +46,13 @@ def obey(world: Any, order: dict[str, Any]) -> dict[str, Any]:
     problem = CacheProblem(**order["problem"])
     contenders.import_libraries(order["kind"])
     wait_for_all(world)
-    worked = processor_seconds()
+    worked = read_processor_seconds()
     start = time.clock_gettime(time.CLOCK_MONOTONIC)
     if order["name"] not in _open:
-        _open[order["name"]] = opened(world, order, problem)
+        _open[order["name"]] = open_dataset(world, order, problem)
     heads = [batch[:, :NUMBER_BYTES].clone() for batch in _open[order["name"]].epoch(order["epoch"])]
     end = time.clock_gettime(time.CLOCK_MONOTONIC)
-    worked = processor_seconds() - worked
+    worked = read_processor_seconds() - worked
     wait_for_all(world)
     missing, repeated = count_missing(world, problem, heads)
     statistics = getattr(getattr(_open[order["name"]], "dataset", None), "statistics", dict)()
@@ -66,7 +66,7 @@ def obey(world: Any, order: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def processor_seconds() -> float:
+def read_processor_seconds() -> float:
     """Return the processor time of this process and of all its descendants since they started."""
     parents, ticks = {}, {}
     for folder in Path("/proc").iterdir():
@@ -81,7 +81,7 @@ def processor_seconds() -> float:
     return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
 
 
-def opened(world: Any, order: dict[str, Any], problem: CacheProblem) -> Any:
+def open_dataset(world: Any, order: dict[str, Any], problem: CacheProblem) -> Any:
     folder = _DIRECTORY / order["folder"] / f"node{world.node}"
     given: dict[str, Any] = dict(order["given"])
     if order["kind"] in ("InMemory", "PageCache"):
@@ -108,7 +108,7 @@ def wait_for_all(world: Any) -> None:
         time.sleep(0.0005)
 
 
-def link(world: Any, url: str) -> dict[str, Any]:
+def time_link(world: Any, url: str) -> dict[str, Any]:
     """Time a plain GET by the first rank of every node at the same time. The bytes are discarded."""
     address, path = urlsplit(url).hostname, urlsplit(url).path
     received, buffer = 0, bytearray(1 << 20)

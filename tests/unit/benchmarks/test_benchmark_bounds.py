@@ -16,13 +16,13 @@ GIGABIT = Machine(read=40e9, update=60e9, link_bytes=(1_000_000, 10_000_000), li
 
 def test_bytes_between_nodes_follow_the_formulas() -> None:
     d = 1_000_000
-    assert bounds.ring(d, 2, 2) == 2 * 3 / 4 * 4 * d
-    assert bounds.between_nodes(d, 2) == 4 * d
-    assert bounds.between_nodes(d, 4) == 2 * 3 / 4 * 4 * d
-    assert bounds.hitopk_sent(d, 2, 2, 0.01, 6) == 10_000 * 6
-    assert bounds.hitopk_sent(d, 4, 1, 0.01, 6) == 3 * 10_000 * 6
-    assert bounds.gathered(d, 2, 2, 0.01, 8) == 3 * 10_000 * 8
-    assert bounds.everyone(d, 2, 2, 0.01, 6) == 4 * 10_000 * 6
+    assert bounds.count_ring_bytes(d, 2, 2) == 2 * 3 / 4 * 4 * d
+    assert bounds.count_hierarchical_bytes(d, 2) == 4 * d
+    assert bounds.count_hierarchical_bytes(d, 4) == 2 * 3 / 4 * 4 * d
+    assert bounds.count_hitopk_bytes(d, 2, 2, 0.01, 6) == 10_000 * 6
+    assert bounds.count_hitopk_bytes(d, 4, 1, 0.01, 6) == 3 * 10_000 * 6
+    assert bounds.count_gathered_bytes(d, 2, 2, 0.01, 8) == 3 * 10_000 * 8
+    assert bounds.count_naive_bytes(d, 2, 2, 0.01, 6) == 4 * 10_000 * 6
 
 
 def test_a_wire_bound_scales_from_the_probe_of_its_message_size() -> None:
@@ -33,9 +33,9 @@ def test_a_wire_bound_scales_from_the_probe_of_its_message_size() -> None:
 
 def test_dense_is_bound_by_the_slower_of_link_and_memory_sparse_by_their_sum() -> None:
     d = 25_000_000
-    dense = bounds.dense(d, 2, 2, bounds.between_nodes(d, 2), GIGABIT)
+    dense = bounds.bound_dense(d, 2, 2, bounds.count_hierarchical_bytes(d, 2), GIGABIT)
     assert dense.seconds == dense.wire_seconds == pytest.approx(0.8)
-    sparse = bounds.sparse(d, 2, 2, bounds.hitopk_sent(d, 2, 2, 0.01, 6), GIGABIT, hierarchical=True)
+    sparse = bounds.bound_sparse(d, 2, 2, bounds.count_hitopk_bytes(d, 2, 2, 0.01, 6), GIGABIT, hierarchical=True)
     reduced = 2 * (8 + 8 + 4) * d / 60e9  # two nodes: published, read from two places, written
     selected = 2 * 4 * d / 40e9
     cleared = 4 * 4 * d / 60e9

@@ -16,7 +16,7 @@ from allreduce import network, probes, scratch
 from allreduce.network import Network, NetworkError
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-as_root = pytest.mark.skipif(network.missing() is not None, reason=f"{network.missing()}")
+as_root = pytest.mark.skipif(network.explain_missing_tools() is not None, reason=f"{network.explain_missing_tools()}")
 
 
 def run_inside(node: network.Node, command: str) -> str:
@@ -28,9 +28,9 @@ def run_inside(node: network.Node, command: str) -> str:
 def test_links_have_the_stated_speed_and_count_what_crosses() -> None:
     size = 1_000_000
     with Network(2, "100mbit") as pair:
-        before = pair.traffic()
-        probes.link(pair, [size])
-        moved = [late - early for early, late in zip(before, pair.traffic(), strict=True)]
+        before = pair.read_traffic()
+        probes.time_link(pair, [size])
+        moved = [late - early for early, late in zip(before, pair.read_traffic(), strict=True)]
         for traffic in moved:  # five exchanges, both directions, headers on top
             assert 5 * size < traffic.sent < 5.5 * size
             assert 5 * size < traffic.received < 5.5 * size
@@ -43,7 +43,7 @@ def test_links_have_the_stated_speed_and_count_what_crosses() -> None:
 def measure_fastest(pair: Network, size: int) -> float:
     """Return the shortest time of a few exchanges: other programs may use the processor, and no exchange is faster than
     the link."""
-    return min(probes.link(pair, [size])["seconds"][0] for _ in range(3))
+    return min(probes.time_link(pair, [size])["seconds"][0] for _ in range(3))
 
 
 @as_root

@@ -23,10 +23,10 @@ nodes, slots, lengths = st.integers(2, 200), st.integers(1, 8), st.integers(100_
 def test_bytes_are_those_of_the_benchmarks_bounds(m: int, n: int, d: int, density: float) -> None:
     machines = Machines(m, n, link=1e9, memory=1e10)
     sent = {algorithm.name: estimate_cost(algorithm, machines, d, density, "bf16").sent for algorithm in OWN}
-    assert sent["flat"] == pytest.approx(bounds.ring(d, m, n))
-    assert sent["hierarchical"] == sent["torus2d"] == pytest.approx(bounds.between_nodes(d, m))
-    assert sent["hitopk"] == pytest.approx(bounds.hitopk_sent(d, m, n, density, 4))
-    assert sent["naive"] == pytest.approx(bounds.everyone(d, m, n, density, 4))
+    assert sent["flat"] == pytest.approx(bounds.count_ring_bytes(d, m, n))
+    assert sent["hierarchical"] == sent["torus2d"] == pytest.approx(bounds.count_hierarchical_bytes(d, m))
+    assert sent["hitopk"] == pytest.approx(bounds.count_hitopk_bytes(d, m, n, density, 4))
+    assert sent["naive"] == pytest.approx(bounds.count_naive_bytes(d, m, n, density, 4))
 
 
 @given(slots, lengths)
