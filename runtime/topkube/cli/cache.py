@@ -185,10 +185,10 @@ def manifest(
 
 def _tier(directory: Path | None) -> DiskTier:
     from topkube.data.cache.disk_tier import DiskTier
-    from topkube.data.opening import cache_folder
+    from topkube.data.opening import choose_cache_folder
 
     settings = Settings.from_environment()
-    path = cache_folder(directory, settings)
+    path = choose_cache_folder(directory, settings)
     if not path.is_dir():
         raise DatasetError(f"there is no cache in {path}", next_step="give --directory, or warm a dataset first")
     return DiskTier(path, sharing=settings.cache_sharing)

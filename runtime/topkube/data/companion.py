@@ -20,11 +20,11 @@ from pathlib import Path
 
 from topkube.data.base.rank_place import RankPlace
 from topkube.data.cache.node_state import OPEN
-from topkube.data.cache.record_log import PUBLISHED, key_of
+from topkube.data.cache.record_log import PUBLISHED, read_key
 from topkube.data.cache.shard_cache import ShardCache
 from topkube.data.fill.disk_filler import THREADS
 from topkube.data.fill.file_view import FileView
-from topkube.data.opening import memory_folder, open_cache, resolve_address
+from topkube.data.opening import choose_memory_folder, open_cache, resolve_address
 from topkube.errors import TopKubeError
 from topkube.files import write_text
 from topkube.settings import Settings
@@ -41,7 +41,7 @@ class Companion:
 
     runs: the worker's directory, in which the folder of an attempt shows that ranks have started. sessions: the
     directory with the shared state of open datasets. report: a file that gets the size of the cache for the job's
-    status. asked: a file whose text is copied into the report, so that its writer knows that the report is newer.
+    status. asked: a file whose text is copied into the report, which proves that the report is newer.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Companion:
         """Fill the cache and the view until `stop` is called."""
         pause, retry_time = _PAUSES[0], 0.0
         fetching: dict[Future[None], int] = {}
-        waiting = self._shards_to_fetch()
+        waiting = self._list_shards_to_fetch()
         with ThreadPoolExecutor(THREADS, "topkube-companion") as pool:
             while not self._stop.is_set():
                 for future in [future for future in fetching if future.done()]:
@@ -89,7 +89,7 @@ class Companion:
                     except (TopKubeError, OSError) as error:
                         _report_problem(f"shard {number}: {error}")
                         retry_time, pause = time.monotonic() + pause, min(2 * pause, _PAUSES[1])
-                        waiting = self._shards_to_fetch()
+                        waiting = self._list_shards_to_fetch()
                 while len(fetching) < THREADS and time.monotonic() >= retry_time and self._may_fetch():
                     number = next(waiting, -1)
                     if number < 0:
@@ -104,7 +104,7 @@ class Companion:
 
     # ---- filling
 
-    def _shards_to_fetch(self) -> Iterator[int]:
+    def _list_shards_to_fetch(self) -> Iterator[int]:
         """Yield the shards that this worker fetches: its share and then, for readers of plain files, all others. Yield
         -1 while it is not known whether the ranks read plain files."""
         first, count = self._share
@@ -120,7 +120,7 @@ class Companion:
 
     def _fetch(self, number: int) -> None:
         if not self._stop.is_set():
-            self._cache.open(number, self._cache.from_store)
+            self._cache.open(number, self._cache.fetch_from_store)
 
     def _ranks_read_samples(self) -> bool:
         """Return True if a rank of this pod has opened a CachedDataset."""
@@ -149,7 +149,7 @@ class Companion:
         if len(records) < self._records_seen:  # the dataset was removed from the cache and is filled again
             self._records_seen = 0
         for record in records[self._records_seen :]:
-            number = self._numbers.get(key_of(record))
+            number = self._numbers.get(read_key(record))
             if number is not None and record["kind"] == PUBLISHED and number not in self._shown:
                 self._arrived.add(number)
         self._records_seen = len(records)
@@ -185,7 +185,7 @@ class Companion:
         assert self._cache.folder is not None
         tier, total = self._cache.folder.tier, shards.listing.bytes
         limit = tier.limits.size
-        if (limit is None or 2 * total <= limit) and total + shard.size <= tier.free() + self._copied_bytes():
+        if (limit is None or 2 * total <= limit) and total + shard.size <= tier.free() + self._count_copied_bytes():
             return True
         self._view_is_full = True
         _report_problem(
@@ -194,7 +194,7 @@ class Companion:
         )
         return False
 
-    def _copied_bytes(self) -> int:
+    def _count_copied_bytes(self) -> int:
         return int(sum(self._cache.shards.sizes[number] for number in self._shown))
 
     # ---- reporting
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
             view,
             (int(first), int(count)),
             runs=options.runs,
-            sessions=memory_folder(None, settings),
+            sessions=choose_memory_folder(None, settings),
             report=options.report,
             asked=options.asked,
             prefetch=bool(settings.cache_prefetch),

@@ -21,13 +21,13 @@ from topkube.data.base.rank_place import RankPlace, find_place
 from topkube.data.cache.fingerprint import fingerprint as fingerprint_of
 from topkube.data.cache.memory_tier import Frozen, MemoryTier
 from topkube.data.cache.node_state import STATES
-from topkube.data.cache.row_groups import RowGroups, parquet_rows
-from topkube.data.cache.sample_reader import SampleReader, as_indices
+from topkube.data.cache.row_groups import RowGroups, count_parquet_rows
+from topkube.data.cache.sample_reader import SampleReader, convert_indices
 from topkube.data.cache.shard_cache import ShardCache
 from topkube.data.fill.disk_filler import DiskFiller
 from topkube.data.fill.memory_filler import MemoryFiller, ReadsInProgress
 from topkube.data.formats.shards import GROUP_BYTES, Format
-from topkube.data.opening import memory_folder, open_cache, resolve_address
+from topkube.data.opening import choose_memory_folder, open_cache, resolve_address
 from topkube.data.rank_messages import share_counts, share_failure
 from topkube.data.remote.listing import UNKNOWN, Longs
 from topkube.data.remote.retry import Patience
@@ -101,7 +101,7 @@ class CachedDataset:
         self.decode, self.transform = decode, transform
         self._fingerprint = fingerprint if fingerprint is not None else fingerprint_of(decode)
         self._memory_limit = self._settings.cache_memory_limit if memory_limit is None else memory_limit
-        self._memory_folder = memory_folder(memory_directory, self._settings)
+        self._memory_folder = choose_memory_folder(memory_directory, self._settings)
         self._early_samples = early_samples
         self._cache_options: dict[str, Any] = {
             "format": format,
@@ -165,7 +165,7 @@ class CachedDataset:
                 continue
             try:
                 if shards.format == "parquet" and not shards.compression(number):
-                    counts[number] = parquet_rows(store, shards.listing[number])
+                    counts[number] = count_parquet_rows(store, shards.listing[number])
                 elif groups is not None:
                     counts[number] = groups.count(number)
                 else:
@@ -222,7 +222,7 @@ class CachedDataset:
 
     def __getitems__(self, indices: Sequence[int] | Longs) -> Sequence[Any]:
         """Return several samples. The DataLoader of torch reads a whole batch with this method."""
-        samples = self.batch(as_indices(indices, len(self)))
+        samples = self.batch(convert_indices(indices, len(self)))
         return samples if self.transform is None else [self.transform(sample) for sample in samples]
 
     def batch(self, indices: Longs) -> Sequence[Any]:
@@ -316,7 +316,7 @@ class CachedDataset:
     def expect(self, order: Longs) -> None:
         """Fetch shards in the order in which these samples will be read. DistributedSampler calls this method."""
         if self.filler is not None and self.filler.running and os.getpid() == self._process:
-            shards = self._reader.shards_of(order)
+            shards = self._reader.find_shards(order)
             _, first = np.unique(shards, return_index=True)
             self.filler.prefer(shards[np.sort(first)])
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import xxhash
 
-from topkube.data.cache.row_groups import parquet_rows, parquet_rows_of_file
-from topkube.data.formats.compression import Compression, compression_of, decompress
+from topkube.data.cache.row_groups import count_parquet_rows, count_rows_of_file
+from topkube.data.formats.compression import Compression, decompress, find_compression
 from topkube.data.formats.shards import Shards
-from topkube.data.formats.tar import tar_index
+from topkube.data.formats.tar import index_tar
 from topkube.data.opening import resolve_address
-from topkube.data.remote.listing import UNKNOWN, RemoteObject, manifest_lines
+from topkube.data.remote.listing import UNKNOWN, RemoteObject, format_manifest
 from topkube.data.remote.object_store import ObjectStore
 from topkube.settings import Settings
 
@@ -29,7 +29,7 @@ def generate_manifest(uri: str, samples: bool = False, checksums: bool = False) 
     store = ObjectStore(resolve_address(uri, Settings.from_environment()))
     shards = Shards(store.uri, store.listing())
     for remote_object in shards.listing:
-        yield from manifest_lines([_complete_object(store, shards.format, remote_object, samples, checksums)])
+        yield from format_manifest([_complete_object(store, shards.format, remote_object, samples, checksums)])
 
 
 def _complete_object(
@@ -37,9 +37,9 @@ def _complete_object(
 ) -> RemoteObject:
     """Return the object with its sample count and checksum, if they are wanted."""
     samples = samples and remote_object.samples == UNKNOWN and format in ("tar", "parquet")
-    compression = compression_of(remote_object.path) if format != "files" else ""
+    compression = find_compression(remote_object.path) if format != "files" else ""
     if samples and format == "parquet" and not compression:
-        remote_object, samples = remote_object._replace(samples=parquet_rows(store, remote_object)), False
+        remote_object, samples = remote_object._replace(samples=count_parquet_rows(store, remote_object)), False
     if not checksums and not samples:
         return remote_object
     file = os.memfd_create("topkube-manifest", os.MFD_CLOEXEC) if samples else -1
@@ -65,11 +65,11 @@ def _count_samples(file: int, remote_object: RemoteObject, format: str, compress
     """Return the number of samples of the shard in `file`. Raises DatasetError."""
     size, name = remote_object.size, remote_object.path
     if not compression:
-        return len(tar_index(file, size, name))
+        return len(index_tar(file, size, name))
     plain = os.memfd_create("topkube-manifest", os.MFD_CLOEXEC)
     try:
         size = decompress(file, size, compression, name, partial(_write_at, plain))
-        return len(tar_index(plain, size, name)) if format == "tar" else parquet_rows_of_file(plain, name)
+        return len(index_tar(plain, size, name)) if format == "tar" else count_rows_of_file(plain, name)
     finally:
         os.close(plain)
 

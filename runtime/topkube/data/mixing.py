@@ -100,13 +100,13 @@ class MixedSampler(DistributedSampler):
         """Samples of each dataset in an epoch."""
         return tuple(self._shares.tolist())
 
-    def _count(self) -> int:
+    def _count_samples(self) -> int:
         return self._samples
 
-    def _permutation(self) -> dict[str, Any]:
-        return {**super()._permutation(), "weights": list(self.weights)}
+    def _describe_order(self) -> dict[str, Any]:
+        return {**super()._describe_order(), "weights": list(self.weights)}
 
-    def _order(self) -> Longs:
+    def _order_samples(self) -> Longs:
         dataset: Any = self.dataset
         owners = np.repeat(np.arange(self._shares.size), self._shares)
         np.random.default_rng((self.seed, self.epoch)).shuffle(owners)

@@ -56,7 +56,7 @@ def open_cache(
     for name, value in (("size_limit", size_limit), ("memory_limit", memory_limit)):
         if value < 0:
             raise DatasetError(f"{name} = {value} is negative", next_step="pass a number of bytes, or 0")
-    directory = cache_folder(cache_directory, settings)
+    directory = choose_cache_folder(cache_directory, settings)
     store = ObjectStore(uri, storage_options, patience)
     tier = open_tier(
         directory, DiskLimits(size_limit or None, free_bytes, settings.cache_free_percent), settings.cache_sharing
@@ -68,7 +68,7 @@ def open_cache(
         _write_summary(tier, shards)
     about = f"{_SESSION_FORMAT}\0{directory.resolve()}\0{uri}\0{listing.digest()}\0{shards.format}\0{len(shards)}"
     name = xxhash.xxh3_64_hexdigest(about.encode())
-    node_state = NodeState(memory or memory_folder(None, settings), name, shards.files)
+    node_state = NodeState(memory or choose_memory_folder(None, settings), name, shards.files)
     return ShardCache(
         store, shards, tier, node_state, CacheCounters(settings.run_path), name, stall_seconds=wait_seconds
     )
@@ -82,16 +82,16 @@ def _write_summary(tier: DiskTier, shards: Shards) -> None:
         summary = {"bytes": shards.listing.bytes, "shards": len(shards), "listing": shards.listing.digest()}
         previous = folder.read_summary()
         if previous.get("listing", summary["listing"]) != summary["listing"] and folder.log.total():
-            folder.evict_outdated(shards.keys())
+            folder.evict_if_unused(shards.keys())
         folder.write_summary(summary)
 
 
-def cache_folder(directory: AnyPath | None, settings: Settings) -> Path:
+def choose_cache_folder(directory: AnyPath | None, settings: Settings) -> Path:
     """Return the directory of the disk tier."""
     return Path(directory or settings.cache_directory).expanduser()
 
 
-def memory_folder(directory: AnyPath | None, settings: Settings) -> Path:
+def choose_memory_folder(directory: AnyPath | None, settings: Settings) -> Path:
     """Return the directory of the memory tier. Every user has its own."""
     return Path(directory or settings.cache_memory_directory) / f"topkube-{os.geteuid()}"
 
@@ -124,7 +124,7 @@ def resolve_address(uri: str, settings: Settings) -> str:
 def list_dataset(store: ObjectStore, tier: DiskTier | None) -> Listing:
     """Return the listing of the dataset. The cache stores a listing that comes from a manifest until the manifest
     changes, so that the next job opens the dataset at once."""
-    version = store.manifest_version()
+    version = store.read_manifest_version()
     if version is None or tier is None:
         return store.listing()
     name = xxhash.xxh3_128_hexdigest(f"{_LISTING_FORMAT}\0{store.manifest_uri}\0{version}".encode())

@@ -63,7 +63,7 @@ class DistributedSampler:
         self._state[1] = samples
 
     def _check_position(self, samples: int) -> None:
-        count = self._count()
+        count = self._count_samples()
         if not 0 <= samples <= count:
             raise ArgumentError(
                 f"position {samples} is outside the epoch, which has {count} samples",
@@ -79,7 +79,7 @@ class DistributedSampler:
     def advance(self, samples: int) -> None:
         """Count `samples` of all ranks as finished. `run.progress` calls this method after every step. The next
         iterator starts at the new position; iterators that exist do not change."""
-        self.position = min(self.position + samples, self._count()) if samples >= 0 else samples
+        self.position = min(self.position + samples, self._count_samples()) if samples >= 0 else samples
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices().tolist())
@@ -87,8 +87,8 @@ class DistributedSampler:
     def indices(self) -> Longs:
         """Return the samples that are left for this rank in this epoch, in order."""
         place = find_place()
-        left = self._order()[self.position :]
-        left = left[: self._left(place.size)]
+        left = self._order_samples()[self.position :]
+        left = left[: self._count_left(place.size)]
         if hasattr(self.dataset, "expect"):
             self.dataset.expect(left)
         return left[place.rank :: place.size]
@@ -96,24 +96,24 @@ class DistributedSampler:
     def __len__(self) -> int:
         """Return the number of samples that are left for this rank in this epoch."""
         place = find_place()
-        return max(0, -(-(self._left(place.size) - place.rank) // place.size))
+        return max(0, -(-(self._count_left(place.size) - place.rank) // place.size))
 
     @property
     def common_length(self) -> int:
         """The smallest number of samples that a rank has left."""
         size = find_place().size
-        return self._left(size) // size
+        return self._count_left(size) // size
 
-    def _count(self) -> int:
+    def _count_samples(self) -> int:
         """Return the number of samples of an epoch."""
         return len(self.dataset)
 
-    def _left(self, size: int) -> int:
+    def _count_left(self, size: int) -> int:
         """Return the number of samples of this epoch that are left for all `size` ranks."""
-        left = max(0, self._count() - self.position)
+        left = max(0, self._count_samples() - self.position)
         return left - left % size if self.drop_last else left
 
-    def _order(self) -> Longs:
+    def _order_samples(self) -> Longs:
         """Return all samples of the epoch, in order."""
         count = len(self.dataset)
         if not self.shuffle:
@@ -124,10 +124,10 @@ class DistributedSampler:
             return random.permutation(count)
         return permute_by_shard(starts, self.window, random)
 
-    def _permutation(self) -> dict[str, Any]:
+    def _describe_order(self) -> dict[str, Any]:
         """Return what determines the order of samples, except the seed and the epoch."""
         return {
-            "samples": self._count(),
+            "samples": self._count_samples(),
             "dataset": getattr(self.dataset, "identity", ""),
             "window": self.window,
             "shuffle": self.shuffle,
@@ -136,7 +136,7 @@ class DistributedSampler:
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, position, seed, and what identifies the permutation: dataset, number of samples, window and
         shuffle. The state is the same on every rank and can be loaded with any number of ranks."""
-        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, **self._permutation()}
+        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, **self._describe_order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position in `state`. Raises ArgumentError, and changes nothing, if `state` was taken in the
@@ -149,7 +149,7 @@ class DistributedSampler:
                     cause="a damaged checkpoint, or a state that is not a sampler's",
                     next_step="resume from another checkpoint",
                 )
-        position, own = int(state["position"]), self._permutation()
+        position, own = int(state["position"]), self._describe_order()
         different = [name for name in own if name in state and state[name] != own[name]]
         if position and different:
             raise ArgumentError(

@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from topkube.data.formats.compression import compression_of, decompress
+from topkube.data.formats.compression import decompress, find_compression
 from topkube.data.formats.tar import read_members
 from topkube.errors import DatasetError, SourceError
 
@@ -24,7 +24,7 @@ def unpack(archive: Path, folder: Path, name: str) -> None:
     Files keep only their executable bit. Raises SourceError for links, devices, paths that leave the folder, damaged
     archives, and archives that exceed the limits. Raises OSError if the disk refuses the files.
     """
-    kind, plain = compression_of(name), archive
+    kind, plain = find_compression(name), archive
     try:
         if kind:
             plain = archive.with_name(archive.name + ".tar")

@@ -170,7 +170,7 @@ def test_every_member_of_a_tar_is_found_where_it_is(members: list[tuple[str, str
     import os
 
     from topkube.data.formats.sample_index import ABSENT
-    from topkube.data.formats.tar import tar_index
+    from topkube.data.formats.tar import index_tar
 
     members.sort(key=lambda entry: entry[0])
     written = io.BytesIO()
@@ -180,7 +180,7 @@ def test_every_member_of_a_tar_is_found_where_it_is(members: list[tuple[str, str
     file = os.memfd_create("tar")
     try:
         os.write(file, written.getvalue())
-        index = tar_index(file, len(written.getvalue()), "0.tar")
+        index = index_tar(file, len(written.getvalue()), "0.tar")
         read_members = [
             (index.names[at], field, os.pread(file, int(length), int(index.offsets[at] + start)))
             for at in range(len(index))
@@ -197,7 +197,7 @@ def test_every_member_of_a_tar_is_found_where_it_is(members: list[tuple[str, str
 def test_a_damaged_tar_is_an_error_or_other_samples_never_a_crash(data: st.DataObject) -> None:
     import os
 
-    from topkube.data.formats.tar import tar_index
+    from topkube.data.formats.tar import index_tar
 
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w") as tar:
@@ -210,7 +210,7 @@ def test_a_damaged_tar_is_an_error_or_other_samples_never_a_crash(data: st.DataO
     file = os.memfd_create("tar")
     try:
         os.write(file, damaged)
-        index = tar_index(file, len(damaged), "0.tar")
+        index = index_tar(file, len(damaged), "0.tar")
         assert (index.offsets + index.sizes <= len(damaged)).all()
     except DatasetError:
         pass

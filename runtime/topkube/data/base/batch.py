@@ -98,7 +98,7 @@ def describe_leaf(name: str, value: Any) -> Leaf:
     if type(value) in _SCALARS:
         return Leaf(name, type(value).__name__, _SCALARS[type(value)], ())
     if _is_tensor(value):
-        return Leaf(name, "tensor", (array := _numbers(value)).dtype.str, array.shape)
+        return Leaf(name, "tensor", (array := _read_numbers(value)).dtype.str, array.shape)
     if isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.hasobject or value.dtype.kind == "V":  # `dtype.str` does not describe these types
             raise DatasetError(f"a sample holds an array of {value.dtype}", next_step="return arrays of numbers")
@@ -159,7 +159,7 @@ def to_array(value: Any) -> Array:
         return np.frombuffer(value.encode(), np.uint8)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return np.frombuffer(value, np.uint8)
-    return np.ascontiguousarray(_numbers(value) if _is_tensor(value) else value)
+    return np.ascontiguousarray(_read_numbers(value) if _is_tensor(value) else value)
 
 
 def restore_value(leaf: Leaf, stored: Any) -> Any:
@@ -169,7 +169,7 @@ def restore_value(leaf: Leaf, stored: Any) -> Any:
     if leaf.kind == "text":
         return stored.tobytes().decode()
     if leaf.kind == "tensor":
-        return _tensor(np.asarray(stored))
+        return _build_tensor(np.asarray(stored))
     if leaf.kind == "array":
         return np.asarray(stored)
     return stored if leaf.kind == "scalar" else stored.item()
@@ -236,11 +236,11 @@ def collate(samples: Any) -> Any:
     if not isinstance(samples, Batch):
         return _collate_default(samples)
     if samples.schema.is_one_array and type(samples.columns[0]) is np.ndarray:  # the shortest way, for small batches
-        return _tensor(samples.columns[0])
+        return _build_tensor(samples.columns[0])
     values = []
     for leaf, column in zip(samples.schema.leaves, samples.columns, strict=True):
         if leaf.fixed and isinstance(column, np.ndarray):
-            values.append(_tensor(column))
+            values.append(_build_tensor(column))
         elif leaf.kind in ("bytes", "text"):
             values.append([restore_value(leaf, stored) for stored in column])
         else:
@@ -292,7 +292,7 @@ def _is_tensor(value: Any) -> bool:
     return kind.__module__.partition(".")[0] == "torch" and hasattr(value, "numpy")
 
 
-def _numbers(tensor: Any) -> Array:
+def _read_numbers(tensor: Any) -> Array:
     """Return the tensor's values. Raises DatasetError if NumPy cannot store them."""
     try:
         return np.asarray(tensor.detach())
@@ -304,7 +304,7 @@ def _numbers(tensor: Any) -> Array:
         ) from None
 
 
-def _tensor(array: Array) -> Any:
+def _build_tensor(array: Array) -> Any:
     return _from_numpy()(array if array.flags.writeable else array.copy())
 
 

@@ -24,7 +24,7 @@ class CacheCounters:
     a directory is given and can be written."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        memory = _memory(directory)
+        memory = _map_memory(directory)
         self._table = np.frombuffer(memory, np.float64).reshape(ROWS, len(NAMES))
         self._cells = memoryview(memory).cast("d")  # single cells of a memoryview are faster than those of an array
         self._main = os.getpid()
@@ -50,7 +50,7 @@ class CacheCounters:
         return dict(zip(NAMES, self._table.sum(axis=0).tolist(), strict=True))
 
 
-def _memory(directory: Path | None) -> mmap.mmap:
+def _map_memory(directory: Path | None) -> mmap.mmap:
     size = ROWS * len(NAMES) * 8
     if directory is not None:
         try:

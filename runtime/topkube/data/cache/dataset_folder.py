@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from topkube.data.base.file_lock import FileLock
-from topkube.data.cache.record_log import RecordLog, Records, hash_of, key_of
+from topkube.data.cache.record_log import RecordLog, Records, read_hash, read_key
 from topkube.data.cache.shard_file import Received
 from topkube.data.cache.stored_index import pack_index
 from topkube.data.formats.sample_index import SampleIndex
@@ -41,11 +41,11 @@ _KEY = re.compile(r"[0-9a-f]{32}")
 _HASHED_AT_ONCE = 1 << 20
 
 
-def _nothing(step: str) -> None:
+def _ignore_step(step: str) -> None:
     pass
 
 
-step: Callable[[str], None] = _nothing
+step: Callable[[str], None] = _ignore_step
 """Called with the name of each step of a publication after that step. Tests kill the process at a step."""
 
 
@@ -176,7 +176,7 @@ class DatasetFolder:
         """Return True if the open shard has the size and the hash of its record."""
         record = self.log.find(key)
         size = os.fstat(file).st_size
-        return record is not None and int(record["size"]) == size and hash_of(record) == digest(file, size)
+        return record is not None and int(record["size"]) == size and read_hash(record) == digest(file, size)
 
     def publish(
         self,
@@ -279,13 +279,13 @@ class DatasetFolder:
         """Remove all shards except those with these keys; return the number of removed shards."""
         kept, count = set(keys), 0
         for record in self.log.live():
-            if (key := key_of(record)) not in kept:
+            if (key := read_key(record)) not in kept:
                 self.evict(key)
                 count += 1
         return count
 
-    def evict_outdated(self, keys: Collection[str]) -> int:
-        """Do `evict_all_but` if nobody uses the dataset: another job may still read shards of its older listing."""
+    def evict_if_unused(self, keys: Collection[str]) -> int:
+        """Do `evict_all_but` if no job uses the dataset: another job may still read shards of its older listing."""
         lock = FileLock(self.path / "in-use")
         if not lock.acquire(wait=False):
             return 0
@@ -314,7 +314,7 @@ class DatasetFolder:
         removed. `progress` gets the bytes of each shard that was read."""
         damaged = []
         for record in self.entries():
-            key = key_of(record)
+            key = read_key(record)
             with self.lock(key):  # no other process publishes or quarantines it meanwhile
                 file = self.open(key)
                 if file is None:

@@ -145,7 +145,7 @@ class DiskTier:
 
     def used(self) -> int:
         """Return the bytes of all published shards and of their indexes."""
-        return sum(folder.log.total() + folder.log.index_total() for folder in self.datasets())
+        return sum(folder.log.total() + folder.log.sum_index_bytes() for folder in self.datasets())
 
     def reserved(self) -> int:
         """Return the bytes of all shards that are being written."""

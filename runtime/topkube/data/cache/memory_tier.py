@@ -26,6 +26,7 @@ from topkube.data.base.batch import Array, Batch, Leaf, Schema, fits_schema, inf
 from topkube.data.base.batch_buffers import BatchBuffers
 from topkube.data.base.file_lock import FileLock
 from topkube.data.base.permissions import make_private_folder
+from topkube.data.remote.listing import Longs
 from topkube.errors import DatasetError
 from topkube.files import write_json
 
@@ -33,7 +34,6 @@ _USED, _BUMP = 0, 1
 _ABSENT, _PRESENT, _WRITING = 0, 1, 2
 _DIMENSIONS = 5
 """The most dimensions of an array whose shape differs between samples."""
-Longs = npt.NDArray[np.int64]
 
 
 class Frozen(OSError):
@@ -130,7 +130,7 @@ class MemoryTier:
         True if there was room for all absent samples."""
         _, first = np.unique(indices, return_index=True)
         first.sort()
-        with self._locked():
+        with self._lock_tier():
             free = first[self.present[indices[first]] == _ABSENT]
             total = np.cumsum(sizes[free])
             reserved = free[: int(np.searchsorted(total, self.limit - self.used, "right"))]
@@ -143,7 +143,7 @@ class MemoryTier:
         self.present[samples[:stored]] = _PRESENT
         if error:
             self.frozen = True
-            with self._locked():
+            with self._lock_tier():
                 self.present[samples[stored:]] = _ABSENT
                 self._cells[_USED] -= sizes[stored:].sum()
             raise Frozen(error, os.strerror(error))
@@ -167,7 +167,7 @@ class MemoryTier:
             view = _view(columns[0])
             sums = [xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, stored * size, size)]
         else:
-            sums = [_checksum([column[at] for column in columns]) for at in range(stored)]
+            sums = [_compute_checksum([column[at] for column in columns]) for at in range(stored)]
         self._sums[samples[:stored]] = np.array(sums, np.uint64)
         self._settle(samples, sizes[reserved], stored, error)
         return whole
@@ -182,7 +182,7 @@ class MemoryTier:
         sizes = np.array([sum(array.nbytes for array in row) for row in rows], np.int64)
         reserved, whole = self._reserve(indices, sizes)
         samples, rows = indices[reserved], [rows[at] for at in reserved.tolist()]
-        with self._locked():
+        with self._lock_tier():
             offset = int(self._cells[_BUMP])
             self._cells[_BUMP] += sum(
                 row[at].nbytes for row in rows for at, leaf in enumerate(self.schema.leaves) if not leaf.fixed
@@ -192,7 +192,7 @@ class MemoryTier:
             for sample, row in zip(samples.tolist(), rows, strict=True):
                 for column, array in zip(self._columns, row, strict=True):
                     offset = column.put(sample, array, offset)
-                self._sums[sample] = _checksum(row)
+                self._sums[sample] = _compute_checksum(row)
                 stored += 1
         except OSError as error:
             failed = error.errno or errno.EIO
@@ -201,7 +201,7 @@ class MemoryTier:
 
     def _agree_on_schema(self, samples: Sequence[Any]) -> None:
         """Set the schema for all processes to that of these samples, if there is no schema yet."""
-        with self._locked():
+        with self._lock_tier():
             self._read_schema()
             if self.schema is None:
                 schema = samples.schema if isinstance(samples, Batch) else infer_schema(list(samples))
@@ -213,12 +213,12 @@ class MemoryTier:
         damaged = []
         self._read_schema()
         for sample in np.flatnonzero(self.present == _PRESENT).tolist():
-            if _checksum([column.get(sample) for column in self._columns]) != int(self._sums[sample]):
+            if _compute_checksum([column.get(sample) for column in self._columns]) != int(self._sums[sample]):
                 damaged.append(sample)
                 self.present[sample] = _ABSENT
         return damaged
 
-    def _locked(self) -> FileLock:
+    def _lock_tier(self) -> FileLock:
         return FileLock(self.folder / "change")
 
     def close(self) -> None:
@@ -286,7 +286,7 @@ class _Column:
     def put_rows(self, samples: Longs, rows: Array) -> tuple[int, int]:
         """Write one record of fixed size per sample. Return how many were written, and the errno that stopped it or
         0."""
-        return _kernels.write_rows(self._file, self.record_bytes, samples, _bytes(rows))
+        return _kernels.write_rows(self._file, self.record_bytes, samples, _view_bytes(rows))
 
     def _write(self, array: Array, offset: int) -> None:
         view = _view(np.ascontiguousarray(array))
@@ -299,7 +299,7 @@ class _Column:
             os.close(self._file)
 
 
-def _checksum(arrays: Iterable[Array]) -> int:
+def _compute_checksum(arrays: Iterable[Array]) -> int:
     """Return the checksum of one sample, given the arrays of its leaves."""
     state = xxhash.xxh3_64()
     for array in arrays:
@@ -307,12 +307,12 @@ def _checksum(arrays: Iterable[Array]) -> int:
     return int(state.intdigest())
 
 
-def _bytes(array: Array) -> npt.NDArray[np.uint8]:
+def _view_bytes(array: Array) -> npt.NDArray[np.uint8]:
     return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
 
 
 def _view(array: Array) -> memoryview:
-    return _bytes(array).data
+    return _view_bytes(array).data
 
 
 def _map(path: Path, size: int, *, write: bool = False, sparse: bool = False) -> npt.NDArray[np.uint8]:

@@ -83,7 +83,7 @@ class NodeState:
 
     def degrade(self, state: int) -> bool:
         """Lower the disk tier's state. Return True for the one process that must report the change."""
-        with self._exclusive():
+        with self._lock_state():
             if self._cells[_STATE] >= state:
                 return False
             self._cells[_STATE] = state
@@ -91,7 +91,7 @@ class NodeState:
 
     def freeze_memory_tier(self) -> bool:
         """Freeze the memory tier. Return True for the one process that must report the change."""
-        with self._exclusive():
+        with self._lock_state():
             if self._cells[_MEMORY_STATE]:
                 return False
             self._cells[_MEMORY_STATE] = FROZEN
@@ -136,12 +136,12 @@ class NodeState:
         if self._user is not None and not self._own_fillers:
             self._filling.acquire(shared=True)
         self._own_fillers += change
-        with self._exclusive():
+        with self._lock_state():
             self._cells[_FILLERS] += change
         if not self._own_fillers:
             self._filling.release()
 
-    def _exclusive(self) -> contextlib.AbstractContextManager[object]:
+    def _lock_state(self) -> contextlib.AbstractContextManager[object]:
         if self._user is None:
             return contextlib.nullcontext()
         return FileLock(self._path.with_name(f"{self._path.name}.change"))

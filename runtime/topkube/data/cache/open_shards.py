@@ -62,11 +62,11 @@ class OpenShards:
             kept[number] = opened
             while len(self._cached) > self._most_cached:
                 self._cached.popitem(last=False)
-            while len(self._in_memory) > 1 and self._bytes_in_memory() > _MEMORY_BYTES:
+            while len(self._in_memory) > 1 and self._count_bytes_in_memory() > _MEMORY_BYTES:
                 self._in_memory.popitem(last=False)
         return opened
 
-    def _bytes_in_memory(self) -> int:
+    def _count_bytes_in_memory(self) -> int:
         return sum(file.shard.size for file in self._in_memory.values())
 
     def forget(self, number: int) -> None:

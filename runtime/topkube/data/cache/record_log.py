@@ -35,12 +35,12 @@ Records = npt.NDArray[Any]
 _SUMMED = RECORD.itemsize - 8
 
 
-def key_of(record: Any) -> str:
+def read_key(record: Any) -> str:
     """Return the key of the record's shard, 32 hexadecimal digits."""
     return f"{int(record['key'][0]):016x}{int(record['key'][1]):016x}"
 
 
-def hash_of(record: Any) -> str:
+def read_hash(record: Any) -> str:
     """Return the xxh3-128 of the record's shard, 32 hexadecimal digits."""
     return f"{int(record['hash'][0]):016x}{int(record['hash'][1]):016x}"
 
@@ -74,7 +74,7 @@ class RecordLog:
 
     def live(self) -> Records:
         """Return the newest record of every shard in the cache."""
-        records = self._of_shards()
+        records = self._select_shard_records()
         removed = records["kind"] == REMOVED
         if not removed.any():
             return records
@@ -87,9 +87,9 @@ class RecordLog:
 
     def total(self) -> int:
         """Return the bytes of all shards in the cache."""
-        return int(self._of_shards()["size"].sum())
+        return int(self._select_shard_records()["size"].sum())
 
-    def index_total(self) -> int:
+    def sum_index_bytes(self) -> int:
         """Return the bytes of the sample indexes of all shards in the cache."""
         records = self.all()
         if self._indexes is None or self._indexes[0] is not records:
@@ -101,7 +101,7 @@ class RecordLog:
             self._indexes = (records, int(indexes["size"].sum()))
         return self._indexes[1]
 
-    def _of_shards(self) -> Records:
+    def _select_shard_records(self) -> Records:
         """Return the records that publish or remove a shard."""
         records = self.all()
         indexes = records["kind"] == INDEXED
@@ -109,7 +109,7 @@ class RecordLog:
 
     def find(self, key: str) -> Any | None:
         """Return the newest record of a shard; None if the cache does not have the shard or the record is damaged."""
-        records = self._of_shards()
+        records = self._select_shard_records()
         first, second = _split_key(key)
         at = np.flatnonzero(records["key"][:, 0] == first)
         at = at[records["key"][at, 1] == second]

@@ -28,7 +28,7 @@ _KEPT_BYTES = 512 << 20
 _FOOTER_BYTES = 64 << 10
 
 
-def _arrow() -> Any:
+def _import_arrow() -> Any:
     try:
         import pyarrow
         import pyarrow.ipc
@@ -42,9 +42,9 @@ def _arrow() -> Any:
     return pyarrow
 
 
-def parquet_rows(store: ObjectStore, remote_object: RemoteObject) -> int:
+def count_parquet_rows(store: ObjectStore, remote_object: RemoteObject) -> int:
     """Return the number of rows, read from the footer of the file. Raises DatasetError if the file is not Parquet."""
-    arrow = _arrow()
+    arrow = _import_arrow()
     tail = store.read(remote_object, max(0, remote_object.size - _FOOTER_BYTES), remote_object.size)
     if len(tail) < 12 or tail[-4:] != b"PAR1":
         raise DatasetError(f"{remote_object.path} is not a Parquet file", next_step="compare it with its source")
@@ -61,9 +61,9 @@ def parquet_rows(store: ObjectStore, remote_object: RemoteObject) -> int:
         ) from None
 
 
-def parquet_rows_of_file(file: int, name: str) -> int:
+def count_rows_of_file(file: int, name: str) -> int:
     """Return the number of rows of the Parquet file that is open as `file`. Raises DatasetError."""
-    arrow = _arrow()
+    arrow = _import_arrow()
     try:
         return int(arrow.parquet.read_metadata(f"/proc/self/fd/{file}").num_rows)
     except (arrow.ArrowException, OSError) as error:
@@ -75,7 +75,7 @@ class RowGroups:
     before their shard is in the cache, if that is possible (early_groups.py)."""
 
     def __init__(self, cache: ShardCache, *, early: bool = False) -> None:
-        self._cache, self._arrow, self._process = cache, _arrow(), os.getpid()
+        self._cache, self._arrow, self._process = cache, _import_arrow(), os.getpid()
         self._early = EarlyGroups(cache, self._arrow) if early and cache.shards.format == "parquet" else None
         self._files: OrderedDict[int, tuple[Any, Longs]] = OrderedDict()
         self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()

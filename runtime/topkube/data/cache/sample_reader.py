@@ -71,7 +71,7 @@ class SampleReader:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def shards_of(self, indices: Longs) -> Longs:
+    def find_shards(self, indices: Longs) -> Longs:
         """Return the shard of each sample."""
         return np.searchsorted(self.starts, indices, "right") - 1
 
@@ -127,7 +127,7 @@ class SampleReader:
 
     def read(self, indices: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
         """Return the bytes of the samples, one after the other, and the length of each sample. Raises StoreError."""
-        numbers = self.shards_of(indices)
+        numbers = self.find_shards(indices)
         self.cache.counters.add("disk_requests", indices.size)
         if self._early is not None:
             self._early.verify()
@@ -244,7 +244,7 @@ class SampleReader:
         """Return raw samples: the bytes of a file, a dict of the fields of a tar sample (with its name as `__key__`),
         or a dict of the columns of a row."""
         if self._row_groups is not None:
-            numbers = self.shards_of(indices)
+            numbers = self.find_shards(indices)
             self.cache.counters.add("disk_requests", indices.size)
             return self._row_groups.rows(numbers, indices - self.starts[numbers])
         data, lengths = self.read(indices)
@@ -253,7 +253,7 @@ class SampleReader:
         if self.cache.shards.format == "files":
             return [bytes(region) for region in regions]
         samples = []
-        for region, index, number in zip(regions, indices.tolist(), self.shards_of(indices).tolist(), strict=True):
+        for region, index, number in zip(regions, indices.tolist(), self.find_shards(indices).tolist(), strict=True):
             shard, at = self._index(number), index - int(self.starts[number])
             sample: dict[str, Any] = {NAME: shard.names[at]}
             for field, start, length in zip(
@@ -274,7 +274,7 @@ class SampleReader:
         return decode.decode_many(data, indices.size)
 
 
-def as_indices(indices: Sequence[int] | Longs, count: int) -> Longs:
+def convert_indices(indices: Sequence[int] | Longs, count: int) -> Longs:
     """Return sample numbers as an array; negative numbers count from the end. Raises IndexError."""
     array = np.asarray(indices, np.int64)
     if array.size and (array.min() < -count or array.max() >= count):

@@ -20,13 +20,13 @@ from topkube.data.cache.dataset_folder import DatasetFolder, digest
 from topkube.data.cache.disk_tier import DiskLimits, DiskTier, Full
 from topkube.data.cache.node_state import DROPPED, OPEN, NodeState
 from topkube.data.cache.open_shards import OpenShards, ShardFile
-from topkube.data.cache.record_log import hash_of
+from topkube.data.cache.record_log import read_hash
 from topkube.data.cache.shard_file import ArrivingShard, Received, ShardWriter
 from topkube.data.cache.stored_index import read_index
 from topkube.data.formats.compression import decompress
 from topkube.data.formats.sample_index import SampleIndex, index_files
 from topkube.data.formats.shards import DataShard, Shards
-from topkube.data.formats.tar import tar_index
+from topkube.data.formats.tar import index_tar
 from topkube.data.remote.object_store import ObjectStore
 from topkube.errors import DatasetError
 
@@ -161,7 +161,7 @@ class ShardCache:
         def fill(file: int) -> Received:
             received = self._fill(shard, file, source)
             if self.shards.format == "tar" and shard.number == self._samples_number(shard):
-                indexes[:] = [self._index_of(shard, file)]  # a shard that cannot be read by sample is not cached
+                indexes[:] = [self._read_index(shard, file)]  # a shard that cannot be read by sample is not cached
             return received
 
         before, begun = self.folder.evictions, time.monotonic()
@@ -211,15 +211,15 @@ class ShardCache:
         """Write the bytes of the shard to the descriptor: from the source, or decompressed from the cached shard."""
         if self.shards.is_decompressed(shard):
             return self._decompress(shard, file, source)
-        with self._timed():
-            return (source or self.from_store)(shard, file)
+        with self._time_fetch():
+            return (source or self.fetch_from_store)(shard, file)
 
     def _decompress(self, shard: DataShard, file: int, source: ShardSource | None) -> Received:
         """Write the decompressed bytes of the cached shard to the descriptor. If the cached shard was damaged after its
         last verification, it is fetched again."""
         number = shard.number - len(self.shards)
         for turn in range(2):
-            compressed = self.open(number, source or self.from_store)
+            compressed = self.open(number, source or self.fetch_from_store)
             try:
                 return self._decompress_file(compressed, file)
             except DatasetError:
@@ -255,13 +255,13 @@ class ShardCache:
             return Received(digest=writer.digest(size))
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _time_fetch(self) -> Iterator[None]:
         start = time.monotonic()
         yield
         self.counters.add("fetches")
         self.counters.add("fetch_seconds", time.monotonic() - start)
 
-    def from_store(self, shard: DataShard, file: int) -> Received:
+    def fetch_from_store(self, shard: DataShard, file: int) -> Received:
         """Fetch the shard's bytes from the remote. The manifest may have a checksum if the shard is one object."""
 
         def progress(count: int) -> None:
@@ -308,7 +308,7 @@ class ShardCache:
         if opened.cached and self.folder is not None:
             record = self.folder.log.find(opened.shard.key)
             if record is not None:
-                return hash_of(record)
+                return read_hash(record)
         return digest(opened.file, opened.shard.size)
 
     # ---- samples
@@ -317,7 +317,7 @@ class ShardCache:
         """Return the positions of the shard's samples. Raises DatasetError for a damaged or unsafe shard."""
         shard = self.shards.samples_shard(number)
         if self.shards.format == "files":
-            return self._index_of(shard, -1)
+            return self._read_index(shard, -1)
         if (
             self.folder is not None
             and self.state != DROPPED
@@ -325,20 +325,20 @@ class ShardCache:
         ):
             return stored
         opened = self.open_samples(number)  # this reference keeps the file open if another thread replaces it
-        index = self._index_of(shard, opened.file)
+        index = self._read_index(shard, opened.file)
         if self.has_samples(number):
             assert self.folder is not None
             with contextlib.suppress(OSError):
                 self.folder.keep_index(shard.key, index)
         return index
 
-    def _index_of(self, shard: DataShard, file: int) -> SampleIndex:
+    def _read_index(self, shard: DataShard, file: int) -> SampleIndex:
         if self.shards.format == "files":
             listing = self.shards.listing
             paths = [listing.paths[at] for at in range(shard.start, shard.stop)]
             return index_files(paths, listing.sizes[shard.start : shard.stop])
         name = self.shards.listing.paths[shard.start]
-        index = tar_index(file, os.fstat(file).st_size, name)
+        index = index_tar(file, os.fstat(file).st_size, name)
         if not len(index):
             raise DatasetError(f"{name} has no samples", next_step="remove it from the dataset")
         return index

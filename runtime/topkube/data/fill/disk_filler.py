@@ -98,7 +98,7 @@ class DiskFiller:
     def _source(self, number: int) -> ShardSource:
         home = self._place.home_rank(number)
         if self._exchange is None or home == self._place.rank:
-            return self._cache.from_store
+            return self._cache.fetch_from_store
         return self._exchange.source(home)
 
     @property

@@ -56,7 +56,7 @@ class FileView:
         single = shard.stop - shard.start == 1
         if single and self._is_shown(shard):
             return
-        opened, at = cache.open(number, cache.from_store), 0
+        opened, at = cache.open(number, cache.fetch_from_store), 0
         for remote_object in cache.shards.objects(shard):
             check_path(remote_object.path, cache.shards.uri)
             target = self.directory / remote_object.path

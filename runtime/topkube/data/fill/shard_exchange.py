@@ -122,7 +122,7 @@ class ShardExchange:
                             return Received(expected, expected)
                         _report(f"shard {shard.number} from rank {home} is damaged; it is read from the remote instead")
                     pull.done.cancel()
-            return self._cache.from_store(shard, file)
+            return self._cache.fetch_from_store(shard, file)
 
         return receive_shard
 
@@ -197,7 +197,7 @@ class ShardExchange:
 
     def _provide(self, number: int) -> tuple[ShardFile, str]:
         """Return the open shard and the digest of this node's copy."""
-        shard = self._cache.open(number, self._cache.from_store)
+        shard = self._cache.open(number, self._cache.fetch_from_store)
         return shard, self._cache.digest(shard)
 
     def _request(self, pull: _Pull) -> None:
@@ -375,7 +375,7 @@ class ShardExchange:
         push.sends.append((self._comm.Isend(buffer, push.to, push.tag), buffer))
 
     def close(self) -> None:
-        """Finish the shards that are being sent, then tell the other ranks that this rank no longer answers."""
+        """Finish the shards that are being sent, then announce to the other ranks that this rank no longer answers."""
         if self._stopping.is_set():
             return
         self._stopping.set()

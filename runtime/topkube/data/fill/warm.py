@@ -50,7 +50,7 @@ def warm(
         if file_view is not None:
             file_view.show(number)
         elif cache.state == OPEN and not cache.has_samples(number):
-            cache.open_samples(number, cache.from_store)
+            cache.open_samples(number, cache.fetch_from_store)
         progress(int(cache.shards.sizes[number]))
 
     with ThreadPoolExecutor(THREADS, "topkube-warm") as pool:

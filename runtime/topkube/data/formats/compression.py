@@ -25,7 +25,7 @@ _ZSTD_WINDOW = 128 << 20
 Write = Callable[[int, Any], None]
 
 
-def compression_of(path: str) -> Compression:
+def find_compression(path: str) -> Compression:
     """Return the compression of a file with this name; empty if it is not compressed."""
     return next((kind for ending, kind in ENDINGS.items() if path.endswith(ending)), "")
 

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from topkube.data.formats.compression import Compression, compression_of
+from topkube.data.formats.compression import Compression, find_compression
 from topkube.data.remote.listing import Listing, Longs, RemoteObject
 from topkube.errors import DatasetError
 
@@ -60,7 +60,7 @@ class Shards:
         self._stops: Longs = np.append(self._starts[1:], len(listing))
         self.sizes: Longs = np.add.reduceat(listing.sizes, self._starts)
         self.has_compressed = self.format != "files" and any(
-            compression_of(listing.paths[index]) for index in range(len(listing))
+            find_compression(listing.paths[index]) for index in range(len(listing))
         )
         """True if an object of the dataset is a compressed shard."""
 
@@ -99,7 +99,7 @@ class Shards:
 
     def compression(self, number: int) -> Compression:
         """Return how shard `number` is compressed; empty if it is not."""
-        return compression_of(self.listing.paths[int(self._starts[number])]) if self.has_compressed else ""
+        return find_compression(self.listing.paths[int(self._starts[number])]) if self.has_compressed else ""
 
     def samples_shard(self, number: int) -> DataShard:
         """Return the file from which the samples of shard `number` are read: the shard itself, or the shard after it

@@ -79,7 +79,7 @@ def _scan_members(file: int, size: int, at: int, header: bytes, name: str) -> It
         at, count = int(ends[-1]), _SCANNED_AT_ONCE
 
 
-def tar_index(file: int, size: int, name: str) -> SampleIndex:
+def index_tar(file: int, size: int, name: str) -> SampleIndex:
     """Return the index of the samples of the tar in `file`, which has `size` bytes. Raises DatasetError for a damaged
     or unsafe archive."""
     builder = IndexBuilder()

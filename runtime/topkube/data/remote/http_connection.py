@@ -56,7 +56,7 @@ class HttpServer:
             raise NotPlain(f"the address {uri}") from None
         if not _TARGET.fullmatch(parts.netloc) or "@" in parts.netloc or not self.host:
             raise NotPlain(f"the host {parts.netloc!r}")
-        self.tls = _tls_context() if parts.scheme == "https" else None
+        self.tls = _build_tls_context() if parts.scheme == "https" else None
         own = {"Host": parts.netloc, "Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "topkube"}
         given = {name.title(): value for name, value in headers.items()}
         if given.keys() & {"Host", "Range", "Connection", "Content-Length", "Transfer-Encoding"}:
@@ -269,7 +269,7 @@ class Connection:
 
 
 @functools.cache
-def _tls_context() -> ssl.SSLContext:
+def _build_tls_context() -> ssl.SSLContext:
     context = ssl.create_default_context()
     context.set_alpn_protocols(["http/1.1"])
     return context

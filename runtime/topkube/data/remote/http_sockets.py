@@ -126,7 +126,7 @@ class _Read:
 
     def _begin(self, connection: Connection, transfer: Transfer) -> None:
         try:
-            connection.begin(transfer, transfer.range_end(self._client.range_bytes), time.monotonic())
+            connection.begin(transfer, transfer.choose_range_end(self._client.range_bytes), time.monotonic())
         except OSError as error:
             connection.close()
             self._retry_unless_stale(connection, transfer, error)
@@ -170,7 +170,7 @@ class _Read:
         if transfer.at < transfer.stop and connection.keep:
             connection.is_reused = True
             try:
-                connection.begin(transfer, transfer.range_end(self._client.range_bytes), time.monotonic())
+                connection.begin(transfer, transfer.choose_range_end(self._client.range_bytes), time.monotonic())
             except OSError as error:
                 self._fail(connection, error)
                 return True

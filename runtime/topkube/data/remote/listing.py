@@ -56,7 +56,7 @@ class Texts:
         for text in texts:
             blob += encode_text(text)
             ends.append(len(blob))
-        return _texts(blob, ends)
+        return _list_texts(blob, ends)
 
     def __len__(self) -> int:
         return self.ends.size
@@ -83,7 +83,7 @@ def encode_text(text: str) -> bytes:
         ) from None
 
 
-def _texts(blob: bytearray, ends: array[int]) -> Texts:
+def _list_texts(blob: bytearray, ends: array[int]) -> Texts:
     return Texts(np.frombuffer(bytes(blob), np.uint8), np.array(ends, np.int64))
 
 
@@ -137,8 +137,8 @@ class Listing:
                 next_step="check the address; write a manifest if the store does not list folders",
             )
         listing = cls(
-            _texts(*paths),
-            _texts(*versions),
+            _list_texts(*paths),
+            _list_texts(*versions),
             np.array(sizes, np.int64),
             np.array(samples, np.int64),
             np.array(checksums, np.uint64).reshape(-1, 2),
@@ -298,7 +298,7 @@ def _unusable_line_error(number: int, uri: str) -> DatasetError:
     )
 
 
-def manifest_lines(listing: Iterable[RemoteObject]) -> Iterator[str]:
+def format_manifest(listing: Iterable[RemoteObject]) -> Iterator[str]:
     """Yield the lines of a manifest of these objects."""
     for remote_object in listing:
         entry: dict[str, Any] = {"path": remote_object.path, "size": remote_object.size}

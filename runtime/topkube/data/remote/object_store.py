@@ -70,7 +70,7 @@ class ObjectStore:
                 stall = self.patience.stall_seconds
                 options.setdefault("config_kwargs", {"read_timeout": stall, "connect_timeout": stall})
             if self.protocol in _HTTP:
-                options.setdefault("client_kwargs", {"timeout": _http_timeout(self.patience.stall_seconds)})
+                options.setdefault("client_kwargs", {"timeout": _build_timeout(self.patience.stall_seconds)})
                 options.setdefault("encoded", True)
             filesystem = fsspec.filesystem(self.protocol, **options)
         except ValueError as error:
@@ -97,7 +97,7 @@ class ObjectStore:
         listing = self._read_manifest()
         return listing if listing is not None else Listing.of(self._list_objects(), self.uri)
 
-    def manifest_version(self) -> str | None:
+    def read_manifest_version(self) -> str | None:
         """Return the version of the manifest, None if there is no manifest. Raises StoreError if the store does not
         answer, because a listing without the manifest would lack its checksums."""
         described = self._describe_manifest()
@@ -202,7 +202,7 @@ class ObjectStore:
             for at, url in waiting:
                 described[at] = await self._ask_patiently(partial(self._async_describe, url), url)
 
-        await _until_one_fails([take_objects() for _ in range(_CONCURRENT)])
+        await _run_until_failure([take_objects() for _ in range(_CONCURRENT)])
         return described
 
     # ---- reading
@@ -296,7 +296,7 @@ class ObjectStore:
     def _fetch_ranges(self, transfer: Transfer, write: Write, progress: Callable[[int], None]) -> None:
         reading = transfer.reading
         while transfer.at < transfer.stop:
-            start, end = transfer.at, transfer.range_end(RANGE_BYTES)
+            start, end = transfer.at, transfer.choose_range_end(RANGE_BYTES)
             data = self._call_patiently(
                 partial(self._range, reading, start, end), partial(self._async_range, reading, start, end), reading.url
             )
@@ -314,14 +314,14 @@ class ObjectStore:
             for transfer in waiting:
                 reading = transfer.reading
                 while transfer.at < transfer.stop:
-                    end = transfer.range_end(RANGE_BYTES)
+                    end = transfer.choose_range_end(RANGE_BYTES)
                     data = await self._ask_patiently(partial(self._async_range, reading, transfer.at, end), reading.url)
                     transfer.add(data, end, write, progress)
                     transfer.finish_range()
                 if not self._conditional:
                     await self._ask_patiently(partial(self._async_confirm, reading), reading.url)
 
-        await _until_one_fails([take_transfers() for _ in range(min(_CONCURRENT, len(transfers)))])
+        await _run_until_failure([take_transfers() for _ in range(min(_CONCURRENT, len(transfers)))])
 
     async def _async_range(self, reading: Reading, start: int, end: int) -> bytes:
         """Read a range once, with an asynchronous file system. For HTTP and S3 the request has a condition on the
@@ -399,7 +399,7 @@ def _ignore(count: int) -> None:
     pass
 
 
-def _http_timeout(stall_seconds: float) -> Any:
+def _build_timeout(stall_seconds: float) -> Any:
     import aiohttp
 
     return aiohttp.ClientTimeout(total=None, sock_connect=stall_seconds, sock_read=stall_seconds)
@@ -419,7 +419,7 @@ def _check_description(reading: Reading, version: str, size: int | None, is_page
         raise changed_error(reading.url, f"its version is {version}, the listing has {remote_object.version}")
 
 
-async def _until_one_fails(coroutines: list[Any]) -> None:
+async def _run_until_failure(coroutines: list[Any]) -> None:
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)

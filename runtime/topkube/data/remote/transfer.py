@@ -37,7 +37,7 @@ class Transfer:
         self._held = bytearray()
         """Bytes of an object without a version: they are written when their range is complete."""
 
-    def range_end(self, most: int) -> int:
+    def choose_range_end(self, most: int) -> int:
         """Return the end of the range in which `at` is. A range has at most `most` bytes."""
         return min(self._range_start + most, self.stop)
 

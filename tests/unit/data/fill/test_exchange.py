@@ -116,7 +116,7 @@ class Bench:
             counters=SimpleNamespace(add=lambda name, amount: None),
             shards=range(10),
             find_arriving=lambda number: self.arriving,
-            from_store=self._from_store,
+            fetch_from_store=self._from_store,
         )
         place: Any = SimpleNamespace(rank=0, size=2, world=SimpleNamespace(comm=self.comm))
         self.exchange = ShardExchange(self.cache, place)

@@ -22,7 +22,7 @@ from topkube.data.cache import shard_cache
 from topkube.data.cache.disk_tier import DiskTier
 from topkube.data.cache.node_state import FROZEN
 from topkube.data.formats import compression as compression_module
-from topkube.data.formats.compression import Compression, compression_of, decompress
+from topkube.data.formats.compression import Compression, decompress, find_compression
 from topkube.data.manifest import generate_manifest
 from topkube.errors import DatasetError
 
@@ -153,7 +153,7 @@ def test_the_memory_of_a_zstandard_bomb_is_bounded(monkeypatch: pytest.MonkeyPat
 
 def test_names_show_the_compression() -> None:
     names = ["a.tar", "a.tar.gz", "a.tgz", "a.tar.zst", "a.parquet.zst", "gz"]
-    assert [compression_of(name) for name in names] == ["", "gzip", "gzip", "zstd", "zstd", ""]
+    assert [find_compression(name) for name in names] == ["", "gzip", "gzip", "zstd", "zstd", ""]
 
 
 # ---- through the cache

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkube.data.cache.record_log import PUBLISHED, RECORD, RecordLog, hash_of, key_of
+from topkube.data.cache.record_log import PUBLISHED, RECORD, RecordLog, read_hash, read_key
 from topkube.data.formats.shards import Shards
-from topkube.data.remote.listing import Listing, RemoteObject, manifest_lines, read_manifest
+from topkube.data.remote.listing import Listing, RemoteObject, format_manifest, read_manifest
 
 KEYS = [f"{number:032x}" for number in (1, 2, 3, 2**127)]
 
@@ -38,12 +38,12 @@ def test_the_log_is_right_after_any_history_and_a_torn_write(
         with log.path.open("ab") as file:
             file.write(b"\xff" * torn)
     log = RecordLog(log.path)
-    assert {key_of(record): int(record["size"]) for record in log.live()} == expected
+    assert {read_key(record): int(record["size"]) for record in log.live()} == expected
     assert log.total() == sum(expected.values())
     for key in KEYS:
         record = log.find(key)
         assert (
-            (int(record["size"]), hash_of(record)) == (expected[key], f"{expected[key]:032x}")
+            (int(record["size"]), read_hash(record)) == (expected[key], f"{expected[key]:032x}")
             if key in expected
             else record is None
         )
@@ -90,7 +90,7 @@ def test_a_listing_comes_back_from_disk_and_from_a_manifest(tmp_path: Path) -> N
     listing = Listing.of([RemoteObject("a/ä.bin", 3, '"e"', 5), RemoteObject("b", 0, "")], "u")
     listing.save(tmp_path / "listing")
     assert list(Listing.load(tmp_path / "listing")) == list(listing)
-    assert list(read_manifest(manifest_lines(listing), "m", "v")) == [
+    assert list(read_manifest(format_manifest(listing), "m", "v")) == [
         listing[0],
         listing[1]._replace(version="manifest v"),
     ]

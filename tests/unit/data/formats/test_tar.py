@@ -23,18 +23,18 @@ from topkube import _kernels
 from topkube.data.cache.stored_index import pack_index, read_index
 from topkube.data.formats import tar
 from topkube.data.formats.sample_index import SampleIndex
-from topkube.data.formats.tar import tar_index
+from topkube.data.formats.tar import index_tar
 from topkube.errors import DatasetError
 from topkube.files import write_bytes
 
 BLOCK = 512
 
 
-def index_tar(data: bytes) -> SampleIndex:
+def index_bytes(data: bytes) -> SampleIndex:
     file = os.memfd_create("tar")
     try:
         os.write(file, data)
-        return tar_index(file, len(data), "0.tar")
+        return index_tar(file, len(data), "0.tar")
     finally:
         os.close(file)
 
@@ -71,28 +71,28 @@ def test_zeros_in_the_middle_do_not_end_a_shard_in_silence(blocks: int) -> None:
     data = archive()
     data[8 * BLOCK : (8 + blocks) * BLOCK] = bytes(blocks * BLOCK)  # the header of the fifth member, and more
     with pytest.raises(DatasetError, match=r"0\.tar has more data after the zeros at byte 4096"):
-        index_tar(bytes(data))
+        index_bytes(bytes(data))
 
 
 def test_an_archive_without_its_end_is_refused() -> None:
     data = bytes(archive(10))[: 20 * BLOCK]
     with pytest.raises(DatasetError, match="without the two blocks of zeros"):
-        index_tar(data)
+        index_bytes(data)
     with pytest.raises(DatasetError, match="ends with 512 bytes of zeros"):
-        index_tar(data + bytes(BLOCK))
-    assert len(index_tar(data + bytes(2 * BLOCK))) == 10
+        index_bytes(data + bytes(BLOCK))
+    assert len(index_bytes(data + bytes(2 * BLOCK))) == 10
 
 
 def test_two_archives_in_one_file_are_refused() -> None:
     with pytest.raises(DatasetError, match="has more data after the zeros"):
-        index_tar(bytes(archive() + archive()))
+        index_bytes(bytes(archive() + archive()))
 
 
 @pytest.mark.parametrize("key", ["path", "size", "GNU.sparse.size"])
 def test_a_global_header_that_changes_members_is_refused(key: str) -> None:
     with pytest.raises(DatasetError, match=f"global header with '{key}'"):
-        index_tar(bytes(archive(2, tarfile.PAX_FORMAT, **{key: "3"})))
-    assert len(index_tar(bytes(archive(2, tarfile.PAX_FORMAT, comment="of git")))) == 2
+        index_bytes(bytes(archive(2, tarfile.PAX_FORMAT, **{key: "3"})))
+    assert len(index_bytes(bytes(archive(2, tarfile.PAX_FORMAT, comment="of git")))) == 2
 
 
 def member(change: Callable[[tarfile.TarInfo], None]) -> bytes:
@@ -110,7 +110,7 @@ def test_an_invalid_size_is_a_typed_error(size: str) -> None:
         info.pax_headers = {"size": size}
 
     with pytest.raises(DatasetError):
-        index_tar(member(change))
+        index_bytes(member(change))
 
 
 @pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
@@ -119,14 +119,14 @@ def test_a_name_in_another_encoding_is_a_typed_error(format: int) -> None:
     with tarfile.open(fileobj=written, mode="w", format=format, encoding="latin-1") as tar:
         add(tar, "größe.bin", b"x")
     with pytest.raises(DatasetError, match="is not UTF-8"):
-        index_tar(written.getvalue())
+        index_bytes(written.getvalue())
 
 
 def test_an_extended_header_without_end_is_not_read_into_memory() -> None:
     header = tarfile.TarInfo("0.bin")
     header.type, header.size = tarfile.XHDTYPE, 3 << 20
     with pytest.raises(DatasetError, match="extended header of 3,145,728 bytes"):
-        index_tar(header.tobuf(tarfile.USTAR_FORMAT) + bytes(3 << 20))
+        index_bytes(header.tobuf(tarfile.USTAR_FORMAT) + bytes(3 << 20))
 
 
 def test_names_with_a_dot_in_their_number_are_refused_with_two_of_them() -> None:
@@ -135,13 +135,13 @@ def test_names_with_a_dot_in_their_number_are_refused_with_two_of_them() -> None
         for number in range(5000):
             add(tar, f"image.{number:04}.jpg", b"x")
     with pytest.raises(DatasetError, match=r"'image\.0000\.jpg' and 'image\.0001\.jpg' are different fields"):
-        index_tar(written.getvalue())
+        index_bytes(written.getvalue())
 
 
 def test_an_index_of_older_rules_is_created_again(tmp_path: Path) -> None:
     """An older version may have created the index from a shard that is refused now."""
     path = tmp_path / "0.index"
-    write_bytes(path, pack_index(index_tar(bytes(archive(3)))))
+    write_bytes(path, pack_index(index_bytes(bytes(archive(3)))))
     assert read_index(path) is not None
     data = path.read_bytes()[16:]
     path.write_bytes(xxhash.xxh3_128_digest(data) + data)
@@ -157,7 +157,7 @@ def test_damage_is_an_error_or_changes_no_other_sample(data: st.DataObject) -> N
     put = data.draw(st.binary(min_size=1, max_size=2 * BLOCK) | st.integers(1, 3 * BLOCK).map(bytes))
     damaged = (intact[:at] + put + intact[at + len(put) :])[: len(intact)]
     try:
-        index = index_tar(damaged)
+        index = index_bytes(damaged)
     except DatasetError:
         return
     # zeros from inside a member to the end of the file make a complete archive of fewer members
@@ -204,12 +204,12 @@ ALIKE = {
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_members_that_are_alike_are_read_as_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = pack_index(index_tar(ALIKE[name]))
+    together = pack_index(index_bytes(ALIKE[name]))
     monkeypatch.setattr(tar, "_FIRST_SCAN", 3)
     monkeypatch.setattr(tar, "_SCANNED_AT_ONCE", 7)
-    assert pack_index(index_tar(ALIKE[name])) == together
+    assert pack_index(index_bytes(ALIKE[name])) == together
     monkeypatch.setattr(tar, "_SCANS", False)
-    assert pack_index(index_tar(ALIKE[name])) == together
+    assert pack_index(index_bytes(ALIKE[name])) == together
 
 
 @pytest.mark.parametrize("place", [0, 100, 110, 130, 150, 156, 300, 400])
@@ -217,13 +217,13 @@ def test_a_damaged_header_among_members_that_are_alike_is_found(place: int) -> N
     data = bytearray(ALIKE["equal"])
     data[50 * 3 * BLOCK + place] ^= 1
     with pytest.raises(DatasetError, match=f"no header at byte {50 * 3 * BLOCK}"):
-        index_tar(bytes(data))
+        index_bytes(bytes(data))
 
 
 @pytest.mark.parametrize("stop", [50 * 3 * BLOCK + 100, 50 * 3 * BLOCK + BLOCK + 100])
 def test_an_archive_that_ends_among_members_that_are_alike_is_refused(stop: int) -> None:
     with pytest.raises(DatasetError, match=r"no header at byte|ends at byte|is truncated"):
-        index_tar(ALIKE["equal"][:stop])
+        index_bytes(ALIKE["equal"][:stop])
 
 
 @settings(max_examples=100)
@@ -236,10 +236,10 @@ def test_any_changed_byte_of_a_header_is_found(place: int, value: int) -> None:
         data[at] = value
         if 148 <= place < 156:  # the checksum itself has several valid forms
             with contextlib.suppress(DatasetError):
-                assert pack_index(index_tar(bytes(data))) == pack_index(index_tar(ALIKE["equal"]))
+                assert pack_index(index_bytes(bytes(data))) == pack_index(index_bytes(ALIKE["equal"]))
         else:
             with pytest.raises(DatasetError, match=f"no header at byte {50 * 3 * BLOCK}"):
-                index_tar(bytes(data))
+                index_bytes(bytes(data))
 
 
 def test_arrays_that_are_too_small_are_refused() -> None:
@@ -253,4 +253,4 @@ def test_arrays_that_are_too_small_are_refused() -> None:
 @pytest.mark.parametrize("name", ["/etc/x.bin", "a/../../x.bin", "a\\x.bin"])
 def test_an_unsafe_name_among_members_that_are_alike_is_refused(name: str) -> None:
     with pytest.raises(DatasetError, match="would leave the folder"):
-        index_tar(members(100, rename(50, name)))
+        index_bytes(members(100, rename(50, name)))

@@ -389,9 +389,9 @@ def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     path = tmp_path / "certificate.pem"
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     path.write_bytes(private + signed.public_bytes(Encoding.PEM))
-    http_connection._tls_context.cache_clear()
+    http_connection._build_tls_context.cache_clear()
     yield path
-    http_connection._tls_context.cache_clear()
+    http_connection._build_tls_context.cache_clear()
 
 
 def server_context(certificate: Path) -> ssl.SSLContext:
