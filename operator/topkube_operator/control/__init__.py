@@ -1,1 +1,2 @@
-"""Carry out plans: the controller, the plan executor, leader election, Events, metrics, and the poller of launchers."""
+"""Carry out plans: the controller, the plan executor, the writer of children, leader election, Events, metrics, and the
+poller of launchers."""

@@ -37,7 +37,7 @@ class CallPool:
         for thread in self._threads:
             thread.start()
 
-    def each(
+    def call_each(
         self,
         job: Hashable,
         call: Callable[[Any], Any],

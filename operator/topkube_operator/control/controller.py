@@ -17,7 +17,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from topkube.job import KIND
-from topkube_operator.control.plan_executor import ControlContext, JobMemory, PlanExecutor
+from topkube_operator.control.job_memory import JobMemory
+from topkube_operator.control.plan_executor import ControlContext, PlanExecutor
 from topkube_operator.model.observed import LauncherReport, Observed, Policy
 from topkube_operator.model.plan import Release
 from topkube_operator.planning import planner
@@ -213,7 +214,7 @@ class Controller:
             uid = self._read_job_uid(key)
             for owner, pod in orphans:
                 if owner.uid != uid:
-                    self._executor.release(key, Release(pod.name, pod.uid))
+                    self._executor.children.release(key, [Release(pod.name, pod.uid)])
         except ApiError as error:
             if error.reason == "NotLeading":
                 self._postpone(key)

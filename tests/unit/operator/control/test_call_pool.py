@@ -22,9 +22,9 @@ def calls() -> Iterator[CallPool]:
 
 
 def test_results_come_in_order(calls: CallPool) -> None:
-    assert calls.each("job", lambda number: 2 * number, range(1000)) == [2 * number for number in range(1000)]
-    assert calls.each("job", lambda number: 2 * number, [7]) == [14]
-    assert calls.each("job", lambda number: 2 * number, []) == []
+    assert calls.call_each("job", lambda number: 2 * number, range(1000)) == [2 * number for number in range(1000)]
+    assert calls.call_each("job", lambda number: 2 * number, [7]) == [14]
+    assert calls.call_each("job", lambda number: 2 * number, []) == []
 
 
 class Noting(CallPool):
@@ -48,9 +48,9 @@ def test_jobs_with_few_calls_do_not_wait_for_all_calls_of_a_large_job() -> None:
     def call(job: str) -> None:
         gate.wait(20)
 
-    large = threading.Thread(target=calls.each, args=("large", call, ["large"] * 3000), daemon=True)
+    large = threading.Thread(target=calls.call_each, args=("large", call, ["large"] * 3000), daemon=True)
     large.start()
-    small = threading.Thread(target=calls.each, args=("small", call, ["small"] * 3), daemon=True)
+    small = threading.Thread(target=calls.call_each, args=("small", call, ["small"] * 3), daemon=True)
     small.start()
     wait_until(lambda: len(calls._waiting) == 2)
     gate.set()
@@ -70,15 +70,15 @@ def test_after_an_error_no_further_call_is_begun(calls: CallPool) -> None:
             raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"):
-        calls.each("job", call, range(3000))
+        calls.call_each("job", call, range(3000))
     assert len(begun) < 100
 
 
 def test_a_result_may_end_a_batch_too(calls: CallPool) -> None:
-    results = calls.each("job", lambda number: number, range(1, 3001), lambda result: result == 5)
+    results = calls.call_each("job", lambda number: number, range(1, 3001), lambda result: result == 5)
     assert results[:5] == [1, 2, 3, 4, 5]
     assert results.count(None) > 2900
-    assert calls.each("job", lambda number: number, range(1, 4)) == [1, 2, 3], "the next batch is another"
+    assert calls.call_each("job", lambda number: number, range(1, 4)) == [1, 2, 3], "the next batch is another"
 
 
 def test_nobody_waits_for_a_pool_that_was_closed(calls: CallPool) -> None:
@@ -88,7 +88,7 @@ def test_nobody_waits_for_a_pool_that_was_closed(calls: CallPool) -> None:
         begun.set()
         go.wait(20)
 
-    waiting = threading.Thread(target=calls.each, args=("job", call, range(3000)))
+    waiting = threading.Thread(target=calls.call_each, args=("job", call, range(3000)))
     waiting.start()
     begun.wait(20)
     calls.close()

@@ -1,0 +1,47 @@
+"""What the controller remembers of a job from one reconcile to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from topkube_operator.model.observed import LauncherReport, Trouble
+from topkube_operator.planning.contests import Contests
+
+_LONGEST_PAUSE = 60.0
+_OBJECT_SECONDS, _MISSING_OBJECT_SECONDS = 60.0, 8.0
+
+
+def _choose_age_limit(content: dict[str, Any]) -> float:
+    return _OBJECT_SECONDS if content else _MISSING_OBJECT_SECONDS
+
+
+@dataclass
+class JobMemory:
+    """What the controller remembers of one job between reconciles. All of it may be lost at any time."""
+
+    report: LauncherReport | None = None
+    troubles: dict[tuple[str, str], Trouble] = field(default_factory=dict)
+    contests: Contests = field(default_factory=Contests)
+    logs: dict[str, str] = field(default_factory=dict)
+    objects: dict[tuple[str, str], tuple[float, dict[str, Any]]] = field(default_factory=dict)
+    """Objects of the whole cluster, with the time at which they were read (monotonic)."""
+    patched_at: float = float("-inf")
+    failures: int = 0
+    create_from: float = 0.0
+    """Nothing is created before this time, because the last try failed (monotonic)."""
+
+    def list_known_objects(self, now: float) -> dict[tuple[str, str], dict[str, Any]]:
+        """Return the objects that were read lately. One that could not be read is tried again soon."""
+        kept = {
+            key: (time, content)
+            for key, (time, content) in self.objects.items()
+            if now < time + _choose_age_limit(content)
+        }
+        self.objects = kept
+        return {key: content for key, (_, content) in kept.items()}
+
+    def back_off(self) -> float:
+        """Count a failure. Return the seconds until the next try."""
+        self.failures += 1
+        return float(min(0.5 * 2.0 ** min(self.failures, 10), _LONGEST_PAUSE))
