@@ -1,39 +1,26 @@
 """The watch cache: the objects of our jobs in the cluster, by job. Watcher threads write the cache; reconciles read it.
 
 Answers to our own writes are stored as well, so that the next plan sees them before the watch does. An object that is
-older than the known object, or that was already removed, is ignored. Every index of children has the namespace in its
-key (`owner.py`).
+older than the known object, or that was already removed, is ignored.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from topkube.job.cached_dataset import object_name
-from topkube_operator.children.datasets import CLAIM
 from topkube_operator.model import stored_job
 from topkube_operator.model.nodes import NodeFailure, read_node_failures
 from topkube_operator.model.observed import Child, LauncherReport, Observed, Pod, Policy, Trouble
 from topkube_operator.planning.causes.bad_nodes import REMEMBERED
+from topkube_operator.watch.known_caches import KnownCaches
+from topkube_operator.watch.known_children import Entry, KnownChildren, Name
 from topkube_operator.watch.known_nodes import KnownNodes
 from topkube_operator.watch.owner import Owner, find_owner
 from topkube_operator.watch.removals import Removals
 from topkube_operator.watch.work_queue import Key
-
-Name = tuple[str, str]
-"""Namespace and name of any object."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    version: int
-    uid: str
-    owner: Owner
-    value: Pod | Child
 
 
 class WatchCache:
@@ -43,17 +30,11 @@ class WatchCache:
         """`fault_conditions` are further condition types of nodes that report a fault if their status is True."""
         self._lock = threading.RLock()
         self._jobs: dict[Key, dict[str, Any]] = {}
-        self._entries: dict[str, dict[Name, _Entry]] = {}
-        self._of_owner: dict[Owner, dict[tuple[str, Name], _Entry]] = {}
-        self._owners: dict[Key, set[Owner]] = {}
-        """The jobs that have children, by the key of the job. A key may have had several jobs."""
+        self._children = KnownChildren()
         self._nodes = KnownNodes(fault_conditions)
         self._node_failures: dict[str, tuple[NodeFailure, ...]] = {}
         """Failures that began on a node, by the UID of the job that had them."""
-        self._claims: dict[Name, str] = {}
-        """The UIDs of the bound claims of node caches."""
-        self._cached: dict[Name, tuple[str, Mapping[str, int]]] = {}
-        """The address of each CachedDataset, and the percentage that each node holds."""
+        self._caches = KnownCaches()
         self._removals = Removals()
 
     # Jobs.
@@ -103,9 +84,7 @@ class WatchCache:
         with self._lock:
             for key, job in self._jobs.items():
                 self._jobs[key] = {**job, "metadata": {**job["metadata"], "resourceVersion": "0"}}
-            for entries in self._entries.values():
-                for entry in entries.values():
-                    entry.version = -1
+            self._children.forget_versions()
             self._removals.clear()
 
     # Children.
@@ -116,34 +95,28 @@ class WatchCache:
         owner = find_owner(manifest)
         name, uid = (metadata["namespace"], metadata["name"]), metadata["uid"]
         with self._lock:
-            known = self._entries.setdefault(kind, {}).get(name)
+            known = self._children.find(kind, name)
             if owner is None:  # the object never was a child, or somebody has removed its owner
                 if known is None or known.version >= _read_version(manifest):
                     return None
-                self._drop(kind, name, known)
+                self._children.drop(kind, name, known)
                 return known.owner.key
-            if uid in self._removals or (
-                known is not None and known.uid == uid and known.version >= _read_version(manifest)
-            ):
+            is_old = known is not None and known.uid == uid and known.version >= _read_version(manifest)
+            if is_old or uid in self._removals:
                 return None
             value = Pod.from_object(manifest) if kind == "Pod" else Child.from_object(kind, manifest)
-            if known is not None:
-                self._drop(kind, name, known)
-            entry = _Entry(_read_version(manifest), uid, owner, value)
-            self._entries[kind][name] = entry
-            self._of_owner.setdefault(owner, {})[kind, name] = entry
-            self._owners.setdefault(owner.key, set()).add(owner)
+            self._children.put(kind, name, Entry(_read_version(manifest), uid, owner, value))
             return owner.key
 
     def remove(self, kind: str, name: Name, uid: str) -> Key | None:
         """Forget a child. Return the key of the job whose state has changed; None if nothing has changed."""
         with self._lock:
-            known = self._entries.get(kind, {}).get(name)
+            known = self._children.find(kind, name)
             if known is None or known.uid != uid:
                 self._removals.add(uid, None, name[1])
                 return None
             self._removals.add(uid, known.owner, name[1], known.value if isinstance(known.value, Pod) else None)
-            self._drop(kind, name, known)
+            self._children.drop(kind, name, known)
             return known.owner.key
 
     def replace(self, kind: str, namespace: str | None, manifests: Iterable[Mapping[str, Any]]) -> set[Key]:
@@ -151,9 +124,7 @@ class WatchCache:
         changed: set[Key | None] = set()
         listed: set[str] = set()
         with self._lock:
-            before = [
-                (name, entry.uid) for name, entry in self._entries.get(kind, {}).items() if namespace in (None, name[0])
-            ]
+            before = [(name, entry.uid) for name, entry in self._children.list_kind(kind, namespace)]
             for manifest in manifests:
                 listed.add(manifest["metadata"]["uid"])
                 changed.add(self.put(kind, manifest))
@@ -165,28 +136,21 @@ class WatchCache:
     def child(self, kind: str, name: Name, owner: Owner) -> Child | None:
         """Return the child of this name; None if there is none, or if the child belongs to another job than `owner`."""
         with self._lock:
-            known = self._entries.get(kind, {}).get(name)
-            return (
-                known.value if known is not None and known.owner == owner and isinstance(known.value, Child) else None
-            )
+            known = self._children.find(kind, name)
+            is_own = known is not None and known.owner == owner
+            return known.value if known is not None and is_own and isinstance(known.value, Child) else None
 
     def find_stuck_pods(self, key: Key) -> list[Pod]:
         """Return the pods that are being deleted and in which nothing runs, of all jobs that have had this key."""
-        return [pod for _, pod in self._pods_of(key) if pod.removable_from is not None]
+        with self._lock:
+            return [pod for _, pod in self._children.find_pods(key) if pod.removable_from is not None]
 
     def find_unreleased_pods(self, key: Key, uid: str) -> list[tuple[Owner, Pod]]:
         """Return the pods that have our finalizer, and their jobs, of all jobs that have had this key except the job
         with UID `uid`."""
-        return [(owner, pod) for owner, pod in self._pods_of(key) if owner.uid != uid and pod.has_finalizer]
-
-    def _pods_of(self, key: Key) -> list[tuple[Owner, Pod]]:
         with self._lock:
-            return [
-                (owner, entry.value)
-                for owner in self._owners.get(key, ())
-                for entry in self._of_owner[owner].values()
-                if isinstance(entry.value, Pod)
-            ]
+            pods = self._children.find_pods(key)
+        return [(owner, pod) for owner, pod in pods if owner.uid != uid and pod.has_finalizer]
 
     # Nodes.
 
@@ -207,8 +171,8 @@ class WatchCache:
     def _forget_nodes(self) -> None:
         """Forget nodes that were removed long ago and have no known pods."""
         if old := self._nodes.find_old_removed():
-            pods = [entry.value for entry in self._entries.get("Pod", {}).values()]
-            used = {pod.node for pod in (*pods, *self._removals.list_last_pods()) if isinstance(pod, Pod)}
+            pods = [pod for _, pod in self._children.list_pods()]
+            used = {pod.node for pod in (*pods, *self._removals.list_last_pods())}
             self._nodes.forget(old - used)
 
     def replace_nodes(self, nodes: Iterable[Mapping[str, Any]]) -> set[Key]:
@@ -225,8 +189,7 @@ class WatchCache:
 
     def _keys_on(self, node: str) -> set[Key]:
         """Return the keys of the jobs with pods on a node."""
-        pods = self._entries.get("Pod", {}).values()
-        return {entry.owner.key for entry in pods if isinstance(entry.value, Pod) and entry.value.node == node}
+        return {owner.key for owner, pod in self._children.list_pods() if pod.node == node}
 
     def find_node_label(self, name: str, key: str) -> str:
         """Return a label of a node; empty if the node is not known or does not have it."""
@@ -237,19 +200,18 @@ class WatchCache:
 
     def put_claim(self, claim: Mapping[str, Any]) -> set[Key]:
         """Store whether a namespace's claim is bound. If that has changed, return the namespace's jobs."""
-        metadata = claim["metadata"]
-        bound = metadata["name"] == CLAIM and (claim.get("status") or {}).get("phase") == "Bound"
-        bound = bound and not metadata.get("deletionTimestamp")
-        return self._set_claim((metadata["namespace"], metadata["name"]), metadata["uid"] if bound else None)
+        with self._lock:
+            return self._find_keys(claim["metadata"]["namespace"]) if self._caches.put_claim(claim) else set()
 
     def remove_claim(self, name: Name) -> set[Key]:
-        return self._set_claim(name, None)
+        with self._lock:
+            return self._find_keys(name[0]) if self._caches.remove_claim(name) else set()
 
     def replace_claims(self, namespace: str | None, claims: Iterable[Mapping[str, Any]]) -> set[Key]:
         """Store a complete list of claims. Return the keys of changed jobs."""
         changed: set[Key] = set()
         with self._lock:
-            unlisted = {name for name in self._claims if namespace in (None, name[0])}
+            unlisted = self._caches.list_claims(namespace)
             for claim in claims:
                 unlisted.discard((claim["metadata"]["namespace"], claim["metadata"]["name"]))
                 changed |= self.put_claim(claim)
@@ -257,38 +219,27 @@ class WatchCache:
                 changed |= self.remove_claim(name)
         return changed
 
-    def _set_claim(self, name: Name, uid: str | None) -> set[Key]:
-        with self._lock:
-            if self._claims.get(name) == uid:
-                return set()
-            self._claims.pop(name, None)
-            if uid is not None:
-                self._claims[name] = uid
-            return {key for key in self._jobs if key[0] == name[0]}
+    def _find_keys(self, namespace: str) -> set[Key]:
+        return {key for key in self._jobs if key[0] == namespace}
 
     def put_cached(self, dataset: Mapping[str, Any]) -> None:
         """Store which nodes hold a part of a dataset."""
-        metadata, spec, status = dataset["metadata"], dataset.get("spec") or {}, dataset.get("status") or {}
-        nodes = {entry["name"]: entry.get("percent") or 0 for entry in status.get("nodes") or () if "name" in entry}
         with self._lock:
-            self._cached[metadata["namespace"], metadata["name"]] = (str(spec.get("uri")), nodes)
+            self._caches.put_dataset(dataset)
 
     def remove_cached(self, name: Name) -> None:
         with self._lock:
-            self._cached.pop(name, None)
+            self._caches.remove_dataset(name)
 
     def replace_cached(self, namespace: str | None, datasets: Iterable[Mapping[str, Any]]) -> None:
         with self._lock:
-            self._cached = {name: entry for name, entry in self._cached.items() if namespace not in (None, name[0])}
+            self._caches.remove_datasets(namespace)
             for dataset in datasets:
-                self.put_cached(dataset)
+                self._caches.put_dataset(dataset)
 
     def _find_warm_nodes(self, namespace: str, uri: str) -> dict[str, int]:
         """Return the percentage of the dataset that each node in contact holds, by hostname."""
-        cached_uri, nodes = self._cached.get((namespace, object_name(uri)), ("", {}))
-        if cached_uri != uri:
-            return {}
-        hostnames = self._nodes.hostnames
+        nodes, hostnames = self._caches.find_nodes(namespace, uri), self._nodes.hostnames
         return {
             hostnames.get(node, node): percent for node, percent in nodes.items() if self._nodes.is_in_contact(node)
         }
@@ -307,7 +258,7 @@ class WatchCache:
     ) -> Observed:
         """Return everything known about the job `owner`; with `job`, also what the node cache holds for it."""
         with self._lock:
-            values = [entry.value for entry in self._of_owner.get(owner, {}).values()]
+            values = self._children.list_children(owner)
             pods = tuple(sorted((value for value in values if isinstance(value, Pod)), key=lambda pod: pod.name))
             removed = self._removals.find_children(owner)
             last_seen = {name: pod for name, (_, pod) in removed.items() if pod is not None}
@@ -321,7 +272,7 @@ class WatchCache:
             suspects |= {failure.node for failure in self._node_failures.get(owner.uid, ())}
             hostnames = {name: self._nodes.hostnames[name] for name in suspects if name in self._nodes.hostnames}
             namespace = job["metadata"]["namespace"] if job is not None else ""
-            has_cache = (namespace, CLAIM) in self._claims
+            has_cache = self._caches.has_cache(namespace)
             warm = (
                 self._find_warm_nodes(namespace, stored_job.read_dataset_uri(job))
                 if job is not None and has_cache
@@ -357,19 +308,6 @@ class WatchCache:
             for failure in failures
             if failure.at > oldest
         )
-
-    # The indexes of children.
-
-    def _drop(self, kind: str, name: Name, entry: _Entry) -> None:
-        del self._entries[kind][name]
-        siblings = self._of_owner.get(entry.owner, {})
-        siblings.pop((kind, name), None)
-        if not siblings:
-            self._of_owner.pop(entry.owner, None)
-            owners = self._owners.get(entry.owner.key, set())
-            owners.discard(entry.owner)
-            if not owners:
-                self._owners.pop(entry.owner.key, None)
 
 
 def _read_version(manifest: Mapping[str, Any]) -> int:
