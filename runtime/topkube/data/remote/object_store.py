@@ -6,12 +6,8 @@ changed since the listing, its bytes are never mixed with older bytes.
 
 from __future__ import annotations
 
-import asyncio
-import io
 import os
-import random
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,23 +18,18 @@ from fsspec.asyn import sync
 
 from topkube.data.remote.addresses import check_address
 from topkube.data.remote.http_connection import NotPlain
-from topkube.data.remote.http_index import walk_index_pages
-from topkube.data.remote.http_reading import Reading, Unfit, describe, read_page, read_range
+from topkube.data.remote.http_reading import Reading, Unfit, read_range
 from topkube.data.remote.http_sockets import SocketClient
-from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
-from topkube.data.remote.object_version import build_condition, changed_error, is_same_version, read_info_version
-from topkube.data.remote.retry import Absent, Patience, build_final_error, is_worth_a_retry
+from topkube.data.remote.listing import Listing, RemoteObject
+from topkube.data.remote.object_version import build_condition, changed_error, is_same_version
+from topkube.data.remote.retry import Patience
 from topkube.data.remote.s3_reading import check_object
+from topkube.data.remote.store_access import CONCURRENT, HTTP, S3, StoreAccess, run_until_failure
+from topkube.data.remote.store_listing import StoreListing, find_base
 from topkube.data.remote.transfer import Transfer, Write
-from topkube.errors import DatasetError
-from topkube.installation import install_command
 
 RANGE_BYTES = 4 << 20
 """The most bytes of one request."""
-MANIFEST = "manifest.jsonl"
-_HTTP, _S3, _LOCAL = ("http", "https"), ("s3", "s3a"), ("file", "local")
-_CONCURRENT = 16
-"""The number of small objects that are fetched at the same time."""
 
 
 class ObjectStore:
@@ -51,165 +42,32 @@ class ObjectStore:
         self._local = threading.local()
         self._is_plain = True
         """False if the server or the options need the HTTP library."""
-        self.protocol = fsspec.utils.get_protocol(uri)
-        manifest = uri.endswith((".jsonl", ".ndjson"))
-        base = uri.rpartition("/")[0] if manifest else uri.rstrip("/")
-        self.manifest_uri = uri if manifest else f"{base}/{MANIFEST}"
-        self.explicit_manifest = manifest
-        self.root: str = self.filesystem._strip_protocol(base)
+        self._access = StoreAccess(uri, self.options, self.patience)
+        self.protocol = self._access.protocol
+        self.root: str = self.filesystem._strip_protocol(find_base(uri))
+        self.manifest_uri = self._build_listing().manifest_uri
 
     @property
     def filesystem(self) -> Any:
-        """The fsspec file system of this thread. A fork gets a new one, because its event loop does not survive."""
-        held = getattr(self._local, "filesystem", None)
-        if held is not None and held[0] == os.getpid():
-            return held[1]
-        try:
-            options = dict(self.options)
-            if self.protocol in _S3:
-                stall = self.patience.stall_seconds
-                options.setdefault("config_kwargs", {"read_timeout": stall, "connect_timeout": stall})
-            if self.protocol in _HTTP:
-                options.setdefault("client_kwargs", {"timeout": _build_timeout(self.patience.stall_seconds)})
-                options.setdefault("encoded", True)
-            filesystem = fsspec.filesystem(self.protocol, **options)
-        except ValueError as error:
-            raise DatasetError(
-                f"{self.uri}: {error}",
-                cause="the scheme of the address is unknown",
-                next_step="use file://, http(s)://, s3://, memory:// or another scheme of fsspec",
-            ) from None
-        except ImportError as error:
-            extra = "s3" if self.protocol.startswith("s3") else self.protocol
-            raise DatasetError(
-                f"{self.uri}: {error}",
-                cause="the library for this scheme is not installed",
-                next_step=f"{install_command(extra)}, or install the library named above",
-            ) from None
-        self._local.filesystem = (os.getpid(), filesystem)
-        return filesystem
-
-    # ---- listing
+        """The fsspec file system of this thread."""
+        return self._access.filesystem
 
     def listing(self) -> Listing:
         """Return all objects: those of the manifest if there is one, else those that the store lists. Raises
         DatasetError, StoreError."""
-        listing = self._read_manifest()
-        return listing if listing is not None else Listing.of(self._list_objects(), self.uri)
+        return self._build_listing().read()
 
     def read_manifest_version(self) -> str | None:
         """Return the version of the manifest, None if there is no manifest. Raises StoreError if the store does not
         answer, because a listing without the manifest would lack its checksums."""
-        described = self._describe_manifest()
-        return None if described is None else described[0] or str(described[1])
+        return self._build_listing().read_version()
 
-    def _describe_manifest(self) -> tuple[str, int | None] | None:
-        """Return version and size of the manifest; None if there is no manifest."""
-        url = self.manifest_uri
-        try:
-            version, size, is_page = self._call_patiently(
-                partial(self._describe, url), partial(self._async_describe, url), url
-            )
-        except Absent:
-            if self.explicit_manifest:
-                raise
-            return None
-        if is_page and not self.explicit_manifest:  # some servers have a page for every address
-            return None
-        return version, size
-
-    def _read_manifest(self) -> Listing | None:
-        described = self._describe_manifest()
-        if described is None:
-            return None
-        version, size = described
-        if size is None:
-            raise DatasetError(
-                f"the size of {self.manifest_uri} is unknown",
-                cause="the server does not send Content-Length for it",
-                next_step="serve the manifest as a plain file",
-            )
-        data = bytearray(size)
-
-        def receive(offset: int, part: Any) -> None:
-            data[offset : offset + len(part)] = part
-
-        manifest = RemoteObject(self.manifest_uri.rpartition("/")[2], size, version)
-        self._fetch([Transfer(Reading(manifest, self.manifest_uri), 0, size)], receive, None)
-        return read_manifest(io.BytesIO(data), self.manifest_uri, version or str(size))
-
-    def _list_objects(self) -> list[RemoteObject]:
-        if self.protocol in _HTTP:
-            return self._list_by_http()
-        self.filesystem.invalidate_cache()
-        details = self._call_patiently(self._find_local if self.protocol in _LOCAL else self._find, None, self.uri)
-        return [
-            RemoteObject(name[len(self.root) :].lstrip("/"), int(info.get("size") or 0), read_info_version(info))
-            for name, info in details.items()
-            if info.get("type") == "file"
-        ]
-
-    def _find(self) -> dict[str, Any]:
-        details: dict[str, Any] = self.filesystem.find(self.root, detail=True)
-        return details
-
-    def _find_local(self) -> dict[str, Any]:
-        """List files like `_find`, but raise an error for a folder that cannot be read. `_find` skips such a folder."""
-        details, folders = {}, [self.root]
-        while folders:
-            folder = folders.pop()
-            for info in self.filesystem.ls(folder, detail=True):
-                if info["type"] == "directory" and info["name"] != folder:
-                    folders.append(info["name"])
-                else:
-                    details[info["name"]] = info
-        return details
-
-    def _list_by_http(self) -> list[RemoteObject]:
-        """List objects by index pages: JSON pages of nginx (autoindex_format json), or the links of HTML pages."""
-        base = self.root.rstrip("/") + "/"
-
-        def read(address: str) -> bytes:
-            page: bytes = self._call_patiently(None, partial(read_page, self.filesystem, address), address)
-            return page
-
-        objects, unsized = walk_index_pages(read, base, self.uri, MANIFEST)
-        described = sync(self.filesystem.loop, self._async_describe_all, [base + _quote(name) for name in unsized])
-        return objects + [
-            RemoteObject(name, -1 if size is None else size, version)
-            for name, (version, size, _) in zip(unsized, described, strict=True)
-        ]
-
-    def _describe(self, url: str) -> tuple[str, int | None, bool]:
-        """Return version, size (None if unknown), and True for an HTML page."""
-        self.filesystem.invalidate_cache()
-        info = self.filesystem.info(url)
-        return read_info_version(info), info.get("size"), False
-
-    async def _async_describe(self, url: str) -> tuple[str, int | None, bool]:
-        if self.protocol in _HTTP:
-            description = await describe(self.filesystem, url)
-            return description["version"], description["size"], description["page"]
-        self.filesystem.invalidate_cache()
-        info = await self.filesystem._info(url)
-        return read_info_version(info), info.get("size"), False
-
-    async def _async_describe_all(self, urls: list[str]) -> list[tuple[str, int | None, bool]]:
-        described: list[tuple[str, int | None, bool]] = [("", None, False)] * len(urls)
-        waiting = iter(enumerate(urls))
-
-        async def take_objects() -> None:
-            for at, url in waiting:
-                described[at] = await self._ask_patiently(partial(self._async_describe, url), url)
-
-        await _run_until_failure([take_objects() for _ in range(_CONCURRENT)])
-        return described
-
-    # ---- reading
+    def _build_listing(self) -> StoreListing:
+        return StoreListing(self._access, self.root, self._fetch)
 
     def url(self, path: str) -> str:
         """Return the object's address in the form that fsspec takes."""
-        name = _quote(path) if self.protocol in _HTTP else path
+        name = quote(path) if self.protocol in HTTP else path
         return f"{self.root.rstrip('/')}/{name}"
 
     def read(self, remote_object: RemoteObject, start: int = 0, stop: int | None = None) -> bytes:
@@ -252,21 +110,21 @@ class ObjectStore:
 
     def can_check_range(self, remote_object: RemoteObject) -> bool:
         """Return True if a range of the object is checked: the store sends only the listed version."""
-        return self._conditional and bool(build_condition(remote_object.version))
+        return self._is_conditional and bool(build_condition(remote_object.version))
 
     def _fetch(self, transfers: Sequence[Transfer], write: Write, progress: Callable[[int], None] | None) -> None:
         progress = progress or _ignore
         remaining = transfers
-        if (client := self._socket_client()) is not None:
+        if (client := self._open_socket_client()) is not None:
             try:
-                client.read(iter(transfers), _CONCURRENT, write, progress)
+                client.read(iter(transfers), CONCURRENT, write, progress)
                 remaining = []
             except NotPlain:  # from now on the HTTP library reads everything
                 self._is_plain = False
                 remaining = [transfer for transfer in transfers if transfer.at < transfer.stop or transfer.held]
         for transfer in remaining:
             transfer.rewind()
-        if len(remaining) > 1 and self._asynchronous:
+        if len(remaining) > 1 and self._access.is_asynchronous:
             sync(self.filesystem.loop, self._fetch_at_the_same_time, remaining, write, progress)
         else:
             for transfer in remaining:
@@ -274,10 +132,10 @@ class ObjectStore:
         for transfer in transfers:
             transfer.check()
 
-    def _socket_client(self) -> SocketClient | None:
+    def _open_socket_client(self) -> SocketClient | None:
         """Return this thread's client for a plain HTTP server; None for other stores, and if the options change more
         than the headers."""
-        if self.protocol not in _HTTP or not self._is_plain:
+        if self.protocol not in HTTP or not self._is_plain:
             return None
         held: tuple[int, SocketClient] | None = getattr(self._local, "client", None)
         if held is None or held[0] != os.getpid():  # a fork must not use the connections of its parent
@@ -297,13 +155,17 @@ class ObjectStore:
         reading = transfer.reading
         while transfer.at < transfer.stop:
             start, end = transfer.at, transfer.choose_range_end(RANGE_BYTES)
-            data = self._call_patiently(
-                partial(self._range, reading, start, end), partial(self._async_range, reading, start, end), reading.url
+            data = self._access.call_patiently(
+                partial(self._read_range, reading, start, end),
+                partial(self._async_read_range, reading, start, end),
+                reading.url,
             )
             transfer.add(data, end, write, progress)
             transfer.finish_range()
-        if not self._conditional:
-            self._call_patiently(partial(self._confirm, reading), partial(self._async_confirm, reading), reading.url)
+        if not self._is_conditional:
+            self._access.call_patiently(
+                partial(self._confirm, reading), partial(self._async_confirm, reading), reading.url
+            )
 
     async def _fetch_at_the_same_time(
         self, transfers: Sequence[Transfer], write: Write, progress: Callable[[int], None]
@@ -315,21 +177,23 @@ class ObjectStore:
                 reading = transfer.reading
                 while transfer.at < transfer.stop:
                     end = transfer.choose_range_end(RANGE_BYTES)
-                    data = await self._ask_patiently(partial(self._async_range, reading, transfer.at, end), reading.url)
+                    data = await self._access.ask_patiently(
+                        partial(self._async_read_range, reading, transfer.at, end), reading.url
+                    )
                     transfer.add(data, end, write, progress)
                     transfer.finish_range()
-                if not self._conditional:
-                    await self._ask_patiently(partial(self._async_confirm, reading), reading.url)
+                if not self._is_conditional:
+                    await self._access.ask_patiently(partial(self._async_confirm, reading), reading.url)
 
-        await _run_until_failure([take_transfers() for _ in range(min(_CONCURRENT, len(transfers)))])
+        await run_until_failure([take_transfers() for _ in range(min(CONCURRENT, len(transfers)))])
 
-    async def _async_range(self, reading: Reading, start: int, end: int) -> bytes:
+    async def _async_read_range(self, reading: Reading, start: int, end: int) -> bytes:
         """Read a range once, with an asynchronous file system. For HTTP and S3 the request has a condition on the
         version, and the response is compared with the listing, so two versions are never mixed."""
         filesystem, remote_object, url = self.filesystem, reading.listed, reading.url
-        if self.protocol in _HTTP:
+        if self.protocol in HTTP:
             return await read_range(filesystem, reading, start, end)
-        if self.protocol in _S3:
+        if self.protocol in S3:
             bucket, key, version = filesystem.split_path(url)
             arguments = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{end - 1}"}
             arguments |= {"VersionId": version} if version else {}
@@ -342,54 +206,19 @@ class ObjectStore:
         byte_range: dict[str, Any] = {"start": None if whole else start, "end": None if whole else end}
         return _check_length(await filesystem._cat_file(url, **byte_range), start, end)
 
-    def _range(self, reading: Reading, start: int, end: int) -> bytes:
+    def _read_range(self, reading: Reading, start: int, end: int) -> bytes:
         return _check_length(self.filesystem.cat_file(reading.url, start=start, end=end), start, end)
 
     @property
-    def _conditional(self) -> bool:
+    def _is_conditional(self) -> bool:
         """True if every response is compared with the listing. Otherwise the object is described again after a read."""
-        return self.protocol in (*_HTTP, *_S3)
+        return self.protocol in (*HTTP, *S3)
 
     def _confirm(self, reading: Reading) -> None:
-        _check_description(reading, *self._describe(reading.url))
+        _check_description(reading, *self._access.describe(reading.url))
 
     async def _async_confirm(self, reading: Reading) -> None:
-        _check_description(reading, *await self._async_describe(reading.url))
-
-    async def _ask_patiently(self, ask: Callable[[], Any], what: str) -> Any:
-        """Await `ask` with retries, on the loop of fsspec. A try ends after twice `stall_seconds`, even if bytes
-        arrive."""
-        pause = self.patience.pause_seconds
-        for attempt in range(self.patience.retries + 1):
-            try:
-                return await asyncio.wait_for(ask(), self.patience.stall_seconds * 2)
-            except Exception as error:
-                if attempt == self.patience.retries or not is_worth_a_retry(error):
-                    raise build_final_error(error, what, attempt) from error
-                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-                pause *= 2
-        raise AssertionError
-
-    @property
-    def _asynchronous(self) -> bool:
-        return bool(self.filesystem.async_impl) and hasattr(self.filesystem, "_cat_file")
-
-    def _call_patiently(self, read: Callable[[], Any] | None, ask: Callable[[], Any] | None, what: str) -> Any:
-        """Call `ask` on the loop of an asynchronous file system, else `read` in this thread, with retries. Only `ask`
-        has a deadline."""
-        if ask is not None and (read is None or self._asynchronous):
-            return sync(self.filesystem.loop, self._ask_patiently, ask, what)
-        assert read is not None
-        pause = self.patience.pause_seconds
-        for attempt in range(self.patience.retries + 1):
-            try:
-                return read()
-            except Exception as error:
-                if attempt == self.patience.retries or not is_worth_a_retry(error):
-                    raise build_final_error(error, what, attempt) from error
-                time.sleep(pause * random.uniform(0.5, 1.5))
-                pause *= 2
-        raise AssertionError
+        _check_description(reading, *await self._access.async_describe(reading.url))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ObjectStore, (self.uri, self.options, self.patience)
@@ -397,12 +226,6 @@ class ObjectStore:
 
 def _ignore(count: int) -> None:
     pass
-
-
-def _build_timeout(stall_seconds: float) -> Any:
-    import aiohttp
-
-    return aiohttp.ClientTimeout(total=None, sock_connect=stall_seconds, sock_read=stall_seconds)
 
 
 def _check_length(data: bytes, start: int, end: int) -> bytes:
@@ -417,17 +240,3 @@ def _check_description(reading: Reading, version: str, size: int | None, is_page
         raise changed_error(reading.url, f"it has {size:,} bytes, the listing has {remote_object.size:,}")
     if not is_same_version(remote_object.version, version):
         raise changed_error(reading.url, f"its version is {version}, the listing has {remote_object.version}")
-
-
-async def _run_until_failure(coroutines: list[Any]) -> None:
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # no task writes after this
-
-
-def _quote(path: str) -> str:
-    return quote(path)

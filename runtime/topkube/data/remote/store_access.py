@@ -1,0 +1,145 @@
+"""Access to a store through fsspec: its file system, calls with retries, and descriptions of objects."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import fsspec
+from fsspec.asyn import sync
+
+from topkube.data.remote.http_reading import describe
+from topkube.data.remote.object_version import read_info_version
+from topkube.data.remote.retry import Patience, build_final_error, is_worth_a_retry
+from topkube.errors import DatasetError
+from topkube.installation import install_command
+
+HTTP, S3, LOCAL = ("http", "https"), ("s3", "s3a"), ("file", "local")
+CONCURRENT = 16
+"""The number of small objects that are fetched at the same time."""
+
+
+class StoreAccess:
+    """The file system of the store at `uri`, and calls of it that are retried."""
+
+    def __init__(self, uri: str, options: Mapping[str, Any], patience: Patience) -> None:
+        self.uri, self.options, self.patience = uri, options, patience
+        self.protocol = fsspec.utils.get_protocol(uri)
+        self._local = threading.local()
+
+    @property
+    def filesystem(self) -> Any:
+        """The fsspec file system of this thread. A fork gets a new one, because its event loop does not survive."""
+        held = getattr(self._local, "filesystem", None)
+        if held is not None and held[0] == os.getpid():
+            return held[1]
+        try:
+            options = dict(self.options)
+            if self.protocol in S3:
+                stall = self.patience.stall_seconds
+                options.setdefault("config_kwargs", {"read_timeout": stall, "connect_timeout": stall})
+            if self.protocol in HTTP:
+                options.setdefault("client_kwargs", {"timeout": _build_timeout(self.patience.stall_seconds)})
+                options.setdefault("encoded", True)
+            filesystem = fsspec.filesystem(self.protocol, **options)
+        except ValueError as error:
+            raise DatasetError(
+                f"{self.uri}: {error}",
+                cause="the scheme of the address is unknown",
+                next_step="use file://, http(s)://, s3://, memory:// or another scheme of fsspec",
+            ) from None
+        except ImportError as error:
+            extra = "s3" if self.protocol.startswith("s3") else self.protocol
+            raise DatasetError(
+                f"{self.uri}: {error}",
+                cause="the library for this scheme is not installed",
+                next_step=f"{install_command(extra)}, or install the library named above",
+            ) from None
+        self._local.filesystem = (os.getpid(), filesystem)
+        return filesystem
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if the file system has an event loop and reads ranges on it."""
+        return bool(self.filesystem.async_impl) and hasattr(self.filesystem, "_cat_file")
+
+    def call_patiently(self, read: Callable[[], Any] | None, ask: Callable[[], Any] | None, what: str) -> Any:
+        """Call `ask` on the loop of an asynchronous file system, else `read` in this thread, with retries. Only `ask`
+        has a deadline."""
+        if ask is not None and (read is None or self.is_asynchronous):
+            return sync(self.filesystem.loop, self.ask_patiently, ask, what)
+        assert read is not None
+        pause = self.patience.pause_seconds
+        for attempt in range(self.patience.retries + 1):
+            try:
+                return read()
+            except Exception as error:
+                if attempt == self.patience.retries or not is_worth_a_retry(error):
+                    raise build_final_error(error, what, attempt) from error
+                time.sleep(pause * random.uniform(0.5, 1.5))
+                pause *= 2
+        raise AssertionError
+
+    async def ask_patiently(self, ask: Callable[[], Any], what: str) -> Any:
+        """Await `ask` with retries, on the loop of fsspec. A try ends after twice `stall_seconds`, even if bytes
+        arrive."""
+        pause = self.patience.pause_seconds
+        for attempt in range(self.patience.retries + 1):
+            try:
+                return await asyncio.wait_for(ask(), self.patience.stall_seconds * 2)
+            except Exception as error:
+                if attempt == self.patience.retries or not is_worth_a_retry(error):
+                    raise build_final_error(error, what, attempt) from error
+                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+                pause *= 2
+        raise AssertionError
+
+    def describe(self, url: str) -> tuple[str, int | None, bool]:
+        """Return version, size (None if unknown), and True for an HTML page."""
+        self.filesystem.invalidate_cache()
+        info = self.filesystem.info(url)
+        return read_info_version(info), info.get("size"), False
+
+    async def async_describe(self, url: str) -> tuple[str, int | None, bool]:
+        """Do the same as `describe`, on the loop of an asynchronous file system."""
+        if self.protocol in HTTP:
+            description = await describe(self.filesystem, url)
+            return description["version"], description["size"], description["page"]
+        self.filesystem.invalidate_cache()
+        info = await self.filesystem._info(url)
+        return read_info_version(info), info.get("size"), False
+
+    async def async_describe_all(self, urls: list[str]) -> list[tuple[str, int | None, bool]]:
+        """Describe many objects, `CONCURRENT` of them at the same time, with retries."""
+        described: list[tuple[str, int | None, bool]] = [("", None, False)] * len(urls)
+        waiting = iter(enumerate(urls))
+
+        async def take_objects() -> None:
+            for at, url in waiting:
+                described[at] = await self.ask_patiently(partial(self.async_describe, url), url)
+
+        await run_until_failure([take_objects() for _ in range(CONCURRENT)])
+        return described
+
+
+def _build_timeout(stall_seconds: float) -> Any:
+    import aiohttp
+
+    return aiohttp.ClientTimeout(total=None, sock_connect=stall_seconds, sock_read=stall_seconds)
+
+
+async def run_until_failure(coroutines: list[Any]) -> None:
+    """Await all coroutines. The first error cancels the others, and is raised when they have ended."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # no task writes after this

@@ -1,0 +1,137 @@
+"""The listing of a store: its manifest, or the objects that the store lists."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+from fsspec.asyn import sync
+
+from topkube.data.remote.http_index import walk_index_pages
+from topkube.data.remote.http_reading import Reading, read_page
+from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
+from topkube.data.remote.object_version import read_info_version
+from topkube.data.remote.retry import Absent
+from topkube.data.remote.store_access import HTTP, LOCAL, StoreAccess
+from topkube.data.remote.transfer import Transfer, Write
+from topkube.errors import DatasetError
+
+MANIFEST = "manifest.jsonl"
+Fetch = Callable[[Sequence[Transfer], Write, Callable[[int], None] | None], None]
+
+
+class StoreListing:
+    """Lists the objects below `root`. `fetch` reads the manifest like any other object."""
+
+    def __init__(self, access: StoreAccess, root: str, fetch: Fetch) -> None:
+        self._access, self._root, self._fetch = access, root, fetch
+        self._is_explicit = has_manifest(access.uri)
+        self.manifest_uri = access.uri if self._is_explicit else f"{find_base(access.uri)}/{MANIFEST}"
+
+    def read(self) -> Listing:
+        """Return all objects: those of the manifest if there is one, else those that the store lists. Raises
+        DatasetError, StoreError."""
+        listing = self._read_manifest()
+        return listing if listing is not None else Listing.of(self._list_objects(), self._access.uri)
+
+    def read_version(self) -> str | None:
+        """Return the version of the manifest, None if there is no manifest. Raises StoreError if the store does not
+        answer, because a listing without the manifest would lack its checksums."""
+        described = self._describe_manifest()
+        return None if described is None else described[0] or str(described[1])
+
+    def _describe_manifest(self) -> tuple[str, int | None] | None:
+        """Return version and size of the manifest; None if there is no manifest."""
+        url = self.manifest_uri
+        try:
+            version, size, is_page = self._access.call_patiently(
+                partial(self._access.describe, url), partial(self._access.async_describe, url), url
+            )
+        except Absent:
+            if self._is_explicit:
+                raise
+            return None
+        if is_page and not self._is_explicit:  # some servers have a page for every address
+            return None
+        return version, size
+
+    def _read_manifest(self) -> Listing | None:
+        described = self._describe_manifest()
+        if described is None:
+            return None
+        version, size = described
+        if size is None:
+            raise DatasetError(
+                f"the size of {self.manifest_uri} is unknown",
+                cause="the server does not send Content-Length for it",
+                next_step="serve the manifest as a plain file",
+            )
+        data = bytearray(size)
+
+        def receive(offset: int, part: Any) -> None:
+            data[offset : offset + len(part)] = part
+
+        manifest = RemoteObject(self.manifest_uri.rpartition("/")[2], size, version)
+        self._fetch([Transfer(Reading(manifest, self.manifest_uri), 0, size)], receive, None)
+        return read_manifest(io.BytesIO(data), self.manifest_uri, version or str(size))
+
+    def _list_objects(self) -> list[RemoteObject]:
+        if self._access.protocol in HTTP:
+            return self._list_by_http()
+        self._access.filesystem.invalidate_cache()
+        details = self._access.call_patiently(
+            self._find_local if self._access.protocol in LOCAL else self._find, None, self._access.uri
+        )
+        return [
+            RemoteObject(name[len(self._root) :].lstrip("/"), int(info.get("size") or 0), read_info_version(info))
+            for name, info in details.items()
+            if info.get("type") == "file"
+        ]
+
+    def _find(self) -> dict[str, Any]:
+        details: dict[str, Any] = self._access.filesystem.find(self._root, detail=True)
+        return details
+
+    def _find_local(self) -> dict[str, Any]:
+        """List files like `_find`, but raise an error for a folder that cannot be read. `_find` skips such a folder."""
+        details, folders = {}, [self._root]
+        while folders:
+            folder = folders.pop()
+            for info in self._access.filesystem.ls(folder, detail=True):
+                if info["type"] == "directory" and info["name"] != folder:
+                    folders.append(info["name"])
+                else:
+                    details[info["name"]] = info
+        return details
+
+    def _list_by_http(self) -> list[RemoteObject]:
+        """List objects by index pages: JSON pages of nginx (autoindex_format json), or the links of HTML pages."""
+        base = self._root.rstrip("/") + "/"
+
+        def read(address: str) -> bytes:
+            page: bytes = self._access.call_patiently(
+                None, partial(read_page, self._access.filesystem, address), address
+            )
+            return page
+
+        objects, unsized = walk_index_pages(read, base, self._access.uri, MANIFEST)
+        described = sync(
+            self._access.filesystem.loop, self._access.async_describe_all, [base + quote(name) for name in unsized]
+        )
+        return objects + [
+            RemoteObject(name, -1 if size is None else size, version)
+            for name, (version, size, _) in zip(unsized, described, strict=True)
+        ]
+
+
+def has_manifest(uri: str) -> bool:
+    """Return True if the address names a manifest."""
+    return uri.endswith((".jsonl", ".ndjson"))
+
+
+def find_base(uri: str) -> str:
+    """Return the address without the name of a manifest."""
+    return uri.rpartition("/")[0] if has_manifest(uri) else uri.rstrip("/")
