@@ -52,6 +52,8 @@ def exchange_top(kind: type[Kind], residuals: Sequence[Array], k: int, wire: str
 
 
 class PlayedRequest:
+    """The request of a call that has begun. `try_to_end` returns True when the call has ended."""
+
     def __init__(self, try_to_end: Callable[[], bool]) -> None:
         self._try_to_end, self._has_ended = try_to_end, False
 
@@ -84,7 +86,7 @@ class PlayedComm:
         return PlayedRequest(receive)
 
     def Iallreduce(self, data: Any, result: Any) -> PlayedRequest:
-        """A sum, as that of MPI."""
+        """Begin a sum, as MPI does."""
         return self._collect(data, result, lambda rows: np.sum(rows, axis=0, dtype=result.dtype))
 
     def Iallgather(self, data: Any, result: Any) -> PlayedRequest:

@@ -62,7 +62,7 @@ class SimulatedRun:
 
     @property
     def task(self) -> tuple[object, ...]:
-        """What the run shares with the dense run that it is compared with."""
+        """The settings that the run shares with the dense run that it is compared with."""
         return (self.model, self.optimizer, self.nodes, self.steps, self.rate, self.seed)
 
 

@@ -37,7 +37,7 @@ RANK = Path(__file__).with_name("rank.py")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a world starts: its library, the Python in which it is installed, and carefully chosen settings."""
+    """The recipe of a world: its library, the Python in which it is installed, and carefully chosen settings."""
 
     name: str
     library: str  # mpich | openmpi | gloo

@@ -33,11 +33,11 @@ class CacheProblem:
         return SHARD_BYTES // (512 + -(-self.size // 512) * 512)
 
     def bytes(self, root: Path) -> int:
-        """The least bytes that a job must read from the remote: all files, or all shards with their headers."""
+        """Return the least bytes that a job must read from the remote: all files, or all shards with their headers."""
         return sum(path.stat().st_size for path in (root / self.name).rglob("*") if path.suffix in (".bin", ".tar"))
 
     def array(self, root: Path) -> npt.NDArray[np.uint8]:
-        """All samples: (samples, size)."""
+        """Return all samples, in the shape (samples, size)."""
         return np.fromfile(root / f"{self.name}.flat", np.uint8).reshape(self.samples, self.size)
 
     def places(self) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.int64]]:

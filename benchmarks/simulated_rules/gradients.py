@@ -93,7 +93,7 @@ class SimulatedGTopK(SimulatedHiTopK):
 
 
 class SimulatedOkTopK(SimulatedGTopK):
-    """As gtopk, but each node adds up a region, and sends the largest sums to all (oktopk)."""
+    """A rule like gtopk, in which each node adds up a region and sends the largest sums to all nodes (oktopk)."""
 
     KIND = SplitTop
 

@@ -177,7 +177,7 @@ class SignWeights(WeightFeedback):
 
 
 class SignWeightsTwoStage(SignWeights):
-    """As sign-weights; owners of segments compress the mean again, and keep what that leaves."""
+    """A rule like sign-weights, in which owners of segments compress the mean again and keep the rest."""
 
     def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
         super().__init__(nodes, options)

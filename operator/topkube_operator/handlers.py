@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WebhookOptions:
-    """How the validating webhook is served. It is not served if `names` is empty."""
+    """The settings of the validating webhook. It is not served if `names` is empty."""
 
     names: tuple[str, ...] = ()
     port: int = webhook.PORT

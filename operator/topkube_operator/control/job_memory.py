@@ -18,7 +18,7 @@ def _choose_age_limit(content: dict[str, Any]) -> float:
 
 @dataclass
 class JobMemory:
-    """What the controller remembers of one job between reconciles. All of it may be lost at any time."""
+    """The memory of one job between reconciles. All of it may be lost at any time."""
 
     report: LauncherReport | None = None
     troubles: dict[tuple[str, str], Trouble] = field(default_factory=dict)

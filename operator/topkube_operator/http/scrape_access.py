@@ -33,7 +33,7 @@ _LONGEST_TOKEN = 16 << 10
 
 @dataclass(frozen=True)
 class ScrapeOptions:
-    """How /metrics is protected."""
+    """The protection of /metrics."""
 
     tls: bool = False
     """Serve TLS. If `certificate` is None, the certificate is of our own authority."""

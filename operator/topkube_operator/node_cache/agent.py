@@ -35,7 +35,7 @@ CLUSTER_SECONDS = 10.0
 
 @dataclass
 class _LastReport:
-    """What the agent last reported about a dataset, and when."""
+    """The last report of the agent about a dataset, and its time."""
 
     dataset: LocalDataset | None
     at: float

@@ -21,7 +21,7 @@ Stage = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Creation:
-    """What starts an attempt: manifests in stages, and the pods to delete because the attempt does not use them."""
+    """The start of an attempt: manifests in stages, and the pods to delete because the attempt does not use them."""
 
     stages: list[Stage]
     outdated: tuple[Pod, ...]

@@ -25,7 +25,7 @@ TOO_MANY_DISRUPTIONS = "MaxDisruptionsExceeded"
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows a failure. `reason` and `why` describe the end of the job if the action is Fail."""
+    """The consequence of a failure. `reason` and `why` describe the end of the job if the action is Fail."""
 
     action: Action
     reason: str = ""

@@ -17,7 +17,7 @@ FINISHED = ("Succeeded", "Failed")
 
 
 class PlanSteps:
-    """What one plan contains so far. The functions of this room change `draft` and add steps."""
+    """The contents of a plan that is being made. The functions of this room change `draft` and add steps."""
 
     def __init__(self, job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed, now: datetime) -> None:
         self.job, self.uid, self.draft, self.observed, self.now = job, uid, draft, observed, now

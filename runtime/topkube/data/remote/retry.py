@@ -10,8 +10,8 @@ from topkube.errors import StoreError, TopKubeError
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a store may take. `stall_seconds`: the longest time without a byte. `retries`: the number of retries of
-    a range. `pause_seconds`: the pause before the first retry; it is doubled every time, with jitter."""
+    """The limits of the wait for a store. `stall_seconds`: the longest time without a byte. `retries`: the number of
+    retries of a range. `pause_seconds`: the pause before the first retry; it is doubled every time, with jitter."""
 
     retries: int = 5
     pause_seconds: float = 0.2
