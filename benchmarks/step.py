@@ -239,7 +239,7 @@ def main() -> int:
     parser.add_argument("--part", choices=LAYOUTS, action="append", help="only this layout; may be repeated")
     parser.add_argument("--rate", choices=RATES, action="append", help="only this link; may be repeated")
     parser.add_argument(
-        "--contender", choices=(PLAIN, *OURS, *PEERS), action="append", help="only this one; may be repeated"
+        "--contender", choices=(PLAIN, *OURS, *PEERS), action="append", help="only this contender; may be repeated"
     )
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="what trains (%(default)s)")
     parser.add_argument("--rounds", type=int, help="turns of every contender (5)")

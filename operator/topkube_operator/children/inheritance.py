@@ -1,4 +1,4 @@
-"""What a launcher takes over from the workers' template: its placement, its security context, labels, resources. Pure.
+"""The fields that a launcher inherits from the workers' template: placement, security context, labels, resources. Pure.
 
 A launcher without a template of its own must be admitted and scheduled wherever a worker is: on nodes of the same
 architecture, under the same runtime class, in a namespace with a quota or a LimitRange.

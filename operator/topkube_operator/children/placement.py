@@ -1,4 +1,4 @@
-"""Where pods are placed: spread over nodes, gangs, and the labels and annotations that queues read. Pure."""
+"""The placement of pods: spread over nodes, gangs, and the labels and annotations that queues read. Pure."""
 
 from __future__ import annotations
 

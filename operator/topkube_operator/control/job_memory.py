@@ -1,4 +1,4 @@
-"""What the controller remembers of a job from one reconcile to the next."""
+"""The controller's memory of a job from one reconcile to the next."""
 
 from __future__ import annotations
 

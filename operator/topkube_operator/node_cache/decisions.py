@@ -1,4 +1,4 @@
-"""What a node agent does next: `decide` compares the cache with its limits and the cluster's wishes. Pure.
+"""The decisions of a node agent: `decide` compares the cache with its limits and the cluster's wishes. Pure.
 
 Between two calls, the agent remembers only the names of datasets that the cluster knew. An agent that was killed at any
 time continues from the state of the disk and the cluster.

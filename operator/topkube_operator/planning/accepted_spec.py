@@ -1,4 +1,4 @@
-"""Which spec a job follows: the stored spec, or the spec that was accepted before a forbidden change. Pure."""
+"""The spec that a job follows: the stored spec, or the spec that was accepted before a forbidden change. Pure."""
 
 from __future__ import annotations
 

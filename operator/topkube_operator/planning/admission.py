@@ -1,5 +1,4 @@
-"""What is refused when a TrainingJob is created or changed, and what causes a warning only. Pure: plain data in and
-out.
+"""The refusals and warnings when a TrainingJob is created or changed. Pure: plain data in and out.
 
 The webhook answers the API server with `review`. If no webhook is installed, or the webhook did not answer, the planner
 calls `explain_refusal` on the stored object and writes the same message into the job's Failed condition.

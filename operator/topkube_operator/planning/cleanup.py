@@ -1,4 +1,4 @@
-"""Which pods are removed after the end of a job or of an attempt, and when. Pure."""
+"""The removal of pods after the end of a job or of an attempt: which pods, and when. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the pods of the next attempt may be made. Pure.
+"""The pauses before the pods of the next attempt are made. Pure.
 
 All times are by the operator's clock: nodes' clocks differ, and a removed pod has no time at all. The time at which the
 operator saw the end of an attempt is stored as the transition of the Created condition to false.

@@ -1,4 +1,4 @@
-"""When an attempt whose pods wait gives its nodes back, or may use the nodes that it avoids. Pure."""
+"""Attempts whose pods wait: when they give their nodes back, and when they may use the nodes that they avoid. Pure."""
 
 from __future__ import annotations
 

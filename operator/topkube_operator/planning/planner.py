@@ -1,4 +1,4 @@
-"""What to do about one TrainingJob: `plan` reads everything that exists and returns the next steps. Pure.
+"""The planner of one TrainingJob: `plan` reads everything that exists and returns the next steps. Pure.
 
 The planner does no I/O, reads no clock and uses no randomness, so tests can explore all its states in memory. It is
 level-triggered: nothing depends on the event that woke the operator, so a lost event, a repeated call or a new operator

@@ -1,4 +1,4 @@
-"""What a job reports to Kueue about its Workload: that its pods are ready, that they are gone, that it has ended. Pure.
+"""The reports of a job to Kueue about its Workload: its pods are ready, its pods are gone, it has ended. Pure.
 
 The operator is the controller of the job in Kueue's protocol. It makes the Workload, and makes pods while the Workload
 is admitted. After an eviction it removes all pods, and then it gives the quota back.

@@ -1,1 +1,1 @@
-"""What failed, what the failure policy makes of it, and which nodes new pods avoid."""
+"""The causes of failures: what failed, what the failure policy makes of it, and which nodes new pods avoid."""

@@ -1,4 +1,4 @@
-"""What follows a failed attempt: the job fails, the restart counts, or the restart does not count. Pure.
+"""The consequence of a failed attempt: the job fails, the restart counts, or the restart does not count. Pure.
 
 `spec.runPolicy.failurePolicy` decides. If no rule matches, disruptions do not count, failures count against
 backoffLimit, and errors of the script that another attempt does not repair end the job.

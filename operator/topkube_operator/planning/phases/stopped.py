@@ -1,4 +1,4 @@
-"""What a plan does for a job that is suspended or that Kueue has not admitted, and the reports to Kueue. Pure."""
+"""The plan for a job that is suspended or that Kueue has not admitted, and the reports to Kueue. Pure."""
 
 from __future__ import annotations
 
