@@ -17,7 +17,7 @@ from mpi4py import MPI
 from openers import wait_until
 
 from topkube.data.cache.shard_file import ArrivingShard, Received, ShardWriter
-from topkube.data.fill import shard_exchange
+from topkube.data.fill import shard_messages
 from topkube.data.fill.shard_exchange import ShardExchange
 from topkube.data.formats.shards import DataShard
 from topkube.errors import StoreError
@@ -81,13 +81,13 @@ class Comm:
         if self.failure is not None:
             raise self.failure
         status.source = 1
-        return tag == shard_exchange._REQUEST and bool(self.requests)
+        return tag == shard_messages.REQUEST and bool(self.requests)
 
     def Recv(self, buffer: Any, source: int, tag: int) -> None:
         buffer[:] = self.requests.pop(0)
 
     def Isend(self, buffer: npt.NDArray[Any], rank: int, tag: int) -> Request:
-        if tag >= shard_exchange._FIRST_REPLY:
+        if tag >= shard_messages.FIRST_REPLY:
             self.messages.append(buffer.copy())
         return Request(self, None, b"")
 
@@ -158,26 +158,26 @@ def test_a_shard_that_differs_from_its_senders_copy_comes_from_the_remote(bench:
 def test_a_shard_that_its_home_rank_cannot_finish_comes_from_the_remote(
     bench: Bench, ends_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_exchange, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(shard_messages, "CHUNK_BYTES", 10)
     bench.comm.ends_after = ends_after
     bench.exchange._comm.words_sent = 0
     with tempfile.TemporaryFile() as file:
         assert bench.receive_shard(file.fileno()).expected == "the manifest's"
         assert file.read() == b"remote".ljust(40)
-    assert len(bench.exchange._retired) == 1
+    assert len(bench.exchange._receiver.retired) == 1
 
 
 class Arrival:
     """A shard that this rank fetches, bytes by bytes, and that rank 1 has requested."""
 
     def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(shard_exchange, "CHUNK_BYTES", 10)
+        monkeypatch.setattr(shard_messages, "CHUNK_BYTES", 10)
         self.comm, self.fetched = bench.comm, threading.Event()
         self.file = tempfile.TemporaryFile()  # noqa: SIM115
         self.writer = ShardWriter(self.file.fileno())
         self.shard = bench.arriving = ArrivingShard(self.file.fileno(), self.writer, SHARD.size)
         bench.cache.open = lambda *_: self.fetched.wait()
-        bench.comm.requests.append((SHARD.number, shard_exchange._FIRST_REPLY))
+        bench.comm.requests.append((SHARD.number, shard_messages.FIRST_REPLY))
 
     def write(self, start: int, stop: int) -> None:
         self.writer.write(start, BYTES[start:stop])
@@ -233,7 +233,7 @@ def test_bytes_that_do_not_arrive_in_order_are_not_sent(arrival: Arrival) -> Non
 
 def test_nothing_is_written_to_a_descriptor_after_a_timeout(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its number may belong to another shard by then. The chunks come one by one, so that the pull is alive."""
-    monkeypatch.setattr(shard_exchange, "CHUNK_BYTES", 2)
+    monkeypatch.setattr(shard_messages, "CHUNK_BYTES", 2)
     bench.comm.open = False
     bench.cache.stall_seconds = 0.1
     with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
@@ -254,7 +254,7 @@ def test_nothing_is_written_to_a_descriptor_after_a_timeout(bench: Bench, monkey
         assert bench.from_remote == 1
         os.dup2(second.fileno(), number)
         bench.comm.open = True  # the rest arrives
-        wait_until(lambda: not bench.exchange._pulls and not bench.exchange._abandoned)
+        wait_until(lambda: not bench.exchange._receiver.pulls and not bench.exchange._buffers.abandoned)
         assert second.read() == b""
 
 
@@ -273,11 +273,13 @@ def test_a_tag_is_not_used_again_after_a_timeout(bench: Bench) -> None:
     bench.cache.stall_seconds = 0.1
     with tempfile.TemporaryFile() as file:
         bench.receive_shard(file.fileno())
-        (retired,) = bench.exchange._retired
-        bench.exchange._replies += shard_exchange._REPLIES - 1
+        (retired,) = bench.exchange._receiver.retired
+        bench.exchange._receiver.replies += shard_messages.REPLIES - 1
         bench.comm.open = True
         bench.receive_shard(file.fileno())
-    assert (bench.exchange._replies - 1) % shard_exchange._REPLIES == (retired[1] - shard_exchange._FIRST_REPLY) + 1
+    assert (bench.exchange._receiver.replies - 1) % shard_messages.REPLIES == (
+        retired[1] - shard_messages.FIRST_REPLY
+    ) + 1
 
 
 def test_nothing_is_written_after_the_end_of_a_writer() -> None:
@@ -307,5 +309,5 @@ def test_an_invalid_request_is_reported_and_not_answered(
     bench.comm.requests.append(request_of_rank)
     wait_until(lambda: not bench.comm.requests)
     bench.exchange.close()
-    assert not bench.exchange._pushes
+    assert not bench.exchange._sender.pushes
     assert "one of these numbers is invalid" in capfd.readouterr().err

@@ -1,0 +1,64 @@
+"""The messages by which ranks exchange shards, and their buffers.
+
+A request is the number of a shard and the tag of the reply. A reply is a header, the bytes of the shard in chunks, and
+the digest of the sender's copy. An empty message ends a reply early.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+CHUNK_BYTES = 2 << 20
+REQUEST, GOODBYE, FIRST_REPLY, REPLIES = 1, 2, 16, 30_000
+HEADER = 2
+"""The elements at the start of a reply: the shard's number and its size. The digest at its end has two halves."""
+NO_SIZE = (1 << 64) - 1
+"""The size in a header if this rank cannot send the shard."""
+UNDER_WAY = 2
+"""The number of chunks of a shard that are posted at the same time."""
+_SPARE_BUFFERS = 8
+Words = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
+
+
+class MessageBuffers:
+    """The buffers of chunks, and the buffers that MPI may still use."""
+
+    def __init__(self) -> None:
+        self.abandoned: list[tuple[Any, Any]] = []
+        """Cancelled requests and their buffers, which MPI may write to until the requests are complete."""
+        self._spare: list[Bytes] = []
+        """Buffers of CHUNK_BYTES that are used again: new pages cost as much time as filling them."""
+
+    def count_next(self, left: int) -> int:
+        """Return the bytes of the next chunk of a shard of which `left` bytes are left."""
+        return min(CHUNK_BYTES, left)
+
+    def take(self, left: int) -> Bytes:
+        """Return a buffer for the next chunk of a shard of which `left` bytes are left."""
+        if left >= CHUNK_BYTES and self._spare:
+            return self._spare.pop()
+        return np.empty(self.count_next(left), np.uint8)
+
+    def give_back(self, buffer: Any) -> None:
+        """Keep the buffer of a completed request for another chunk."""
+        if buffer.nbytes == CHUNK_BYTES and len(self._spare) < _SPARE_BUFFERS:
+            self._spare.append(buffer)
+
+    def abandon(self, requests: Iterable[tuple[Any, Any]]) -> None:
+        """Keep the buffers of requests until MPI has completed the requests."""
+        self.abandoned += requests
+
+    def drop_completed(self) -> None:
+        """Forget abandoned buffers whose requests are complete."""
+        self.abandoned = [(request, buffer) for request, buffer in self.abandoned if not request.Test()]
+
+
+def report(text: str) -> None:
+    """Print a message of the exchange."""
+    print(f"topkube: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,158 @@
+"""The shards that this rank sends to other ranks. Only the thread of the exchange calls MPI."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from topkube.data.cache.open_shards import ShardFile
+from topkube.data.cache.shard_file import ArrivingShard
+from topkube.data.fill.shard_messages import NO_SIZE, UNDER_WAY, MessageBuffers, report
+from topkube.errors import TopKubeError
+
+if TYPE_CHECKING:
+    from topkube.data.cache.shard_cache import ShardCache
+
+
+class Push:
+    """A shard that this rank sends. `source`: the whole shard, or the shard that arrives."""
+
+    def __init__(self, to: int, tag: int, number: int, provided: Future[tuple[ShardFile, str]]) -> None:
+        self.to, self.tag, self.number, self.provided = to, tag, number, provided
+        self.sends: deque[tuple[Any, Any]] = deque()
+        self.source: ShardFile | ArrivingShard | None = None
+        self.sent = 0
+        self.size: int | None = None
+        self.is_ended = False
+        """True if nothing more is sent."""
+        self.moved = time.monotonic()
+
+
+class ShardSender:
+    """Sends shards while they arrive, or from the cache. Threads of its own open the shards."""
+
+    def __init__(self, cache: ShardCache, comm: Any, buffers: MessageBuffers) -> None:
+        self._cache, self._comm, self._buffers = cache, comm, buffers
+        self._providers = ThreadPoolExecutor(2, "topkube-provide")
+        self.pushes: list[Push] = []
+
+    def reply(self, rank: int, tag: int, number: int) -> None:
+        """Begin to send a shard to a rank."""
+        self.pushes.append(Push(rank, tag, number, self._providers.submit(self._provide, number)))
+
+    def close(self) -> None:
+        """Open no further shard."""
+        self._providers.shutdown(wait=False, cancel_futures=True)
+
+    def make_progress(self) -> bool:
+        """Test all pushes once. Return True if there was progress."""
+        moved, now = False, time.monotonic()
+        for push in list(self.pushes):
+            if self._send(push):
+                moved, push.moved = True, now
+            elif not push.sends:  # this rank waits for the remote
+                push.moved = now
+            elif now - push.moved > self._cache.stall_seconds:
+                self._drop(push)
+        return moved
+
+    def _provide(self, number: int) -> tuple[ShardFile, str]:
+        """Return the open shard and the digest of this node's copy."""
+        shard = self._cache.open(number, self._cache.fetch_from_store)
+        return shard, self._cache.digest(shard)
+
+    def _send(self, push: Push) -> bool:
+        if push.size is None:
+            return self._begin_reply(push)
+        moved = False
+        while push.sends and push.sends[0][0].Test():
+            self._buffers.give_back(push.sends.popleft()[1])
+            moved = True
+        while push.sent < push.size and len(push.sends) < UNDER_WAY and not push.is_ended:
+            count = self._buffers.count_next(push.size - push.sent)
+            if not self._has_arrived(push, push.sent + count):
+                break
+            buffer = self._buffers.take(push.size - push.sent)
+            assert push.source is not None
+            if not _read_chunk(push.source.file, buffer, push.sent):
+                self._end_early(push)
+                break
+            self._post(push, buffer)
+            push.sent += buffer.size
+            moved = True
+        if push.sent == push.size and not push.is_ended and (hashed := self._find_digest(push)):
+            self._post(push, np.array([int(hashed[:16], 16), int(hashed[16:], 16)], np.uint64))
+            push.is_ended = moved = True
+        if push.is_ended and not push.sends:
+            self.pushes.remove(push)
+            return True
+        return moved
+
+    def _begin_reply(self, push: Push) -> bool:
+        """Send the header if this rank has the shard, or if the shard arrives in order from now on."""
+        if push.provided.done():
+            try:
+                push.source = push.provided.result()[0]
+            except Exception as error:  # the other rank reads the remote, and reports its own error
+                if not isinstance(error, TopKubeError):
+                    report(f"shard {push.number} cannot be sent to another node ({type(error).__name__}: {error})")
+                push.size, push.is_ended = 0, True
+                self._post(push, np.array((push.number, NO_SIZE), np.uint64))
+                return True
+            push.size = push.source.shard.size
+        else:
+            arriving = self._cache.find_arriving(push.number)
+            if arriving is None or arriving.is_over or arriving.written <= 0:
+                return False
+            push.source, push.size = arriving, arriving.size
+        self._post(push, np.array((push.number, push.size), np.uint64))
+        return True
+
+    def _has_arrived(self, push: Push, end: int) -> bool:
+        """Return True if the shard has its bytes up to `end`. If they do not arrive any more, end the reply."""
+        source = push.source
+        if not isinstance(source, ArrivingShard):
+            return True
+        is_over = source.is_over  # before the number of bytes is read
+        if source.written >= end:
+            return True
+        if is_over or source.written < 0:
+            self._end_early(push)
+        return False
+
+    def _find_digest(self, push: Push) -> str:
+        """Return the digest of the shard whose bytes were sent; an empty text as long as it is not known. If the bytes
+        were wrong, end the reply."""
+        source = push.source
+        if not isinstance(source, ArrivingShard):
+            return push.provided.result()[1]
+        if source.is_over and not source.digest:
+            self._end_early(push)
+        return source.digest
+
+    def _end_early(self, push: Push) -> None:
+        """Send an empty message in place of the rest of the shard. The other rank then reads the remote."""
+        push.is_ended = True
+        self._post(push, np.empty(0, np.uint8))
+
+    def _drop(self, push: Push) -> None:
+        self._buffers.abandon(push.sends)
+        self.pushes.remove(push)
+
+    def _post(self, push: Push, buffer: Any) -> None:
+        push.sends.append((self._comm.Isend(buffer, push.to, push.tag), buffer))
+
+
+def _read_chunk(file: int, buffer: Any, offset: int) -> bool:
+    view = memoryview(buffer)
+    while view:
+        done = os.preadv(file, [view], offset)
+        if done <= 0:
+            return False
+        view, offset = view[done:], offset + done
+    return True
