@@ -13,10 +13,11 @@ import time
 
 from topkube.data.base.open_files import FilesPressure, is_pressure
 from topkube.data.base.shared_counters import CacheCounters
-from topkube.data.cache.dataset_folder import DatasetFolder, digest
+from topkube.data.cache.dataset_folder import DatasetFolder
 from topkube.data.cache.disk_tier import DiskTier
 from topkube.data.cache.node_state import DROPPED, FROZEN, NodeState
 from topkube.data.cache.open_shards import ShardFile
+from topkube.data.cache.shard_file import digest
 from topkube.data.formats.shards import DataShard, Shards
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)

@@ -1,8 +1,4 @@
-"""A dataset's folder in the disk tier, and the publication of shards in it.
-
-A shard is written under a temporary name, hashed, synced, recorded and then renamed. So a file with its final name is
-whole. disk_tier.py has the layout.
-"""
+"""A dataset's folder in the disk tier: its use, its shards and their removal. disk_tier.py has the layout."""
 
 from __future__ import annotations
 
@@ -19,34 +15,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from topkube.data.base.file_lock import FileLock
+from topkube.data.cache.publication import Fill, ShardPublisher
 from topkube.data.cache.record_log import RecordLog, Records, read_hash, read_key
-from topkube.data.cache.shard_file import Received
+from topkube.data.cache.shard_file import digest
 from topkube.data.cache.stored_index import pack_index
 from topkube.data.formats.sample_index import SampleIndex
-from topkube.errors import DatasetError, StoreError
-from topkube.files import sync_directory, write_bytes, write_json
+from topkube.errors import DatasetError
+from topkube.files import write_bytes, write_json
 
 if TYPE_CHECKING:
-    from topkube.data.cache.disk_tier import DiskTier, Reservation
-
-Fill = Callable[[int], Received | None]
+    from topkube.data.cache.disk_tier import DiskTier
 
 _SUMMARY = "summary.json"
 _QUARANTINED = 2
 """Damaged shards kept for inspection, per dataset."""
 _KEY = re.compile(r"[0-9a-f]{32}")
-_HASHED_AT_ONCE = 1 << 20
-
-
-def _ignore_step(step: str) -> None:
-    pass
-
-
-step: Callable[[str], None] = _ignore_step
-"""Called with the name of each step of a publication after that step. Tests kill the process at a step."""
 
 
 @dataclass
@@ -57,14 +41,13 @@ class DatasetFolder:
     name: str
     uri: str
     log: RecordLog = field(init=False)
-    _growing: dict[int, Reservation] = field(default_factory=dict, init=False)
-    """The reservations of files that are being written."""
     evictions: int = 0
     """The number of datasets that this process removed to make room."""
 
     def __post_init__(self) -> None:
         self.path = self.tier.directory / "datasets" / self.name
         self.log = RecordLog(self.path / "records")
+        self._publisher = ShardPublisher(self)
 
     @classmethod
     def read(cls, tier: DiskTier, name: str) -> DatasetFolder | None:
@@ -195,69 +178,15 @@ class DatasetFolder:
         before other processes can open the shard. Raises Full, OSError of the volume, StoreError if the checksums
         differ, and the errors of `fill`. After an error nothing is left on the volume.
         """
-        final = self.shard_path(key)
-        final.parent.mkdir(exist_ok=True)
-        part = final.with_name(f".{key}.{uuid.uuid4().hex}.part")
-        reservation = self.tier.reserve(max(size, 0), part, self)
-        file = -1
-        try:
-            step("reserved")
-            file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            if size > 0:
-                os.posix_fallocate(file, 0, size)
-            step("created")
-            self._growing[file] = reservation
-            received = fill(file) or Received()
-            step("filled")
-            if size < 0:
-                size = os.fstat(file).st_size
-            if os.fstat(file).st_size != size:
-                raise OSError(errno.EIO, f"{os.fstat(file).st_size} bytes were written instead of {size}")
-            hashed = received.digest or digest(file, size)
-            if received.expected and hashed != received.expected:
-                raise StoreError(
-                    f"the shard {key} has the digest {hashed}, its source has {received.expected}",
-                    cause="faulty memory or a faulty disk changed bytes",
-                    next_step="check the kernel's log for errors; run a memory test on this node",
-                )
-            step("hashed")
-            os.fchmod(file, os.fstat(file).st_mode & 0o444)  # read-only, for the users who may read it
-            os.fsync(file)
-            step("synced")
-            with FileLock(self.tier.directory / "space.lock"):  # no process counts both the record and the reservation
-                self.log.append(key, hashed, size, samples)
-                reservation.settle()
-            step("recorded")
-            announce()
-            os.rename(part, final)
-            step("renamed")
-            sync_directory(final.parent)
-            step("published")
-        except BaseException:
-            self._growing.pop(file, None)  # before another thread can get a file of the same number
-            if file >= 0:
-                os.close(file)
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise
-        finally:
-            self._growing.pop(file, None)
-            with contextlib.suppress(OSError):
-                reservation.release()
-        os.close(file)  # this descriptor could write
-        reading = self.open(key)
-        if reading is None:
-            raise FileNotFoundError(errno.ENOENT, "another process removed the shard", str(final))
-        return reading
+        return self._publisher.publish(key, size, fill, samples, announce)
 
     def is_published(self, file: int) -> bool:
         """Return True if `publish` writes the file now."""
-        return file in self._growing
+        return self._publisher.is_published(file)
 
     def reserve_more(self, file: int, size: int) -> None:
         """Reserve space for `size` bytes in the file that `publish` has passed to `fill`. Raises Full, OSError."""
-        self.tier.grow(self._growing[file], size, self)
-        os.posix_fallocate(file, 0, size)
+        self._publisher.reserve_more(file, size)
 
     def quarantine(self, key: str) -> None:
         """Take a damaged shard out of use. The last few damaged shards are kept for inspection."""
@@ -328,16 +257,3 @@ class DatasetFolder:
                     os.close(file)
             progress(int(record["size"]))
         return damaged
-
-
-def digest(file: int, size: int, start: int = 0) -> str:
-    """Return the xxh3-128 of `size` bytes from `start` on, 32 hexadecimal digits."""
-    state, buffer, at = xxhash.xxh3_128(), bytearray(_HASHED_AT_ONCE), start
-    view, end = memoryview(buffer), start + size
-    while at < end:
-        count = os.preadv(file, [view[: min(end - at, _HASHED_AT_ONCE)]], at)
-        if count == 0:
-            break
-        state.update(view[:count])
-        at += count
-    return state.hexdigest()

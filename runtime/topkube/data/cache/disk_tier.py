@@ -8,8 +8,9 @@
     DIRECTORY/datasets/ID/shards/XX/KEY     a whole shard; XX are the first two digits of the key
     DIRECTORY/datasets/ID/locks/KEY quarantine/ in-use pinned
 
-This module has the directory and the reservation of space; dataset_folder.py has the folder of a dataset and the
-publication of shards. Files of dead writers are removed: the kernel has released the locks of these writers.
+This module has the directory and the reservation of space; dataset_folder.py has the folder of a dataset, and
+publication.py the publication of shards. Files of dead writers are removed: the kernel has released the locks of these
+writers.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from typing import Any
 from topkube.data.base.open_files import FilesPressure, is_pressure, too_many_files_error
 from topkube.data.base.shared_counters import CacheCounters
 from topkube.data.cache.cached_shards import CachedShards
-from topkube.data.cache.dataset_folder import DatasetFolder, digest
+from topkube.data.cache.dataset_folder import DatasetFolder
 from topkube.data.cache.disk_tier import DiskLimits, DiskTier, Full
 from topkube.data.cache.node_state import DROPPED, OPEN, NodeState
 from topkube.data.cache.open_shards import OpenShards, ShardFile
 from topkube.data.cache.record_log import read_hash
-from topkube.data.cache.shard_file import ArrivingShard, Received, ShardWriter
+from topkube.data.cache.shard_file import ArrivingShard, Received, ShardWriter, digest
 from topkube.data.cache.stored_index import read_index
 from topkube.data.formats.compression import decompress
 from topkube.data.formats.sample_index import SampleIndex, index_files

@@ -14,6 +14,7 @@ from topkube.errors import StoreError
 
 _PIECE_BYTES = 256 << 10
 """The bytes that are hashed and written at once. They stay in the processor's cache between the two."""
+_HASHED_AT_ONCE = 1 << 20
 
 
 class Received(NamedTuple):
@@ -93,3 +94,16 @@ class ArrivingShard:
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.close(self.file)
+
+
+def digest(file: int, size: int, start: int = 0) -> str:
+    """Return the xxh3-128 of `size` bytes from `start` on, 32 hexadecimal digits."""
+    state, buffer, at = xxhash.xxh3_128(), bytearray(_HASHED_AT_ONCE), start
+    view, end = memoryview(buffer), start + size
+    while at < end:
+        count = os.preadv(file, [view[: min(end - at, _HASHED_AT_ONCE)]], at)
+        if count == 0:
+            break
+        state.update(view[:count])
+        at += count
+    return state.hexdigest()

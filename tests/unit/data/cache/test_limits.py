@@ -13,7 +13,7 @@ from processes import fork, wait_for_end
 from remotes import Remote, write_files, write_tars
 
 from topkube.data import ArrayOf
-from topkube.data.cache import dataset_folder
+from topkube.data.cache import publication
 from topkube.data.cache.disk_tier import DiskLimits, DiskTier
 from topkube.data.cache.node_state import FROZEN
 from topkube.data.formats.shards import Shards
@@ -175,7 +175,7 @@ def test_a_shard_never_counts_twice_against_the_limit(tmp_path: Path, monkeypatc
             other = DiskTier(tmp_path / "cache", DiskLimits(2000, 0))
             held.append(other.reserve(1000, folder.path / "part", folder))
 
-    monkeypatch.setattr(dataset_folder, "step", look_for_room)
+    monkeypatch.setattr(publication, "step", look_for_room)
     os.close(folder.publish("0" * 32, 1000, lambda file: None))
     assert held
     held[0].release()

@@ -1,0 +1,108 @@
+"""The publication of shards in a dataset's folder.
+
+A shard is written under a temporary name, hashed, synced, recorded and then renamed. So a file with its final name is
+whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from topkube.data.base.file_lock import FileLock
+from topkube.data.cache.shard_file import Received, digest
+from topkube.errors import StoreError
+from topkube.files import sync_directory
+
+if TYPE_CHECKING:
+    from topkube.data.cache.dataset_folder import DatasetFolder
+    from topkube.data.cache.disk_tier import Reservation
+
+Fill = Callable[[int], Received | None]
+
+
+def _ignore_step(step: str) -> None:
+    pass
+
+
+step: Callable[[str], None] = _ignore_step
+"""Called with the name of each step of a publication after that step. Tests kill the process at a step."""
+
+
+class ShardPublisher:
+    """Publishes shards in `folder`."""
+
+    def __init__(self, folder: DatasetFolder) -> None:
+        self._folder, self._tier = folder, folder.tier
+        self._growing: dict[int, Reservation] = {}
+        """The reservations of files that are being written."""
+
+    def publish(self, key: str, size: int, fill: Fill, samples: int, announce: Callable[[], object]) -> int:
+        """Do what `DatasetFolder.publish` describes."""
+        final = self._folder.shard_path(key)
+        final.parent.mkdir(exist_ok=True)
+        part = final.with_name(f".{key}.{uuid.uuid4().hex}.part")
+        reservation = self._tier.reserve(max(size, 0), part, self._folder)
+        file = -1
+        try:
+            step("reserved")
+            file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            if size > 0:
+                os.posix_fallocate(file, 0, size)
+            step("created")
+            self._growing[file] = reservation
+            received = fill(file) or Received()
+            step("filled")
+            if size < 0:
+                size = os.fstat(file).st_size
+            if os.fstat(file).st_size != size:
+                raise OSError(errno.EIO, f"{os.fstat(file).st_size} bytes were written instead of {size}")
+            hashed = received.digest or digest(file, size)
+            if received.expected and hashed != received.expected:
+                raise StoreError(
+                    f"the shard {key} has the digest {hashed}, its source has {received.expected}",
+                    cause="faulty memory or a faulty disk changed bytes",
+                    next_step="check the kernel's log for errors; run a memory test on this node",
+                )
+            step("hashed")
+            os.fchmod(file, os.fstat(file).st_mode & 0o444)  # read-only, for the users who may read it
+            os.fsync(file)
+            step("synced")
+            with FileLock(self._tier.directory / "space.lock"):  # no process counts both the record and the reservation
+                self._folder.log.append(key, hashed, size, samples)
+                reservation.settle()
+            step("recorded")
+            announce()
+            os.rename(part, final)
+            step("renamed")
+            sync_directory(final.parent)
+            step("published")
+        except BaseException:
+            self._growing.pop(file, None)  # before another thread can get a file of the same number
+            if file >= 0:
+                os.close(file)
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+        finally:
+            self._growing.pop(file, None)
+            with contextlib.suppress(OSError):
+                reservation.release()
+        os.close(file)  # this descriptor could write
+        reading = self._folder.open(key)
+        if reading is None:
+            raise FileNotFoundError(errno.ENOENT, "another process removed the shard", str(final))
+        return reading
+
+    def is_published(self, file: int) -> bool:
+        """Return True if `publish` writes the file now."""
+        return file in self._growing
+
+    def reserve_more(self, file: int, size: int) -> None:
+        """Reserve space for `size` bytes in the file that `publish` has passed to `fill`. Raises Full, OSError."""
+        self._tier.grow(self._growing[file], size, self._folder)
+        os.posix_fallocate(file, 0, size)
