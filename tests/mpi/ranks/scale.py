@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import memory
 import pytest
@@ -21,6 +22,7 @@ from torch import nn
 
 import topkube
 from ranks.training.scene import assert_close, distributed, loss_of, network, own_part, samples, sgd
+from topkube.collectives.link import measure_machines
 from topkube.errors import CollectiveTimeout
 from topkube.settings import Settings
 from topkube.world import World
@@ -82,6 +84,38 @@ def broadcast(times: Times) -> None:
     with times.of("broadcast_parameters"):
         topkube.broadcast_parameters(model)
     assert check_everywhere(model)
+
+
+class CountedMessages:
+    """A communicator that counts the messages and the bytes that this rank sends through it."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self.messages, self.sent_bytes = comm, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def Isend(self, data: Any, to: int) -> Any:
+        self.messages += 1
+        self.sent_bytes += data.nbytes
+        return self._comm.Isend(data, to)
+
+
+def probe(times: Times) -> None:
+    """Measure links and memory, as `auto` and `dense` do. The number of messages does not depend on that of ranks."""
+    world = topkube.world.current()
+    comm = world.cross_comm
+    counted = world.cross_comm = None if comm is None else CountedMessages(comm)
+    try:
+        with times.of("measurement of links"):
+            measured = measure_machines(world)
+    finally:
+        world.cross_comm = comm
+    assert measured.memory > 0
+    if counted is not None:
+        assert measured.rate > 0
+        assert 3 <= counted.messages <= 13
+        assert counted.sent_bytes * world.shards <= 11_200_000 + 40 * world.shards
 
 
 def train(times: Times, aggregation: str) -> None:
@@ -157,6 +191,7 @@ def run_path(
     with times.of("init"):
         rejoin_as(nodes)
     broadcast(times)
+    probe(times)
     for aggregation in aggregations:
         train(times, aggregation)
     skip(times)
@@ -180,6 +215,19 @@ def run_all_layouts(world: World, directory: str, resumed: str) -> None:
             run_path(nodes, f"{directory}/{name}", aggregations=("dense", "hitopk"))
     run_to(Times(), resumed, 2, "resume")
     miss(Times(), layouts(world.size)["8 uneven nodes"], least_seconds=8.0)
+
+
+def measure_probe(world: World, results: str, *nodes: str) -> None:
+    """Write the seconds of three measurements of links, of the slowest rank, as these nodes."""
+    rejoin_as(tuple(map(int, nodes)))
+    seconds = []
+    for _ in range(3):
+        times = Times()
+        topkube.barrier()
+        probe(times)
+        seconds.append(topkube.reduce(times.seconds["measurement of links"], "max"))
+    if world.rank == 0:
+        Path(results).write_text(json.dumps(seconds))
 
 
 def measure(world: World, results: str, name: str, directory: str) -> None:
