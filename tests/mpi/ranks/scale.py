@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import memory
 import pytest
@@ -21,6 +20,7 @@ import xxhash
 from torch import nn
 
 import topkube
+from ranks.counted_messages import count_messages
 from ranks.training.scene import assert_close, distributed, loss_of, network, own_part, samples, sgd
 from topkube.collectives.link import measure_machines
 from topkube.errors import CollectiveTimeout
@@ -86,36 +86,16 @@ def broadcast(times: Times) -> None:
     assert check_everywhere(model)
 
 
-class CountedMessages:
-    """A communicator that counts the messages and the bytes that this rank sends through it."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm, self.messages, self.sent_bytes = comm, 0, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def Isend(self, data: Any, to: int) -> Any:
-        self.messages += 1
-        self.sent_bytes += data.nbytes
-        return self._comm.Isend(data, to)
-
-
 def probe(times: Times) -> None:
     """Measure links and memory, as `auto` and `dense` do. The number of messages does not depend on that of ranks."""
     world = topkube.world.current()
-    comm = world.cross_comm
-    counted = world.cross_comm = None if comm is None else CountedMessages(comm)
-    try:
-        with times.of("measurement of links"):
-            measured = measure_machines(world)
-    finally:
-        world.cross_comm = comm
+    with count_messages(world) as counted, times.of("measurement of links"):
+        measured = measure_machines(world)
     assert measured.memory > 0
-    if counted is not None:
+    if world.cross_comm is not None:
         assert measured.rate > 0
         assert 3 <= counted.messages <= 13
-        assert counted.sent_bytes * world.shards <= 11_200_000 + 40 * world.shards
+        assert counted.sent_bytes * world.shards <= 12_000_000
 
 
 def train(times: Times, aggregation: str) -> None:
