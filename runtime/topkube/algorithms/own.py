@@ -45,7 +45,8 @@ _TWO_STAGE_FROM = 8
 _AVERAGE_IN_TWO_STAGES_FROM = 3
 """With two nodes, an all-gather sends as many bytes as two stages."""
 _MATRIX_SIDE = 1024
-"""The cost of a low rank depends on the shapes of matrices; costs are those of square matrices of this size."""
+"""The cost of a low rank depends on the shapes of matrices. Costs are those of square matrices of this size, or of one
+square matrix for fewer elements."""
 _SPLIT_HEADER_BYTES = 36
 """Header of a message of `oktopk`, with its padding."""
 _MERGED_ENTRY_BYTES = 160
@@ -168,7 +169,8 @@ def _count_change_traffic(load: Workload, message_bytes: float, two_stage_from: 
 
 
 def _powersgd(load: Workload) -> Traffic:
-    values = parameters.MATRIX_RANK.default * 2 * _MATRIX_SIDE * max(1, load.elements / _MATRIX_SIDE**2)
+    side = min(_MATRIX_SIDE, math.sqrt(load.elements))
+    values = parameters.MATRIX_RANK.default * 2 * side * max(1, load.elements / _MATRIX_SIDE**2)
     read_and_write_shards = 6 * load.array_bytes  # the gradient and the residual, both products, the result
     memory = reduce_scatter_memory(load) + all_gather_memory(load) + read_and_write_shards
     return Traffic(all_reduce_sent(4 * values, load.nodes), memory, 2 * all_reduce_messages(load.nodes))

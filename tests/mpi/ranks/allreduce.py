@@ -14,8 +14,9 @@ import numpy.typing as npt
 import pytest
 
 import topkube
+from ranks.counted_messages import count_messages
 from topkube import collectives
-from topkube.algorithms import OWN, Family, find_algorithm
+from topkube.algorithms import OWN, Family, Workload, find_algorithm
 from topkube.collectives import Request, load, residual_length
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.overlapped import MOST_PIECE_BYTES, OverlappedAllReduce
@@ -423,6 +424,36 @@ def case_bytes_are_counted(world: World) -> None:
         else:
             assert abs(sent - bound) <= 64, f"{name}: {sent} bytes, the bound is {bound}"
         assert taken.dense_bytes == 2 * (world.size - 1) * x.nbytes // world.size
+
+
+HEADER_SHARE = {"hitopk": 0.01, "gtopk": 0.01, "naive": 0.01, "topk1bit": 0.02, "sparseloco": 0.02}
+"""How far the declared bytes may be from the messages: headers, alignment and estimated lengths of indices, relative to
+the messages. The others: 64 bytes per rank."""
+
+
+def case_the_declared_bytes_are_those_of_the_messages(world: World) -> None:
+    """Of the ranks' own count, and of the cost function by which `topkube plan` predicts steps. Only `oktopk` sends
+    what depends on the values: at most what it declares, and a tenth."""
+    if world.nodes == 1 or len(set(map(len, world.node_ranks))) > 1:
+        return
+    side = 512
+    load_ = Workload(world.nodes, world.local_size, side * side, density=0.05, wire="bf16")
+    for algorithm in IN_HOST_MEMORY:
+        name, x = algorithm.name, inputs(world, side * side, seed=71)[world.rank].reshape(side, side)
+        phases.current.take()
+        with count_messages(world) as counted:
+            topkube.allreduce_(x, algorithm=name, density=0.05, wire="bf16")
+        own = np.array([phases.current.take().inter_bytes, counted.sent_bytes], np.float64)
+        sent, in_messages = world.sum_small(own) / world.nodes
+        declared = algorithm.traffic(load_).sent
+        if name not in ("flat", "naive"):  # their messages go through the communicator of all ranks
+            greetings = 64 * world.size
+            assert 0 <= in_messages - sent <= greetings, (name, sent, in_messages)
+        if name == "oktopk":
+            assert 0.5 * declared <= sent <= 1.1 * declared, (name, sent, declared)
+        else:
+            allowed = HEADER_SHARE.get(name, 0.0) * sent + 64 * world.local_size * world.nodes
+            assert abs(sent - declared) <= allowed, (name, sent, declared)
 
 
 def case_agreement(world: World) -> None:

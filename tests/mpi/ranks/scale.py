@@ -20,7 +20,9 @@ import xxhash
 from torch import nn
 
 import topkube
+from ranks.counted_messages import count_messages
 from ranks.training.scene import assert_close, distributed, loss_of, network, own_part, samples, sgd
+from topkube.collectives.link import measure_machines
 from topkube.errors import CollectiveTimeout
 from topkube.settings import Settings
 from topkube.world import World
@@ -82,6 +84,18 @@ def broadcast(times: Times) -> None:
     with times.of("broadcast_parameters"):
         topkube.broadcast_parameters(model)
     assert check_everywhere(model)
+
+
+def probe(times: Times) -> None:
+    """Measure links and memory, as `auto` and `dense` do. The number of messages does not depend on that of ranks."""
+    world = topkube.world.current()
+    with count_messages(world) as counted, times.of("measurement of links"):
+        measured = measure_machines(world)
+    assert measured.memory > 0
+    if world.cross_comm is not None:
+        assert measured.rate > 0
+        assert 3 <= counted.messages <= 13
+        assert counted.sent_bytes * world.shards <= 12_000_000
 
 
 def train(times: Times, aggregation: str) -> None:
@@ -157,6 +171,7 @@ def run_path(
     with times.of("init"):
         rejoin_as(nodes)
     broadcast(times)
+    probe(times)
     for aggregation in aggregations:
         train(times, aggregation)
     skip(times)
@@ -180,6 +195,19 @@ def run_all_layouts(world: World, directory: str, resumed: str) -> None:
             run_path(nodes, f"{directory}/{name}", aggregations=("dense", "hitopk"))
     run_to(Times(), resumed, 2, "resume")
     miss(Times(), layouts(world.size)["8 uneven nodes"], least_seconds=8.0)
+
+
+def measure_probe(world: World, results: str, *nodes: str) -> None:
+    """Write the seconds of three measurements of links, of the slowest rank, as these nodes."""
+    rejoin_as(tuple(map(int, nodes)))
+    seconds = []
+    for _ in range(3):
+        times = Times()
+        topkube.barrier()
+        probe(times)
+        seconds.append(topkube.reduce(times.seconds["measurement of links"], "max"))
+    if world.rank == 0:
+        Path(results).write_text(json.dumps(seconds))
 
 
 def measure(world: World, results: str, name: str, directory: str) -> None:
