@@ -23,6 +23,7 @@ import prediction_report
 import ranks_report
 import simulated_report
 import step_report
+import target_loss_report
 from datacache import section as cache
 from tables import number, table
 
@@ -203,6 +204,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
     "checkpoints": checkpoints_section,
     "ranks": ranks_report.section,
     "step": step_report.section,
+    "target_loss": target_loss_report.section,
     "prediction": prediction_report.section,
     **cluster_report.SECTIONS,
 }
@@ -245,6 +247,9 @@ def pictures(results: Path = RESULTS) -> dict[str, tuple[Callable[..., None], An
     stored = load("simulated_nodes", results)
     if stored:
         plotted["simulated-nodes.png"] = (simulated_report.picture, stored["compared"])
+    stored = load("target_loss", results)
+    if stored:
+        plotted["target-loss.png"] = (target_loss_report.picture, {name: stored[name] for name in ("runs", "times")})
     stored = load("cache", results)
     if stored:
         plotted["cache.png"] = (cache.picture, stored)

@@ -1,0 +1,127 @@
+"""The section of docs/benchmarks.md about the time to a target loss, and its picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tables import number, table
+from target_loss import CONTENDERS, DDP, DENSE_SHARE, MARGINS, OPTIMIZERS, RATES, seconds_to_target
+
+Row = dict[str, Any]
+LINKS = {"100mbit": "100 Mbit/s", "200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
+TITLES = {"adamw": "AdamW", "sgd": "SGD"}
+
+
+def section(stored: dict[str, Any]) -> dict[str, str]:
+    """Return a table for each optimizer and link, and the facts of the runs."""
+    tables = []
+    for optimizer in OPTIMIZERS:
+        for rate in RATES:
+            rows = [row for row in stored["compared"] if (row["optimizer"], row["rate"]) == (optimizer, rate)]
+            if rows:
+                times = [row for row in stored["times"] if (row["optimizer"], row["rate"]) == (optimizer, rate)]
+                measured = "; ".join(sorted({f"{row['date']}, load {row['load']:g}" for row in times}))
+                title = f"**{LINKS[rate]}, {TITLES[optimizer]}** (times: {measured})"
+                tables.append(f"{title}\n\n{_table(rows, times)}")
+    facts = " · ".join(f"{name}: {value}" for name, value in stored["facts"].items())
+    return {
+        "TARGET_LOSS": "\n\n".join(tables),
+        "LAST_LOSSES": _table_of_losses(stored["losses"]),
+        "TARGET_LOSS_FACTS": facts,
+    }
+
+
+def _table_of_losses(rows: list[Row]) -> str:
+    cells = []
+    for row in rows:
+        interval = row["interval_percent"]
+        cells.append(
+            [
+                f"{TITLES[row['optimizer']]}, {_name_of(row['contender'])}",
+                str(row["seeds"]),
+                f"{row['ddp_loss']:.4f}",
+                f"{row['loss']:.4f}",
+                f"{row['difference_percent']:+.2f}%",
+                f"{interval[0]:+.2f} to {interval[1]:+.2f}%" if interval else "–",
+            ]
+        )
+    return table(["", "seeds", "DDP's last loss", "last loss", "difference", "95% interval"], cells)
+
+
+def _name_of(contender: str) -> str:
+    label = CONTENDERS[contender].label
+    return f"**{label}**" if CONTENDERS[contender].world == "mpich" else label
+
+
+def _table(rows: list[Row], times: list[Row]) -> str:
+    time_of = {row["contender"]: row for row in times}
+    by_margin = {(row["contender"], row["margin_percent"]): row for row in rows}
+    cells = []
+    for name in sorted(time_of, key=lambda name: median(time_of[name]["turns_ms"])):
+        turns = time_of[name]["turns_ms"]
+        if (name, MARGINS[0]) not in by_margin:
+            continue
+        line = [
+            _name_of(name),
+            f"{median(turns):.1f} ({min(turns):.1f}–{max(turns):.1f})",
+            f"{time_of[name]['sent_kb']:,.0f}",
+            str(by_margin[name, MARGINS[0]]["seeds"]),
+        ]
+        for margin in MARGINS:
+            line += _cells_of(by_margin[name, margin])
+        cells.append(line)
+    headings = ["", "step, ms (turns)", "sent per node, KB", "seeds"]
+    for margin in MARGINS:
+        headings += [f"steps to DDP's loss +{margin:g}%", "seconds", "× the best peer (range)"]
+    return table(headings, cells)
+
+
+def _cells_of(row: Row) -> list[str]:
+    if row["seconds"] is None:
+        missed = row["seeds"] - row["reached"]
+        return ["not reached" if missed == row["seeds"] else f"missed by {missed} of {row['seeds']} seeds", "–", "–"]
+    low, high = row["range"]
+    return [number(round(row["steps"])), number(row["seconds"]), f"{row['against_best']:.2f} ({low:.2f}–{high:.2f})"]
+
+
+def picture(stored: dict[str, Any], path: Path) -> None:
+    """Plot the held-out loss against the time over each link: AdamW, the first seed."""
+    from matplotlib import pyplot
+
+    import plots
+
+    lines = {
+        "onebit": (plots.OURS, "-"),
+        "topk1bit": ("#6a4c93", "-"),
+        "onebit_4": (plots.OURS, ":"),
+        "topk1bit_4": ("#6a4c93", ":"),
+        "dense": (plots.OURS_DENSE, "-"),
+        DDP: (plots.INK, "-"),
+        "fp16": (plots.PEER, "-"),
+        "powersgd4": (plots.TOPK, "-"),
+    }
+    runs = {run["contender"]: run for run in stored["runs"] if (run["optimizer"], run["seed"]) == (OPTIMIZERS[0], 0)}
+    times = {
+        (row["contender"], row["rate"]): median(row["turns_ms"])
+        for row in stored["times"]
+        if row["optimizer"] == OPTIMIZERS[0]
+    }
+    figure, panels = pyplot.subplots(1, len(RATES), figsize=(4.4 * len(RATES), 4.0), layout="constrained", sharey=True)
+    for axes, rate in zip(panels, RATES, strict=True):
+        for name, (colour, style) in lines.items():
+            if name not in runs or (name, rate) not in times or (DDP, rate) not in times:
+                continue
+            dense_steps = round(DENSE_SHARE * runs[name]["steps"]) if CONTENDERS[name].is_dense_first else 0
+            points = [
+                (seconds_to_target(step, times[name, rate], dense_steps, times[DDP, rate]), loss)
+                for step, loss in runs[name]["evaluations"]
+            ]
+            axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, label=CONTENDERS[name].label)
+        axes.set(xlabel="seconds", title=LINKS[rate])
+        axes.set_xlim(left=0)
+        axes.grid(color=plots.FAINT)
+    panels[0].set_ylabel("held-out loss, nats per character")
+    panels[-1].legend(frameon=False, fontsize=8)
+    plots.save(figure, path, stored)

@@ -1,0 +1,106 @@
+"""benchmarks/target_loss.py: steps and seconds to a target loss, the fastest peer, and how the page shows them."""
+
+from __future__ import annotations
+
+import pytest
+
+import target_loss
+import target_loss_report
+
+
+def run(contender: str, evaluations: list[list[float]], seed: int = 0) -> target_loss.Row:
+    return {"contender": contender, "optimizer": "adamw", "seed": seed, "steps": 100, "evaluations": evaluations}
+
+
+def times(contender: str, *turns_ms: float) -> target_loss.Row:
+    figures = {"model": "char_gpt", "sent_kb": 1.0, "date": "2026-01-01", "load": 0.5}
+    return {"contender": contender, "optimizer": "adamw", "rate": "100mbit", "turns_ms": list(turns_ms), **figures}
+
+
+def row_of(rows: list[target_loss.Row], contender: str, margin: float) -> target_loss.Row:
+    return next(row for row in rows if (row["contender"], row["margin_percent"]) == (contender, margin))
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "steps"),
+    [
+        ([[10, 3.0], [20, 2.0], [30, 1.0]], 15.0),
+        ([[10, 3.0], [20, 2.5]], 20.0),
+        ([[10, 2.0], [20, 1.0]], 10.0),
+        ([[10, 3.0], [20, 2.4], [30, 2.9], [40, 1.0]], 10 + 10 * 0.5 / 0.6),
+        ([[10, 3.0], [20, 2.51]], None),
+    ],
+    ids=["between two evaluations", "at the last", "at the first", "the first time", "never"],
+)
+def test_steps_lie_on_a_line_between_evaluations(evaluations: list[list[float]], steps: float | None) -> None:
+    assert target_loss.steps_to_target(evaluations, 2.5) == (None if steps is None else pytest.approx(steps))
+
+
+def test_dense_steps_at_the_beginning_have_a_time_of_their_own() -> None:
+    assert target_loss.seconds_to_target(100, 20.0, 0, 50.0) == pytest.approx(2.0)
+    assert target_loss.seconds_to_target(100, 20.0, 10, 50.0) == pytest.approx(2.3)
+    assert target_loss.seconds_to_target(5, 20.0, 10, 50.0) == pytest.approx(0.25)
+
+
+def test_a_contender_is_compared_with_the_fastest_peer_that_reaches_the_target() -> None:
+    """DDP ends at 2.0, so the targets are 2.02 and 2.1. PowerSGD has the shortest step and reaches only 2.1."""
+    runs = [
+        run("ddp", [[50, 2.12], [100, 2.0]]),
+        run("powersgd4", [[50, 2.2], [100, 2.1]]),
+        run("onebit", [[50, 2.22], [100, 2.02]]),
+    ]
+    rows = target_loss.compare(runs, [times("ddp", 40.0), times("powersgd4", 10.0), times("onebit", 20.0)])
+    ddp, onebit = row_of(rows, "ddp", 1.0), row_of(rows, "onebit", 1.0)
+    assert ddp["steps"] == pytest.approx(50 + 50 * 0.1 / 0.12)
+    assert ddp["against_best"] == pytest.approx(1.0)
+    assert onebit["seconds"] == pytest.approx(2.0)
+    assert onebit["against_best"] == pytest.approx(ddp["seconds"] / 2.0)
+    assert row_of(rows, "powersgd4", 1.0)["seconds"] is None
+    powersgd = row_of(rows, "powersgd4", 5.0)
+    assert powersgd["seconds"] == pytest.approx(0.1 * 4.0 + 0.9 * 1.0)  # the first tenth of the run is dense
+    assert row_of(rows, "onebit", 5.0)["against_best"] == pytest.approx(1.3 / (0.02 * (50 + 50 * 0.12 / 0.2)))
+
+
+def test_a_run_that_misses_the_target_leaves_the_contender_without_a_time() -> None:
+    runs = [run(name, [[100, 2.0]], seed) for name in ("ddp", "onebit") for seed in (0, 1)]
+    runs[-1]["evaluations"] = [[100, 2.03]]
+    rows = target_loss.compare(runs, [times("ddp", 40.0), times("onebit", 20.0)])
+    missed = row_of(rows, "onebit", 1.0)
+    assert (missed["seeds"], missed["reached"], missed["seconds"]) == (2, 1, None)
+    assert row_of(rows, "onebit", 5.0)["reached"] == 2
+
+
+def test_the_range_spans_all_seeds_and_turns() -> None:
+    runs = [run(name, [[100, 2.0]], seed) for name in ("ddp", "onebit") for seed in (0, 1)]
+    rows = target_loss.compare(runs, [times("ddp", 40.0, 60.0, 50.0), times("onebit", 20.0, 20.0, 10.0)])
+    onebit = row_of(rows, "onebit", 1.0)
+    assert onebit["against_best"] == pytest.approx(2.5)
+    assert onebit["range"] == pytest.approx([2.0, 5.0])
+
+
+def test_times_that_are_measured_again_replace_the_stored_times() -> None:
+    stored = [times("ddp", 1.0), times("onebit", 2.0)]
+    merged = target_loss.merge_times(stored, [times("onebit", 9.0)])
+    assert [(row["contender"], row["turns_ms"]) for row in merged] == [("ddp", [1.0]), ("onebit", [9.0])]
+
+
+def test_the_page_shows_who_misses_the_target() -> None:
+    runs = [run("ddp", [[50, 3.0], [100, 2.0]]), run("powersgd4", [[100, 2.05]]), run("onebit", [[100, 2.0]])]
+    measured = [times("ddp", 40.0), times("powersgd4", 10.0), times("onebit", 20.0)]
+    stored = {"facts": {}, "runs": runs, "times": measured}
+    stored |= {"compared": target_loss.compare(runs, measured), "losses": target_loss.compare_losses(runs)}
+    tables = target_loss_report.section(stored)
+    lines = tables["TARGET_LOSS"].splitlines()
+    assert [line.split(" | ")[0] for line in lines[4:]] == ["| DDP, PowerSGD rank 4", "| **TopKube onebit**", "| DDP"]
+    assert "not reached | – | –" in lines[4]
+    assert "100 | 2 | 1.98 (1.98–1.98)" in lines[5]
+    assert "| AdamW, DDP, PowerSGD rank 4 | 1 | 2.0000 | 2.0500 | +2.50% | – |" in tables["LAST_LOSSES"]
+
+
+def test_last_losses_are_compared_with_ddp_of_the_same_seed() -> None:
+    ends = {("ddp", 0): 2.0, ("ddp", 1): 4.0, ("onebit", 0): 2.02, ("onebit", 1): 4.12, ("onebit", 2): 9.0}
+    runs = [run(name, [[100, loss]], seed) for (name, seed), loss in ends.items()]
+    (onebit,) = target_loss.compare_losses(runs)
+    assert onebit["each_seed"] == pytest.approx([1.0, 3.0])
+    assert onebit["difference_percent"] == pytest.approx(2.0)
+    assert onebit["interval_percent"] == pytest.approx([2 - 12.706, 2 + 12.706], abs=1e-3)
