@@ -33,7 +33,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from allreduce.network import Network, missing
+from allreduce.network import Network, explain_missing_tools
 from allreduce.scratch import scratch
 from allreduce.worlds import RankWorld, WorldFailed
 from step import WORLDS, describe_machine
@@ -192,7 +192,7 @@ def _compare_on_link(
 def compare_losses(runs: list[Row]) -> list[Row]:
     """Return, for each optimizer and contender, the paired difference of the last held-out loss to plain DDP, in per
     cent, with its 95% interval (Student's t; None with one seed)."""
-    from simulated_nodes import mean_and_interval
+    from simulated_nodes import compute_interval
 
     last = {(run["optimizer"], run["contender"], run["seed"]): run["evaluations"][-1][1] for run in runs}
     rows: list[Row] = []
@@ -202,7 +202,7 @@ def compare_losses(runs: list[Row]) -> list[Row]:
             if name == DDP or not seeds:
                 continue
             pairs = [100 * (last[optimizer, name, seed] / last[optimizer, DDP, seed] - 1) for seed in seeds]
-            mean, interval = mean_and_interval(pairs)
+            mean, interval = compute_interval(pairs)
             rows.append(
                 {
                     "optimizer": optimizer,
@@ -305,9 +305,9 @@ class TargetBench:
         """Return the milliseconds of a step, and the bytes that the busier node sends in it."""
         world = self._start(name, optimizer, 0, STEPS, POWERSGD_START)
         world.ask(do="train", steps=WARM_STEPS, held_out=False)
-        before = self.network.traffic()
+        before = self.network.read_traffic()
         answers = world.ask(do="time", steps=steps)
-        moved = [after - earlier for after, earlier in zip(self.network.traffic(), before, strict=True)]
+        moved = [after - earlier for after, earlier in zip(self.network.read_traffic(), before, strict=True)]
         seconds = max(answer["end"] for answer in answers) - min(answer["start"] for answer in answers)
         return 1e3 * seconds / steps, max(link.sent for link in moved) / steps
 
@@ -363,7 +363,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="40 steps, one seed, one turn at 1 Gbit/s; stores nothing")
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS})")
     options = parser.parse_args()
-    if reason := missing():
+    if reason := explain_missing_tools():
         print(reason, file=sys.stderr)
         return 2
     target: Path | None = None if options.quick else options.json or RESULTS

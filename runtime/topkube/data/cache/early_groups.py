@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from topkube.data.cache.dataset_folder import digest
+from topkube.data.cache.shard_file import digest
 from topkube.data.cache.early_samples import early_error
 from topkube.data.remote.listing import Longs, RemoteObject
 from topkube.data.remote.retry import Changed
