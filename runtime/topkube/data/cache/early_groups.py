@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from topkube.data.cache.shard_file import digest
 from topkube.data.cache.early_samples import early_error
+from topkube.data.cache.shard_file import digest
 from topkube.data.remote.listing import Longs, RemoteObject
 from topkube.data.remote.retry import Changed
 from topkube.errors import StoreError
