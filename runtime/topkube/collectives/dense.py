@@ -12,7 +12,7 @@ from topkube import kernels
 from topkube.arrays import Array
 from topkube.collectives.all_reduce import ShardAllReduce, count_dense
 from topkube.collectives.call import Call, own_shard, workspace
-from topkube.collectives.exchange import Exchanges, all_reduce_buffer_length, ring_all_reduce
+from topkube.collectives.exchange import Exchanges, all_reduce_buffer_length, count_ring_bytes, ring_all_reduce
 from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce, is_narrow, split
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
@@ -122,7 +122,7 @@ class Flat(_Dense):
                 buffer = buffers[number % UNDER_WAY]
                 exchanges.start(number, ring_all_reduce(world.comm, pieces[number], buffer, number, finite, scale))
         right = (world.rank + 1) % world.size
-        sent = 2 * (world.size - 1) * x.nbytes // world.size
+        sent = count_ring_bytes(x, world.size)
         phases.current.sent(**{"intra" if right in world.node_ranks[world.node] else "inter": sent})
         return finite.all
 
@@ -158,4 +158,4 @@ def _start_shard(world: World, exchanges: Exchanges, x: Array, finite: _Finite) 
     shard = x[first:last]
     buffer = workspace(world, "shard 0", all_reduce_buffer_length(shard.size, world.nodes), x.dtype)
     exchanges.start(0, ring_all_reduce(world.cross_comm, shard, buffer, 0, finite))
-    phases.current.sent(inter=2 * (world.nodes - 1) * shard.nbytes // world.nodes)
+    phases.current.sent(inter=count_ring_bytes(shard, world.nodes))

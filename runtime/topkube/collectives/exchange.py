@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from topkube import kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array, as_bytes
@@ -149,8 +151,8 @@ def ring_all_reduce(
     scale: float = 1.0,
 ) -> Exchange:
     """Replace x by the sum over `comm` times `scale`, in two rounds of a ring (Patarasuk & Yuan, "Bandwidth optimal
-    all-reduce algorithms for clusters of workstations", 2009). `buffer` holds one segment. Partial sums travel in x's
-    type."""
+    all-reduce algorithms for clusters of workstations", 2009). `buffer` holds one segment. Partial sums travel in the
+    type that `partial_sum_type` returns."""
     yield from ring_reduce_scatter(comm, x, buffer, tag, report_finite, scale)
     yield from ring_all_gather(comm, x, tag)
 
@@ -167,12 +169,45 @@ def ring_reduce_scatter(
     ranks, me = comm.size, comm.rank
     segments = _ring_segments(x, ranks)
     right, left = (me + 1) % ranks, (me - 1) % ranks
+    if partial_sum_type(ranks, x.dtype) != x.dtype:
+        yield from _wide_ring_reduce_scatter(comm, segments, tag, scale)
+        report_finite(kernels.is_finite(segments[me + 1]))
+        return
     for step in range(ranks - 1):
         outgoing, own = segments[me - step], segments[me - step - 1]
         arriving = buffer[: own.size]
         yield [comm.Irecv(as_bytes(arriving), left, tag), comm.Isend(as_bytes(outgoing), right, tag)]
         kernels.sum_(own, [arriving, own], scale if step == ranks - 2 else 1.0)
     report_finite(kernels.is_finite(segments[me + 1]))
+
+
+def _wide_ring_reduce_scatter(comm: Any, segments: Sequence[Array], tag: int, scale: float) -> Exchange:
+    """The first round of a ring for 16-bit segments, with partial sums of float32. The result is rounded once."""
+    ranks, me = comm.size, comm.rank
+    right, left = (me + 1) % ranks, (me - 1) % ranks
+    longest = max(segment.size for segment in segments)
+    outgoing, arriving, own = (np.empty(longest, np.float32) for _ in range(3))
+    kernels.cast_(outgoing[: segments[me].size], segments[me])
+    for step in range(ranks - 1):
+        sent, segment = segments[me - step].size, segments[me - step - 1]
+        arrived, values = arriving[: segment.size], own[: segment.size]
+        yield [comm.Irecv(as_bytes(arrived), left, tag), comm.Isend(as_bytes(outgoing[:sent]), right, tag)]
+        kernels.cast_(values, segment)
+        if step == ranks - 2:
+            kernels.sum_(segment, [arrived, values], scale)
+        else:
+            kernels.sum_(outgoing[: segment.size], [arrived, values])
+
+
+def partial_sum_type(ranks: int, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type in which partial sums travel around a ring. Every rank rounds them once. With many ranks, a
+    partial sum of 16 bits would stop to grow: a bfloat16 above 256 stays the same if 1 is added to it."""
+    return np.dtype(np.float32) if ranks > PAIRWISE_LIMIT and dtype.itemsize == 2 else dtype
+
+
+def count_ring_bytes(x: Array, ranks: int) -> int:
+    """Return how many bytes a rank sends in `ring_all_reduce`."""
+    return (ranks - 1) * x.size * (partial_sum_type(ranks, x.dtype).itemsize + x.itemsize) // ranks
 
 
 def ring_all_gather(comm: Any, x: Array, tag: int) -> Exchange:

@@ -25,6 +25,7 @@ from topkube.collectives.exchange import (
     all_reduce_buffer_length,
     narrow_all_reduce,
     pairwise_all_reduce,
+    partial_sum_type,
     ring_all_reduce,
 )
 from topkube.telemetry import phases
@@ -142,8 +143,7 @@ class OverlappedAllReduce:
         """Reduce the piece inside the node. Return the factor that is left for the exchange between nodes: a rank alone
         on its node saves a pass over the piece."""
         world = self.world
-        is_ring_of_halves = world.nodes > PAIRWISE_LIMIT and piece.dtype == np.float16  # partial sums would overflow
-        if world.shards == max(map(len, world.node_ranks)) == 1 and not is_ring_of_halves:
+        if world.shards == max(map(len, world.node_ranks)) == 1:
             return scale
         self._saw(call.reduce_scatter(piece, scale))
         return 1.0
@@ -159,7 +159,8 @@ class OverlappedAllReduce:
         # Pieces under way use buffers of their own.
         buffer = workspace(world, f"shard {self._number % (UNDER_WAY + 1)}", length, sent_type)
         exchange = self._exchange(world.cross_comm, shard, buffer, scale)
-        sent = self.rounds * (world.nodes - 1) * shard.size * sent_type.itemsize // world.nodes
+        element_bytes = partial_sum_type(world.nodes, sent_type).itemsize + (self.rounds - 1) * sent_type.itemsize
+        sent = element_bytes * (world.nodes - 1) * shard.size // world.nodes
         phases.current.sent(inter=sent)
         if not self._exchanges.are_running:
             self._busy_since, self._busy_bytes = time.perf_counter(), 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from topkube.kernels.selection import entries_kept
 from topkube.settings import Settings, torch_local_size
 from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.loss_scale import loss_scale_of, watch_scalers
+from topkube.training.ranks.agreement import digest
 
 HITOPK = "hitopk"
 
@@ -43,8 +46,10 @@ def ddp_hook(
     torchrun and `topkube run` set. The first step is dense, because DistributedDataParallel makes its final buckets
     after that step.
 
-    Buckets are float32, bfloat16 or float16 tensors on the CPU. Raises TrainingError if torch.distributed is not
-    initialized, and ArgumentError if an argument has an invalid value.
+    Buckets are tensors on the CPU. Those of float32, bfloat16 and float16 are compressed, and those of float64 are
+    sent whole. If a `GradScaler` changes its factor, residuals are rescaled. Raises TrainingError if
+    torch.distributed is not initialized for tensors on the CPU, and ArgumentError if an argument has an invalid value,
+    or another value than on other ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise TrainingError(
@@ -56,12 +61,14 @@ def ddp_hook(
     values = AggregationSettings.of(
         settings, algorithm=aggregation, density=density, wire=wire, warmup_steps=warmup_steps
     )
+    local = ranks_per_node or torch_local_size() or 1
+    _compare_settings(values, local)
     if values.algorithm not in (HITOPK, *CHOICES):
         raise ArgumentError(
             f"aggregation is {values.algorithm!r}, which ddp_hook does not support",
             next_step=f"choose one of {HITOPK}, {', '.join(CHOICES)}, or use topkube.DistributedOptimizer",
         )
-    exchange = _Exchange(values, ranks_per_node or torch_local_size() or 1)
+    exchange = _Exchange(values, local)
 
     # torch refuses annotations that are text, as they are in this module.
     def topkube_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -83,6 +90,20 @@ def check_device(device: torch.device) -> None:
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+@dataclass
+class _Residual:
+    """What was not sent of a shard, (length,) float32, in units of gradients that are multiplied by `loss_scale`."""
+
+    values: torch.Tensor
+    loss_scale: float
+
+    def rescale(self, loss_scale: float) -> None:
+        """Express the residual in the units of gradients that are multiplied by another factor."""
+        if loss_scale != self.loss_scale:
+            self.values *= loss_scale / self.loss_scale
+            self.loss_scale = loss_scale
+
+
 class _Exchange:
     """The exchange of all buckets of a model, in one thread and in the order of the calls, while backward continues."""
 
@@ -93,6 +114,7 @@ class _Exchange:
                 f"ranks_per_node is {local}, but {size} ranks cannot be divided into nodes of {local}",
                 next_step="start the same number of ranks on every node, or pass ranks_per_node",
             )
+        watch_scalers()
         self._aggregation, self._local, self._nodes, self._size = aggregation, local, size // local, size
         node, place = divmod(rank, local)
         # Every rank makes every group, in the same order.
@@ -102,8 +124,9 @@ class _Exchange:
         self._thread = ThreadPoolExecutor(1, "topkube-ddp")
         self._step = 0
         self._is_first_bucket = True
-        self._residuals: dict[int, torch.Tensor] = {}
-        self._pending: dict[int, torch.Tensor] = {}
+        self._loss_scale = 1.0
+        self._residuals: dict[int, _Residual] = {}
+        self._pending: dict[int, _Residual] = {}
         """Residuals of the last step, by bucket. The next step commits them, unless a gradient was not finite."""
         self._finite = True
 
@@ -111,19 +134,29 @@ class _Exchange:
         """Return the future of a bucket's mean, which is written into the bucket's own memory."""
         buffer, future = bucket.buffer(), torch.futures.Future[torch.Tensor]()
         check_device(buffer.device)
-        self._thread.submit(self._run, future, buffer, bucket.index(), self._step, self._is_first_bucket)
+        task = torch._C._current_graph_task_id()
+        if task >= 0:  # not for a rank that has joined (Join), and sends zeros outside a backward
+            self._loss_scale = float(loss_scale_of(task))
+        arguments = buffer, bucket.index(), self._step, self._is_first_bucket, self._loss_scale
+        self._thread.submit(self._run, future, *arguments)
         self._is_first_bucket = bucket.is_last()
         self._step += self._is_first_bucket
         return future
 
     def _run(
-        self, future: torch.futures.Future[torch.Tensor], buffer: torch.Tensor, index: int, step: int, begins: bool
+        self,
+        future: torch.futures.Future[torch.Tensor],
+        buffer: torch.Tensor,
+        index: int,
+        step: int,
+        begins: bool,
+        loss_scale: float,
     ) -> None:
         try:
             with torch.no_grad():
                 if begins:
                     self._commit()
-                self._average(buffer, index, step)
+                self._average(buffer, index, step, loss_scale)
                 # All ranks hold the same mean, so all ranks agree without a message.
                 self._finite = self._finite and bool(torch.isfinite(buffer).all())
         except Exception as error:
@@ -138,8 +171,9 @@ class _Exchange:
             self._residuals.update(self._pending)
         self._pending, self._finite = {}, True
 
-    def _average(self, buffer: torch.Tensor, index: int, step: int) -> None:
+    def _average(self, buffer: torch.Tensor, index: int, step: int, loss_scale: float) -> None:
         """Replace `buffer` by its mean over all ranks. buffer: (n,)."""
+        is_whole = buffer.dtype == torch.float64 or self._is_whole_at(step)
         count = buffer.numel()
         length = math.ceil(count / self._local)
         whole = buffer  # (local * length,)
@@ -151,7 +185,7 @@ class _Exchange:
             shard = self._sum_in_node(whole, length)
         shard *= 1 / self._size
         if self._nodes > 1:
-            shard = self._sum_between_nodes(shard, index, step)
+            shard = self._sum_between_nodes(shard) if is_whole else self._compress(shard, index, step, loss_scale)
         result = shard.to(buffer.dtype)
         if self._local > 1:
             with phases.current.timed("intra"):
@@ -161,39 +195,57 @@ class _Exchange:
         if result.data_ptr() != buffer.data_ptr():
             buffer.copy_(result[:count])
 
+    def _is_whole_at(self, step: int) -> bool:
+        """Return True if the gradients of the step are sent whole."""
+        values = self._aggregation
+        return values.algorithm in CHOICES or step == 0 or values.density_at(step) >= 1
+
     def _sum_in_node(self, whole: torch.Tensor, length: int) -> torch.Tensor:
-        """Return this rank's shard of the node's sum, added in rank order. (local * length,) -> (length,) float32."""
+        """Return this rank's shard of the node's sum, added in rank order. (local * length,) -> (length,), float32 or
+        float64."""
         rows = whole.view(self._local, length)
         if self._local > 1:
             rows = torch.empty_like(rows)
             dist.all_to_all_single(rows.view(-1), whole, group=self._in_node)
-        shard = rows[0].to(torch.float32, copy=True)
+        sum_type = torch.float64 if whole.dtype == torch.float64 else torch.float32
+        shard = rows[0].to(sum_type, copy=True)
         for row in rows[1:]:
             shard += row
         return shard
 
-    def _sum_between_nodes(self, shard: torch.Tensor, index: int, step: int) -> torch.Tensor:
-        """Return the sum of a shard over all nodes, added in rank order. (length,) -> (length,), float32."""
+    def _sum_between_nodes(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a shard over all nodes, added in rank order. (length,) -> (length,), of the same type.
+
+        Each node adds up one segment and sends the sum to all: the bytes and the memory do not grow with the number of
+        nodes."""
+        nodes, length = self._nodes, math.ceil(len(shard) / self._nodes)
+        padded = torch.zeros(nodes * length, dtype=shard.dtype)
+        padded[: len(shard)] = shard
+        rows = torch.empty_like(padded).view(nodes, length)
+        with phases.current.timed("inter"):
+            dist.all_to_all_single(rows.view(-1), padded, group=self._across)
+            total = rows[0]
+            for row in rows[1:]:
+                total += row
+            _all_gather(padded, total, group=self._across)
+        phases.current.sent(inter=2 * (nodes - 1) * total.nbytes)
+        return padded[: len(shard)]
+
+    def _compress(self, shard: torch.Tensor, index: int, step: int, loss_scale: float) -> torch.Tensor:
+        """Return the sum of the largest entries of a shard over all nodes, added in rank order. (length,) -> (length,),
+        float32."""
         length, values = len(shard), self._aggregation
         density = values.density_at(step)
-        if values.algorithm in CHOICES or step == 0 or density >= 1:
-            rows = torch.empty(self._nodes, length)
-            with phases.current.timed("inter"):
-                _all_gather(rows.view(-1), shard, group=self._across)
-            phases.current.sent(inter=(self._nodes - 1) * shard.nbytes)
-            shard = rows[0]
-            for row in rows[1:]:
-                shard += row
-            return shard
         residual = self._residuals.get(index)
-        if residual is None or len(residual) != length:
-            residual = torch.zeros(length)
+        if residual is None or len(residual.values) != length:
+            residual = _Residual(torch.zeros(length), loss_scale)
+        residual.rescale(loss_scale)
         entries = entries_kept(length, density)
         pending = torch.empty(length)
         with phases.current.timed("select"):
-            places, chosen = kernels.compress_(shard, residual, entries, out=pending)
+            places, chosen = kernels.compress_(shard, residual.values, entries, out=pending)
             payload = kernels.encode(places, chosen, length, wire=values.wire, residual=pending)
-        self._pending[index] = pending
+        self._pending[index] = _Residual(pending, loss_scale)
         row_bytes = torch.as_tensor(payload)
         received = torch.empty(self._nodes, len(row_bytes), dtype=torch.uint8)
         with phases.current.timed("inter"):
@@ -203,3 +255,24 @@ class _Exchange:
         for row in received:
             kernels.decode_add_(total, row)
         return total
+
+
+def _compare_settings(aggregation: AggregationSettings, local: int) -> None:
+    """Raise ArgumentError on all ranks if ranks have different settings. A collective of all ranks."""
+    own = digest((aggregation, local))
+    bounds = torch.tensor([own, -own], dtype=torch.float64)
+    try:
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"torch.distributed cannot reduce a tensor on the CPU: {error}",
+            cause="its backend is not gloo, or another rank did not call ddp_hook",
+            next_step='call torch.distributed.init_process_group("gloo") on every rank, and ddp_hook after it',
+        ) from error
+    if bounds[0] != -bounds[1]:
+        raise ArgumentError(
+            f"ranks call ddp_hook with different settings; those of rank {dist.get_rank()} are {aggregation}, with"
+            f" {local} ranks per node",
+            cause="TOPKUBE_* variables, LOCAL_WORLD_SIZE or the arguments differ between ranks",
+            next_step="use the same settings, and the same number of ranks per node, on every rank",
+        )

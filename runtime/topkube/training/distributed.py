@@ -392,6 +392,8 @@ class DistributedOptimizer(OptimizerWrapper):
             )
         self._backward.finish_late()
         group, parameters = name_group(param_group, self._backward.parameters)
+        if not any("param_names" in existing for existing in self.inner.param_groups):
+            del group["param_names"]
         self.inner.add_param_group(group)
         self._backward.add(parameters)
         self._exchanged = self._ids()

@@ -18,6 +18,8 @@ from topkube.errors import TrainingError
 
 SCRIPT = Path(__file__).with_name("ddp_hook_script.py")
 DENSITY, NODES, LOCAL = 0.1, 2, 2
+SCALES = [64.0 * 2**step for step in range(6)]
+"""The factors of the GradScaler: powers of two, so that nothing is rounded."""
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +65,21 @@ class Reference:
         return result[:count]
 
 
-@pytest.mark.parametrize(("run", "overflow"), [("fp32", -1), ("overflow", 3)])
-def test_every_bucket_is_the_mean_of_hitopkcomm(runs: dict[str, list[Any]], run: str, overflow: int) -> None:
+@pytest.mark.parametrize(
+    ("run", "overflow", "scale"), [("fp32", -1, [1.0] * 6), ("overflow", 3, [1.0] * 6), ("scaled", -1, SCALES)]
+)
+def test_every_bucket_is_the_mean_of_hitopkcomm(
+    runs: dict[str, list[Any]], run: str, overflow: int, scale: list[float]
+) -> None:
+    """If a GradScaler changes its factor, residuals follow: in true units everything stays as it was."""
     ranks = runs[run]
     references: dict[int, Reference] = {}
     for step in range(6):
         buckets = sorted(ranks[0][1][step])
         assert step == 0 or len(buckets) > 1, "the test needs several buckets"
         for index in buckets:
-            gradients = [steps[step][index][0].numpy() for _, steps in ranks]
-            means = [steps[step][index][1].numpy() for _, steps in ranks]
+            gradients = [steps[step][index][0].numpy() / np.float32(scale[step]) for _, steps in ranks]
+            means = [steps[step][index][1].numpy() / np.float32(scale[step]) for _, steps in ranks]
             for mean in means[1:]:
                 np.testing.assert_array_equal(mean, means[0], "all ranks hold the same mean")
             if step == overflow:

@@ -47,7 +47,9 @@ def test_sgd_follows_the_algorithm_of_the_paper(decay: float) -> None:
     velocity, residual = torch.zeros(1200), torch.zeros(1200)
     for step in range(STEPS):
         compute_loss(model, step).backward()
+        exchanged = [parameter.grad.clone() for parameter in model.parameters()]
         optimizer.step()
+        assert all(torch.equal(p.grad, before) for p, before in zip(model.parameters(), exchanged, strict=True))
         optimizer.zero_grad()
         reference.zero_grad()
         compute_loss(reference, step).backward()

@@ -81,9 +81,37 @@ def test_names_must_fit_the_optimizer() -> None:
         topkube.DistributedOptimizer(plain, other.named_parameters())
     with pytest.raises(ArgumentError, match="pairs"):
         topkube.DistributedOptimizer(plain, model.parameters())
-    model.register_parameter("index", nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False))
-    with pytest.raises(ArgumentError, match="int32"):
+    frozen = torch.zeros(3).to(torch.float8_e4m3fn)
+    model.register_parameter("frozen", nn.Parameter(frozen, requires_grad=False))
+    with pytest.raises(ArgumentError, match="float8_e4m3fn"):
         build_optimizer(model)
+
+
+def test_quantized_weights_of_integers_stay_as_they_are() -> None:
+    """They never have a gradient, and torch's optimizers leave them alone as well."""
+    model = build_model()
+    model.register_parameter("quantized", nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False))
+    optimizer = build_optimizer(model)
+    backward(model)
+    optimizer.step()
+    codes = nn.Parameter(torch.arange(5, dtype=torch.uint8), requires_grad=False)
+    optimizer.add_param_group({"params": [("codes", codes), ("scale", nn.Parameter(torch.ones(1)))]})
+    backward(model)
+    optimizer.step()
+    assert model.quantized.tolist() == [0, 1, 2]
+    assert codes.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_group_is_added_to_an_optimizer_with_names() -> None:
+    model, added = build_model(), nn.Linear(1, 3)
+    plain = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    optimizer = topkube.DistributedOptimizer(plain, model.named_parameters(), aggregation="dense")
+    optimizer.add_param_group({"params": list(added.named_parameters("added")), "lr": 0.01})
+    assert plain.param_groups[1]["param_names"] == ["added.weight", "added.bias"]
+    before = added.weight.detach().clone()
+    (added(torch.ones(1, 1)).sum() + model(torch.ones(1, 20)).sum()).backward()
+    optimizer.step()
+    torch.testing.assert_close(added.weight, before - 0.01)
 
 
 def test_an_optimizer_that_evaluates_the_loss_itself_is_refused() -> None:

@@ -8,6 +8,7 @@ discarded.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable
@@ -305,6 +306,13 @@ class Backward:
                 self._hand_over()
 
     def _check_layout(self, parameter: Parameter, gradient: torch.Tensor) -> None:
+        if gradient.dtype != parameter.gradient_dtype:
+            raise TrainingError(
+                f"the gradient of {parameter.name} has dtype {gradient.dtype}, and not {parameter.gradient_dtype} as"
+                " when the optimizer was wrapped",
+                cause="grad_dtype of the parameter was changed after that, or it is None",
+                next_step="set grad_dtype on every rank before you create the DistributedOptimizer",
+            )
         bucket = self.plan.bucket_of(parameter)
         if bucket is None:
             parameter.has_rows = parameter.has_rows or gradient.is_sparse
@@ -433,13 +441,17 @@ class Backward:
         trainable = self.plan.digest_trainable()
         unplanned = any(self.plan.bucket_of(self.parameters[index]) is None for index in self._seen)
         is_saved, self.plan.tuning.is_saved = self.plan.tuning.is_saved, False
+        scale = self._host_loss_scale()
         flags = [nonfinite is True, bool(idle), trainable, -trainable, weights, -weights, unplanned]
         flags += [self.steps, -self.steps, is_saved, not self._can_hold()]
+        flags += [scale, -scale] if scale != 1 else [-math.inf, -math.inf]  # a rank without a scaler may send zeros
         answers = self.turns.maximum(flags)
         if answers[7] != -answers[8]:
             self._raise_different_steps()
         if answers[2] != -answers[3]:
             self.plan.raise_different_trainable()
+        if answers[11] != -answers[12] and answers[11] > -math.inf:
+            self._raise_different_scales(scale)
         if isinstance(nonfinite, bool):
             nonfinite = bool(answers[0] > 0)
         elif not self._may_leave_to_device():
@@ -459,6 +471,12 @@ class Backward:
         self._tune(answers[9] > 0)
         if compares:
             self._report_weights(weights, answers[4] == -answers[5], False)
+
+    def _host_loss_scale(self) -> float:
+        """Return the factor of a gradient scaler on the last loss; 1 if there is none, or if the host would have to
+        wait for a device to know it."""
+        scale = self._loss_scale
+        return 1.0 if isinstance(scale, torch.Tensor) and scale.device.type != "cpu" else float(scale)
 
     def _can_hold(self) -> bool:
         """Return True if every use of the gradients on this rank, before they are gathered, is noticed."""
@@ -554,6 +572,15 @@ class Backward:
             f" {int(rows.max())})",
             cause="step() is called on some ranks only, or ranks loaded different states",
             next_step="call step() on every rank after the same backward()",
+        )
+
+    def _raise_different_scales(self, scale: float) -> None:
+        rows = self.turns.run_agreement(lambda agreement: agreement.gather([scale]))[:, 0]
+        raise TrainingError(
+            f"the gradient scalers of {names_of(differing_ranks(rows))} have another factor than those of the other"
+            f" ranks ({rows.min():g} to {rows.max():g}): the mean of their gradients has no meaning",
+            cause="a rank has loaded the state of its GradScaler, or created it with another factor",
+            next_step="load the same state of the scaler on every rank",
         )
 
     def _report_weights(self, digest: float, equal: bool, first: bool) -> None:

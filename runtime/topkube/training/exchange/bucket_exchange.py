@@ -333,7 +333,7 @@ class BucketExchange:
         if not parameter.tensor.requires_grad:
             parameter = Parameter(parameter.index, parameter.name, parameter.tensor, aggregated=True)
         own = parameter.tensor.grad if parameter.local else None
-        mean = mean_of_rows(self.world, self._agreement, own, parameter.tensor)
+        mean = mean_of_rows(self.world, self._agreement, own, parameter.tensor, parameter.gradient_dtype)
         finite = is_finite(mean)
         if not parameter.tensor.requires_grad:
             return finite
@@ -466,7 +466,7 @@ class BucketExchange:
             is_new = parameter.tensor.grad is None
             if is_new:
                 parameter.created = True
-                parameter.tensor.grad = torch.empty_like(parameter.tensor)
+                parameter.tensor.grad = torch.empty_like(parameter.tensor, dtype=parameter.gradient_dtype)
                 self._lend(parameter.tensor.grad, mark)
             gradient = real_view(parameter.tensor.grad)
             piece = values.view(gradient.shape)

@@ -267,6 +267,6 @@ def _describe(parameter: Parameter) -> tuple[object, ...]:
     that this rank holds."""
     tensor: Any = parameter.tensor
     if not is_sharded(tensor):
-        return parameter.name, tuple(tensor.shape), str(tensor.dtype)
+        return parameter.name, tuple(tensor.shape), str(tensor.dtype), str(parameter.gradient_dtype)
     coordinate = tensor.device_mesh.get_coordinate()
     return parameter.name, tuple(tensor.shape), str(tensor.dtype), str(tensor.placements), str(coordinate)

@@ -64,9 +64,17 @@ def real_view(tensor: Any) -> torch.Tensor:
     return torch.view_as_real(local) if local.is_complex() else local
 
 
+def _find_gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the gradients of a parameter: its own, unless a script has set `grad_dtype` (torch 2.9)."""
+    chosen: torch.dtype | None = None if is_sharded(tensor) else getattr(tensor, "grad_dtype", None)
+    return chosen or tensor.dtype
+
+
 @dataclass(eq=False)
 class Parameter:
     """A named parameter and the state of its `.grad`.
+
+    `gradient_dtype` is the dtype of its gradients, and `dtype` that of the real numbers that are exchanged.
 
     `.grad` is either local (this rank's own contributions since the last exchange) or `aggregated`. If a backward adds
     to an aggregated gradient, the aggregated gradient moves to `stash`, so that only the new part is exchanged.
@@ -90,8 +98,9 @@ class Parameter:
     _delivered: weakref.ref[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
-        local = real_view(self.tensor.detach())
-        self.dtype, self.length = local.dtype, local.numel()
+        self.length = real_view(self.tensor.detach()).numel()
+        self.gradient_dtype = _find_gradient_dtype(self.tensor)
+        self.dtype = self.gradient_dtype.to_real()
         self._thin = self.tensor.ndim <= 1 or self.tensor.is_complex()
 
     @property

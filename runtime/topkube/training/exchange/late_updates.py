@@ -13,6 +13,7 @@ NaN: a use that nothing notices cannot give a plausible result.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -93,6 +94,17 @@ class LateUpdates:
         self._parts: list[_LatePart] = []
         self._held = 0
         self._begun: Future[None] | None = None
+        me = weakref.ref(self)
+
+        def finish(*_: Any) -> None:
+            late = me()
+            if late is not None:
+                late.finish()
+
+        self._hooks = [  # a script may have kept the optimizer itself
+            optimizer.register_state_dict_pre_hook(finish),
+            optimizer.register_load_state_dict_pre_hook(finish),
+        ]
         watch()
 
     @property
@@ -120,6 +132,8 @@ class LateUpdates:
     def step(self) -> None:
         """Make the optimizer's step: at once for parameters whose gradients are whole, later for the others."""
         groups = self._optimizer.param_groups
+        if any(part.weights is not None for part in self._parts):  # a second step with the same gradients
+            self.finish()
         if not is_watching() or self._has_hooks() or any(group.get("differentiable") for group in groups):
             self.finish()
         for part in [part for part in self._parts if any(is_shared(tensor) for tensor in part.parameters)]:
@@ -176,6 +190,8 @@ class LateUpdates:
     def end(self) -> None:
         """Finish everything, and notice no more uses."""
         self.finish()
+        for hook in self._hooks:
+            hook.remove()
         unwatch()
 
     # ---- one part

@@ -1,36 +1,90 @@
 """The exchange of gradients that are sparse tensors (`nn.Embedding(sparse=True)`): every rank gathers the rows of all
-ranks."""
+ranks. If there are more than twice as many rows as the whole tensor has, an all-reduce of the whole tensor sends
+fewer bytes, and needs memory that does not grow with the number of ranks."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
+from topkube.arrays import flat_view
+from topkube.collectives import Request
+from topkube.collectives.all_reduce import load_by_name
+from topkube.collectives.double import mean_of_doubles
 from topkube.training.ranks.agreement import Agreement
 from topkube.world import World
 
+_MOST_ROWS = 2.0
+"""An all-reduce sends a whole tensor twice; every rank receives gathered rows once."""
+
 
 @torch.no_grad()
-def mean_of_rows(world: World, agreement: Agreement, gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return the mean over ranks of sparse gradients, coalesced; `gradient` is this rank's, None if it has none. The
-    result has the shape, dtype and device of `like`. Rows are added in rank order: the same bits on all ranks.
+def mean_of_rows(
+    world: World, agreement: Agreement, gradient: torch.Tensor | None, like: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the mean over ranks of sparse gradients of `dtype`, coalesced; `gradient` is this rank's, None if it has
+    none. The result has the shape and device of `like`. Rows are added in rank order: the same bits on all ranks.
 
-    Each rank sends its rows to every other rank. Call this in the communication thread.
+    Each rank sends its rows to every other rank, or takes part in an all-reduce of the whole tensor. Call this in the
+    communication thread.
     """
     own = None if gradient is None else gradient.coalesce()
     if world.size == 1:
-        return own if own is not None else _no_rows(like, 1)
+        return own if own is not None else _no_rows(like, 1, dtype)
     [dimensions] = agreement.maximum([0 if own is None else own.sparse_dim()])
-    own = _no_rows(like, int(dimensions) or 1) if own is None else own
+    own = _no_rows(like, int(dimensions) or 1, dtype) if own is None else own
     counts = [int(count) for count in agreement.gather([own._nnz()])[:, 0]]
+    if sum(counts) > _MOST_ROWS * math.prod(like.shape[: own.sparse_dim()]):
+        return _mean_of_whole(world, own)
     indices = _gather(world, own.indices().t().contiguous().cpu(), counts)
     values = _gather(world, own.values().contiguous().cpu(), counts)
+    if values.itemsize == 2:  # a sum of 16 bits over many ranks would stop to grow
+        values = values.float()
     mean = torch.sparse_coo_tensor(indices.t(), values / world.size, like.shape, check_invariants=False)
-    return mean.coalesce().to(like.device)
+    return mean.coalesce().to(device=like.device, dtype=dtype)
 
 
-def _no_rows(like: torch.Tensor, sparse_dimensions: int) -> torch.Tensor:
+def _mean_of_whole(world: World, own: torch.Tensor) -> torch.Tensor:
+    """Return the mean over ranks of sparse tensors that have many rows. An additional column shows which rows a rank
+    has: the result has the rows that any rank has, also if their sum is zero."""
+    outer, inner = own.shape[: own.sparse_dim()], own.shape[own.sparse_dim() :]
+    places, columns = math.prod(outer), math.prod(inner)
+    values = own.values().cpu().reshape(own._nnz(), columns)
+    if values.is_complex():
+        values = torch.view_as_real(values).reshape(own._nnz(), 2 * columns)
+    whole = torch.zeros(places, values.shape[1] + 1, dtype=values.dtype)
+    rows = _flat_indices(own.indices().cpu(), outer)
+    whole[rows, :-1] = values
+    whole[rows, -1] = 1
+    flat = whole.view(-1)
+    if flat.dtype == torch.float64:
+        mean_of_doubles(world, flat.numpy())
+    else:
+        load_by_name("hierarchical").run(world, Request(flat_view(flat, "rows", writable=True)))
+    rows = whole[:, -1].nonzero().view(-1)
+    sums = whole[rows, :-1].contiguous()
+    if own.is_complex():
+        sums = torch.view_as_complex(sums.view(len(rows), columns, 2))
+    indices = torch.stack(torch.unravel_index(rows, outer))
+    mean = torch.sparse_coo_tensor(
+        indices, sums.view(len(rows), *inner), own.shape, is_coalesced=True, check_invariants=False
+    )
+    return mean.to(own.device)
+
+
+def _flat_indices(indices: torch.Tensor, outer: Sequence[int]) -> torch.Tensor:
+    """Return the numbers of the rows at `indices`, (sparse dimensions, rows), in the order of memory: (rows,)."""
+    flat = torch.zeros(indices.shape[1], dtype=torch.int64)
+    for index, length in zip(indices, outer, strict=True):
+        flat = flat * length + index
+    return flat
+
+
+def _no_rows(like: torch.Tensor, sparse_dimensions: int, dtype: torch.dtype) -> torch.Tensor:
     indices = torch.empty(sparse_dimensions, 0, dtype=torch.int64, device=like.device)
-    values = torch.empty(0, *like.shape[sparse_dimensions:], dtype=like.dtype, device=like.device)
+    values = torch.empty(0, *like.shape[sparse_dimensions:], dtype=dtype, device=like.device)
     return torch.sparse_coo_tensor(indices, values, like.shape, is_coalesced=True, check_invariants=False)
 
 

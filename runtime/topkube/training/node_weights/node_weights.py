@@ -74,6 +74,9 @@ class NodeWeights:
         )
         self._loaded: Mapping[str, Any] | None = None
         self._in_consensus = False
+        self._versions: list[int] = []
+        """The versions of the parameters when this class or the optimizer last wrote them."""
+        self._has_warned = False
         _all.add(self)
 
     @property
@@ -97,6 +100,8 @@ class NodeWeights:
             )
         if not self.exchange.agreed and self.world.nodes > 1:
             self.exchange.capture()
+            self._note_versions()
+        self._warn_of_changes()
         if self._second_moment is not None and self._second_moment.is_due(steps):
             _in_thread(self._second_moment.exchange)
 
@@ -115,6 +120,25 @@ class NodeWeights:
         phases.current.sent(dense=2 * (ranks - 1) * length // ranks - counted)
         if steps % self.guard.period == 0:
             _in_thread(self._measured_exchange if self.guard.is_due(steps) else self.exchange.run)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = [parameter.tensor._version for parameter in self._parameters]
+
+    def _warn_of_changes(self) -> None:
+        """Warn once, on rank 0, if something else than a step has changed weights since nodes have weights of their
+        own. The agreed weights do not have that change yet."""
+        if self._has_warned or not self.differ:
+            return
+        changed = [p.name for p, v in zip(self._parameters, self._versions, strict=True) if p.tensor._version != v]
+        if changed:
+            self._has_warned = True
+            if self.world.rank == 0:
+                warn(
+                    f"{changed[0]} was changed between two steps. {self.exchange.algorithm.name} sends that as it sends"
+                    " the changes of steps, so the agreed weights (checkpoints, optimizer.consensus()) follow later. To"
+                    " load other weights, call optimizer.unwrap() on all ranks, load them, and wrap the optimizer again"
+                )
 
     def _measured_exchange(self) -> None:
         squares, weight = Squares(), self.exchange.weights[self.world.node]
@@ -138,6 +162,7 @@ class NodeWeights:
         """Return a context in which the parameters hold the weights that all nodes agree on. All ranks enter it
         together. When it ends, the node's own weights return, and it raises TrainingError if weights were changed."""
         self._check_restored()
+        self._warn_of_changes()
         if not self.differ:
             outer, self._in_consensus = self._in_consensus, True
             try:
@@ -159,6 +184,7 @@ class NodeWeights:
                 for parameter, weights in zip(self._parameters, own, strict=True):
                     parameter.tensor.copy_(weights)
             self._in_consensus = False
+            self._note_versions()
         if changed:
             raise TrainingError(
                 f"{changed[0]} was changed inside optimizer.consensus(); the node's own weights are back",
@@ -244,6 +270,7 @@ class NodeWeights:
         state, self._loaded = self._loaded, None
         self.exchange.capture()
         _in_thread(lambda: self._restore(state))
+        self._note_versions()
         if self.world.nodes == 1:
             self.exchange.agreed = []
 
@@ -354,6 +381,8 @@ def check_parameters(parameters: list[Parameter], algorithm: str) -> None:
             if tensor.device.type != "cpu"
             else f"has dtype {tensor.dtype}"
             if tensor.dtype != torch.float32
+            else f"has gradients of {parameter.gradient_dtype}"
+            if parameter.gradient_dtype != torch.float32
             else ""
         )
         if problem:

@@ -50,21 +50,30 @@ class MomentumCorrection:
 
     @torch.no_grad()
     def step(self, sparse: Iterable[torch.nn.Parameter]) -> None:
-        """Make the optimizer's step."""
+        """Make the optimizer's step. Gradients stay as they are."""
         chosen = {id(tensor) for tensor in sparse}
+        replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         for group in self._optimizer.param_groups:
             for tensor in group["params"]:
-                if id(tensor) in chosen and tensor.grad is not None:
-                    (self._prepare_sgd if self._sgd else self._prepare_adam)(tensor, tensor.grad, group)
-        self._optimizer.step()
+                gradient = tensor.grad
+                if id(tensor) in chosen and gradient is not None:
+                    (self._prepare_sgd if self._sgd else self._prepare_adam)(tensor, gradient, group)
+                    if tensor.grad is not gradient:
+                        replaced.append((tensor, gradient))
+        try:
+            self._optimizer.step()
+        finally:
+            for tensor, gradient in replaced:
+                if tensor.grad is not None:  # a hook of the script may have removed it
+                    tensor.grad = gradient
 
     def _prepare_sgd(self, tensor: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        """Remove the momentum buffer, so that SGD applies the gradient itself. Scale weight decay, which SGD adds to
-        the gradient, as momentum would have scaled it."""
+        """Remove the momentum buffer, so that SGD applies the gradient itself. Add weight decay to a copy of the
+        gradient: SGD adds it once, and momentum would have scaled it."""
         self._optimizer.state[tensor].pop("momentum_buffer", None)
         if group["weight_decay"]:
             factor = group["momentum"] / (1 - group["momentum"]) * (-1 if group["maximize"] else 1)
-            gradient.add_(tensor, alpha=group["weight_decay"] * factor)
+            tensor.grad = gradient.add(tensor, alpha=group["weight_decay"] * factor)
 
     def _prepare_adam(self, tensor: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         """Set the first moment so that Adam applies the gradient itself. Adam computes m = b m + (1 - b) g and divides

@@ -20,10 +20,10 @@ def name_parameters(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
     sharded: bool = False,
 ) -> list[Parameter]:
-    """Return the optimizer's parameters with their names, in the order in which they are named. `sharded` allows
-    DTensors. Raises ArgumentError if a parameter has no name, two names, the name of another parameter, or cannot be
-    exchanged."""
-    wanted = {id(tensor): tensor for tensor in exchanged_parameters(optimizer)}
+    """Return the optimizer's parameters with their names, in the order in which they are named. Parameters of integers,
+    which never have a gradient, are left out. `sharded` allows DTensors. Raises ArgumentError if a parameter has no
+    name, two names, the name of another parameter, or cannot be exchanged."""
+    wanted = {id(tensor) for tensor in exchanged_parameters(optimizer) if _can_train(tensor)}
     names = _check_pairs(named_parameters)
     tensors = {id(tensor) for tensor in names.values()}
     if missing := sum(key not in tensors for key in wanted):
@@ -39,7 +39,8 @@ def name_parameters(
 
 def name_group(group: dict[str, Any], existing: list[Parameter]) -> tuple[dict[str, Any], list[Parameter]]:
     """Return a parameter group for a torch optimizer, and its parameters. `group["params"]` holds (name,
-    parameter) pairs. Raises ArgumentError as `name_parameters` does, and if a name is taken."""
+    parameter) pairs; the names are under "param_names" in the result, as for an optimizer that was created with names.
+    Raises ArgumentError as `name_parameters` does, and if a name is taken."""
     params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
     if not all(isinstance(entry, tuple) for entry in params):
         raise ArgumentError(
@@ -47,8 +48,9 @@ def name_group(group: dict[str, Any], existing: list[Parameter]) -> tuple[dict[s
             next_step='add them as {"params": list(layer.named_parameters("layer"))}, in the same way on every rank',
         )
     names = _check_pairs(params)
+    chosen = {name: tensor for name, tensor in names.items() if _can_train(tensor)}
     taken = {parameter.name for parameter in existing}
-    for name, tensor in names.items():
+    for name, tensor in chosen.items():
         if name in taken:
             raise ArgumentError(
                 f"the optimizer already has a parameter named {name}",
@@ -56,8 +58,13 @@ def name_group(group: dict[str, Any], existing: list[Parameter]) -> tuple[dict[s
             )
         _check_exchangeable(name, tensor, any(is_sharded(parameter.tensor) for parameter in existing))
     start = len(existing)
-    parameters = [Parameter(start + i, name, tensor) for i, (name, tensor) in enumerate(names.items())]
-    return {**group, "params": list(names.values())}, parameters
+    parameters = [Parameter(start + i, name, tensor) for i, (name, tensor) in enumerate(chosen.items())]
+    return {**group, "params": list(names.values()), "param_names": list(names)}, parameters
+
+
+def _can_train(tensor: torch.Tensor) -> bool:
+    """Return True if the tensor may have a gradient. Quantized weights of integers have none."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _check_pairs(pairs: Iterable[Any]) -> dict[str, torch.nn.Parameter]:
@@ -103,5 +110,7 @@ def _check_exchangeable(name: str, tensor: torch.nn.Parameter, sharded: bool) ->
     if tensor.dtype not in DTYPES:
         raise ArgumentError(
             f"parameter {name} has dtype {tensor.dtype}",
-            next_step="use float32, bfloat16, float16, float64 or complex parameters",
+            cause="gradients of this type cannot be exchanged",
+            next_step="use float32, bfloat16, float16, float64 or complex parameters; if it is frozen, leave it out of"
+            " the optimizer",
         )

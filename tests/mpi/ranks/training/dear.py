@@ -281,6 +281,33 @@ def case_every_reader_sees_finished_weights(world: World) -> None:
     assert own == wanted
 
 
+def case_a_second_step_uses_the_same_gradients_again(world: World) -> None:
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        backward(model, step)
+        optimizer.step()
+        if step != 2:
+            optimizer.step()
+        if step == 3:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    check_equal(script)
+
+
+def case_the_state_of_the_wrapped_optimizer_is_finished(world: World) -> None:
+    """A script may have kept the torch optimizer, and save its state."""
+    saved: dict[int, list[torch.Tensor]] = {}
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        plainly(model, optimizer, step)
+        state = optimizer.inner.state_dict()["state"]
+        saved.setdefault(id(optimizer), []).extend(state[key]["exp_avg"].clone() for key in sorted(state))
+
+    check_equal(script)
+    own, wanted = saved.values()
+    assert all(torch.equal(a, b) for a, b in zip(own, wanted, strict=True))
+
+
 def case_layers_that_a_forward_leaves_out_are_updated_too(world: World) -> None:
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
         model.uses_odd = step % 3 != 1 if step < 3 else bool(world.rank)

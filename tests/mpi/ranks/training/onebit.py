@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from typing import Any
 
@@ -17,7 +18,7 @@ from topkube.algorithms import find_algorithm
 from topkube.errors import ArgumentError, TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
-from topkube.training.node_weights import guard
+from topkube.training.node_weights import guard, node_weights
 from topkube.training.optimizers.lamb import LAMB
 from topkube.training.optimizers.lars import LARS
 from topkube.training.optimizers.mixed_precision import MasterWeights
@@ -527,6 +528,34 @@ def case_consensus_gives_equal_weights_and_takes_them_back(world: World) -> None
             optimizer.load_shared_state(optimizer.shared_state())
     optimizer.unwrap()
     topkube.broadcast_parameters(model)
+
+
+def case_weights_that_a_script_changes_are_reported(world: World) -> None:
+    """The agreed weights follow only later, which a script that loads weights would not notice."""
+    reported: list[str] = []
+
+    def warn(text: str) -> None:
+        if "was changed between two steps" in text:
+            reported.append(text)
+
+    original, node_weights.warn = node_weights.warn, warn
+    try:
+        model = network()
+        first = copy.deepcopy(model.state_dict())
+        optimizer = onebit(model, period=2)
+        model.load_state_dict(first)  # nodes have no weights of their own yet
+        train(world, model, optimizer, range(3))
+        with optimizer.consensus():
+            pass
+        train(world, model, optimizer, range(3, 5))
+        assert not reported
+        for _ in range(2):
+            model.load_state_dict(first)
+            train(world, model, optimizer, range(5, 7))
+        assert len(reported) == (world.rank == 0 and world.nodes > 1), reported
+        optimizer.unwrap()
+    finally:
+        node_weights.warn = original
 
 
 def case_the_check_of_weights_compares_the_agreed_weights(world: World) -> None:

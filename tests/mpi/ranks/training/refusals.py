@@ -233,3 +233,18 @@ def case_ranks_that_step_differently_are_named(world: World) -> None:
     with pytest.raises(TrainingError, match="a different number of optimizer steps"):
         loss_of(model, *samples(4)).backward()
     optimizer.unwrap()
+
+
+def case_scalers_with_other_factors_are_named(world: World) -> None:
+    """A rank that has no scaler is none of them: it may send a loss of zero."""
+    model = network()
+    optimizer = distributed(model)
+    x, y = samples(4 * topkube.size())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    loss = loss_of(model, own_part(x), own_part(y))
+    (scaler.scale(loss) if world.rank else loss * 0).backward()
+    optimizer.zero_grad()
+    other = torch.amp.GradScaler("cpu", init_scale=8.0 if world.rank == world.size - 1 else 4.0)
+    with pytest.raises(TrainingError, match=rf"scalers of rank {world.size - 1} have another factor .*4 to 8"):
+        other.scale(loss_of(model, own_part(x), own_part(y))).backward()
+    optimizer._backward.end()

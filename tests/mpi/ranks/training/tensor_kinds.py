@@ -3,6 +3,7 @@ process does the same for comparison."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,6 +22,8 @@ from ranks.training.scene import (
     small,
     weights,
 )
+from topkube.errors import TrainingError
+from topkube.training.exchange import sparse_gradients
 from topkube.training.ranks.agreement import agreement
 from topkube.world import World
 
@@ -64,10 +67,19 @@ def case_sparse_embeddings_train(world: World) -> None:
             table = self.table(words) + (self.unused(words) if rare else 0)
             return self.head(table).square().sum(1)
 
+    gathered: list[int] = []
+    gather = sparse_gradients._gather
+
+    def count_and_gather(world: World, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        gathered.append(sum(counts))
+        return gather(world, rows, counts)
+
+    sparse_gradients._gather = count_and_gather
     model, reference = Words(), Words()
     optimizer, plain = distributed(model, plain_sgd), plain_sgd(reference.parameters())
-    for step in range(4):
-        words = torch.randint(50, (6 * topkube.size(),), generator=torch.Generator().manual_seed(step))
+    for step in range(5):
+        per_rank = 200 if step == 3 else 6  # 200 words are nearly all rows of the table
+        words = torch.randint(50, (per_rank * topkube.size(),), generator=torch.Generator().manual_seed(step))
         for micro in range(2):
             rare = step == 2 and micro == 1
             small(model(own_part(words), rare and topkube.rank() == 0).mean()).backward()
@@ -78,8 +90,56 @@ def case_sparse_embeddings_train(world: World) -> None:
         for chosen in (optimizer, plain):
             chosen.step()
             chosen.zero_grad()
+    sparse_gradients._gather = gather
     assert_close(model, reference)
     assert same_on_all_ranks(weights(model))
+    assert 0 < max(gathered) <= 2 * 50  # otherwise ranks reduce the whole table
+
+
+def case_gradients_have_the_type_that_a_script_chose(world: World) -> None:
+    """With grad_dtype, 16-bit weights have float32 gradients: nothing is rounded on the way."""
+
+    class Weigh(torch.autograd.Function):
+        @staticmethod
+        def forward(context, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            context.save_for_backward(x)
+            return (weight.float() * x).sum()
+
+        @staticmethod
+        def backward(context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return gradient * context.saved_tensors[0], None  # not rounded to the type of the weight
+
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight, self.unused = (nn.Parameter(torch.randn(40, 30).bfloat16()) for _ in range(2))
+            for parameter in self.parameters():
+                parameter.grad_dtype = torch.float32
+
+        def forward(self, x: torch.Tensor, uses_all: bool) -> torch.Tensor:
+            return Weigh.apply(self.weight, x) + (Weigh.apply(self.unused, x) if uses_all else 0)
+
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        return
+    model = Narrow()
+    optimizer = distributed(model, plain_sgd)
+    for step in range(3):
+        batches = [
+            torch.randn(40, 30, generator=torch.Generator().manual_seed(10 * step + n)) for n in range(world.size)
+        ]
+        model(batches[world.rank], step == 1 and world.rank == 0).backward()
+        assert model.weight.grad.dtype == torch.float32
+        torch.testing.assert_close(model.weight.grad, torch.stack(batches).mean(0), rtol=1e-6, atol=1e-6)
+        if step == 1:
+            assert model.unused.grad.dtype == torch.float32
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same_on_all_ranks([parameter.view(torch.int16) for parameter in model.parameters()])
+    model.weight.grad_dtype = torch.bfloat16
+    with pytest.raises(TrainingError, match=r"has dtype torch\.bfloat16, and not torch\.float32"):
+        model(batches[0], False).backward()
+    optimizer._backward.end()
 
 
 def case_expanded_buffers_are_broadcast(world: World) -> None:
