@@ -228,9 +228,14 @@ def test_a_trace_with_dear_has_its_updates_in_forward(tmp_path: Path, capsys: An
         {**forward, "cat": category, "name": name, "ts": at * 1e3, "dur": 1.2e3 * time, "tdur": 1e3 * time}
         for category, name, at, time in parts
     ]
+    exchange = {"cat": "exchange", "name": "exchange between nodes", "pid": 0, "tid": 2, "id": "0.1", "args": {}}
+    content["traceEvents"] += [{**exchange, "ph": kind, "ts": at} for kind, at in (("b", 20e3), ("e", 20.4e3))]
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps(content))
-    profile = planned("--trace", str(path), capsys=capsys)["profile"]
+    for overlap, latency in (("dear", 0.4e-3), ("backward", 0.2e-3)):  # an event is a half, or a whole exchange
+        content["otherData"]["overlap"] = overlap
+        path.write_text(json.dumps(content))
+        profile = planned("--trace", str(path), capsys=capsys)["profile"]
+        assert profile["latencySeconds"] == pytest.approx(latency)
     assert profile["forwardSeconds"] == pytest.approx(0.009)
     assert profile["updateSeconds"] == pytest.approx(0.003)
     assert from_trace(content).forward_seconds == pytest.approx((0.009 * 5 / 7, 0.009 * 2 / 7))
