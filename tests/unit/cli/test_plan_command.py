@@ -219,6 +219,16 @@ def test_dear_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path,
     assert planned(str(job), *options, "--no-dear", capsys=capsys)["overlap"] == "backward"
 
 
+def test_a_low_rank_is_that_of_the_job(tmp_path: Path, capsys: Any) -> None:
+    sent = []
+    for rank in (4, 12):
+        job = tmp_path / "job.yaml"
+        job.write_text(SAMPLE.read_text().replace("algorithm: hitopk", f"algorithm: powersgd\n    matrixRank: {rank}"))
+        rows = planned(str(job), "--parameters", "25.6M", capsys=capsys)["algorithms"]
+        sent.append(next(row["sentBytes"] for row in rows if row["algorithm"] == "powersgd"))
+    assert sent[1] == 3 * sent[0] > 0
+
+
 def test_a_trace_with_dear_has_its_updates_in_forward(tmp_path: Path, capsys: Any) -> None:
     """They are updates, and no part of forward. Forward's time is divided among the layers as in the trace."""
     content = synthetic_trace()
