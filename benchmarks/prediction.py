@@ -30,7 +30,9 @@ from step import LAYOUTS, MODELS, UNSHAPED, WARM_STEPS, WORLDS, StepBench, descr
 
 RESULTS = Path(__file__).parent / "results" / "prediction.json"
 RATES = (UNSHAPED, "1gbit", "200mbit", "100mbit")
-CONTENDERS = ("dense", "hitopk")
+TRACED = ("dense", "hitopk")
+CONTENDERS = (*TRACED, "dear")
+"""DeAR is predicted from the trace of a run without it."""
 TRACED_STEPS = 8
 MEMORY = 20e9
 """Bytes per second, the default of `topkube plan`. Measured costs of the host replace most of it."""
@@ -78,8 +80,9 @@ def predict_milliseconds(profile: Any, row: Row, cores: int) -> float:
 
     nodes, slots = map(int, row["part"].split("x"))
     machines = Machines(nodes, slots, row["bandwidth"], MEMORY, profile.latency or row["latency"])
-    algorithm = resolve(row["contender"], nodes, sys.maxsize, DENSITY.default)
-    return 1e3 * predict(profile, Situation(machines, cores=cores / nodes), algorithm).step
+    is_decoupled = row["contender"] == "dear"
+    algorithm = resolve("dense" if is_decoupled else row["contender"], nodes, sys.maxsize, DENSITY.default)
+    return 1e3 * predict(profile, Situation(machines, cores=cores / nodes, is_decoupled=is_decoupled), algorithm).step
 
 
 def compute_error(row: Row) -> float:
@@ -136,7 +139,7 @@ def measure(part: str, rates: list[str], rounds: int, steps: int) -> tuple[dict[
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(scratch())
         network = stack.enter_context(Network(len(LAYOUTS[part])))
-        profile = build_profile([record(part, contender, directory, network) for contender in CONTENDERS], part)
+        profile = build_profile([record(part, contender, directory, network) for contender in TRACED], part)
         bench = StepBench(part, MODELS[0], directory, network)
         stack.callback(bench.close)
         rows = []

@@ -25,7 +25,7 @@ _ELEMENT_BYTES = 4
 class Workload:
     """One exchange: `nodes` with `slots` ranks each reduce `elements` float32 values. `density` is the share of them
     that is sent, `wire` the format of sent values, `dense_wire` that of dense values. With a `period`, traffic between
-    nodes is the mean of so many steps."""
+    nodes is the mean of so many steps. `matrix_rank` is the rank of the approximation of matrices."""
 
     nodes: int
     slots: int
@@ -34,6 +34,7 @@ class Workload:
     wire: str = "bf16"
     dense_wire: str = "fp32"
     period: int = 1
+    matrix_rank: int = 4
 
     @property
     def entry_bytes(self) -> int:
@@ -113,10 +114,11 @@ def estimate_cost(
     wire: str = "bf16",
     dense_wire: str = "fp32",
     period: int = 1,
+    matrix_rank: int = 4,
 ) -> Cost:
-    """Return the cost of exchanging `elements` float32 values with `algorithm`. `density`, `wire`, `dense_wire` and
-    `period` are as in `Workload`."""
-    load = Workload(machines.nodes, machines.slots, elements, density, wire, dense_wire, period)
+    """Return the cost of exchanging `elements` float32 values with `algorithm`. `density`, `wire`, `dense_wire`,
+    `period` and `matrix_rank` are as in `Workload`."""
+    load = Workload(machines.nodes, machines.slots, elements, density, wire, dense_wire, period, matrix_rank)
     traffic = algorithm.traffic(load)
     sent, messages = (traffic.sent, traffic.messages) if machines.nodes > 1 else (0.0, 0)
     between = sent / machines.link_of(algorithm) + messages * machines.latency

@@ -170,7 +170,7 @@ def _count_change_traffic(load: Workload, message_bytes: float, two_stage_from: 
 
 def _powersgd(load: Workload) -> Traffic:
     side = min(_MATRIX_SIDE, math.sqrt(load.elements))
-    values = parameters.MATRIX_RANK.default * 2 * side * max(1, load.elements / _MATRIX_SIDE**2)
+    values = load.matrix_rank * 2 * side * max(1, load.elements / _MATRIX_SIDE**2)
     read_and_write_shards = 6 * load.array_bytes  # the gradient and the residual, both products, the result
     memory = reduce_scatter_memory(load) + all_gather_memory(load) + read_and_write_shards
     return Traffic(all_reduce_sent(4 * values, load.nodes), memory, 2 * all_reduce_messages(load.nodes))

@@ -18,6 +18,7 @@ from topkube.algorithms import (
     DENSE,
     DENSE_WIRE,
     DENSITY,
+    MATRIX_RANK,
     OVERLAP,
     PERIOD,
     WIRE,
@@ -186,6 +187,7 @@ def _plan(options: PlanOptions) -> _Plan:
         dense_wire=dense_wire,
         period=period,
         is_decoupled=_is_decoupled(options, aggregation, profile),
+        matrix_rank=aggregation.matrix_rank if aggregation else MATRIX_RANK.default,
     )
     return _Plan(situation, elements, wanted, listed, profile, model)
 

@@ -173,7 +173,7 @@ def _from_events(content: Mapping[str, Any], name: str) -> StepProfile:
         other=other,
         spread=pstdev(per_rank) / fmean(per_rank) if len(per_rank) > 1 and clock == "tdur" else 0.0,
         host=_host_costs(steps, nodes, slots),
-        latency=_latency(steps),
+        latency=_latency(steps, 1 if facts.get("overlap") == "dear" else 2),
         on_cpu=facts.get("device", "cpu") == "cpu",
         cores=facts.get("cores") if clock == "tdur" else None,
         bucket_bytes=facts.get("bucketBytes"),
@@ -337,8 +337,8 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
     return intercept, slope if intercept else sum(medians) / sum(sizes)
 
 
-def _latency(steps: list[list[Event]]) -> float | None:
-    """Return the seconds of a short message: half of the shortest exchange, which has two rounds."""
+def _latency(steps: list[list[Event]], rounds: int) -> float | None:
+    """Return the seconds of a short message, from the shortest exchange, which has `rounds` rounds."""
     ends: dict[str, float] = {}
     seconds = []
     for step in steps:
@@ -349,5 +349,5 @@ def _latency(steps: list[list[Event]]) -> float | None:
             ends[e["id"]] - e["ts"] for e in step if e["cat"] == trace.EXCHANGE and e["ph"] == "b" and e["id"] in ends
         ]
         if exchanges:
-            seconds.append(min(exchanges) / 2e6)
+            seconds.append(min(exchanges) / (rounds * 1e6))
     return median(seconds) if seconds else None

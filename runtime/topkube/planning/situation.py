@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from topkube.algorithms import Algorithm, Cost, Machines, Workload, estimate_cost
+from topkube.algorithms import MATRIX_RANK, Algorithm, Cost, Machines, Workload, estimate_cost
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Situation:
     `cores` are the processor cores of a node that its ranks share, infinite if a thread never waits for a core.
     `overlap` is False if exchanges begin after backward and follow one another. `is_decoupled` is True with DeAR, for
     the algorithms that support it. `is_input_pipelined` is False if the step waits until its batch is prepared.
+    `matrix_rank` is the rank of the approximation of matrices.
     """
 
     machines: Machines
@@ -28,6 +29,7 @@ class Situation:
     dense_wire: str = "fp32"
     period: int | None = None
     is_decoupled: bool = False
+    matrix_rank: int = MATRIX_RANK.default
 
     @property
     def ranks(self) -> int:
@@ -37,9 +39,20 @@ class Situation:
         """Return the exchange of `elements` values with `algorithm`; values of a `small` bucket are never rounded."""
         period = algorithm.least_period if self.period is None else self.period
         machines, dense_wire = self.machines, "fp32" if small else self.dense_wire
-        return Workload(machines.nodes, machines.slots, elements, self.density, self.wire, dense_wire, period)
+        return Workload(
+            machines.nodes, machines.slots, elements, self.density, self.wire, dense_wire, period, self.matrix_rank
+        )
 
     def estimate_cost(self, algorithm: Algorithm, elements: int, small: bool = False) -> Cost:
         """Return the cost of this exchange with `algorithm`."""
         load = self.workload(algorithm, elements, small)
-        return estimate_cost(algorithm, self.machines, elements, load.density, load.wire, load.dense_wire, load.period)
+        return estimate_cost(
+            algorithm,
+            self.machines,
+            elements,
+            load.density,
+            load.wire,
+            load.dense_wire,
+            load.period,
+            load.matrix_rank,
+        )

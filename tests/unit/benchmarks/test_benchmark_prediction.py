@@ -32,15 +32,16 @@ def test_a_stored_profile_predicts_the_same() -> None:
 
 
 def test_predictions_and_errors_of_all_rows() -> None:
-    rows = [row("dense", 400.0), row("hitopk", 330.0), row("dense", 400.0, "100mbit")]
+    rows = [row("dense", 400.0), row("hitopk", 330.0), row("dense", 400.0, "100mbit"), row("dear", 390.0)]
     stored = {"facts": {"processors": 2}, "profiles": {"2x1": dataclasses.asdict(PROFILE)}, "rows": rows}
     prediction.predict_rows(stored)
     assert rows[0]["predicted_ms"] > rows[1]["predicted_ms"] > 300
+    assert rows[0]["predicted_ms"] > rows[3]["predicted_ms"] > 300
     assert rows[0]["error"] == pytest.approx(rows[0]["predicted_ms"] / 400 - 1, abs=1e-3)
     section = prediction_report.section({**stored, "paper": prediction.predict_paper()})
-    assert section["PREDICTION"].count("| 2 × 1 |") == 3
+    assert section["PREDICTION"].count("| 2 × 1 |") == 4
     assert f"{rows[0]['error']:+.1%}" in section["PREDICTION"]
-    assert "of 3 rows" in section["PREDICTION_ERRORS"]
+    assert "of 4 rows" in section["PREDICTION_ERRORS"]
 
 
 def test_the_cluster_of_the_paper_is_predicted_by_this_version() -> None:

@@ -219,6 +219,16 @@ def test_dear_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path,
     assert planned(str(job), *options, "--no-dear", capsys=capsys)["overlap"] == "backward"
 
 
+def test_a_low_rank_is_that_of_the_job(tmp_path: Path, capsys: Any) -> None:
+    sent = []
+    for rank in (4, 12):
+        job = tmp_path / "job.yaml"
+        job.write_text(SAMPLE.read_text().replace("algorithm: hitopk", f"algorithm: powersgd\n    matrixRank: {rank}"))
+        rows = planned(str(job), "--parameters", "25.6M", capsys=capsys)["algorithms"]
+        sent.append(next(row["sentBytes"] for row in rows if row["algorithm"] == "powersgd"))
+    assert sent[1] == 3 * sent[0] > 0
+
+
 def test_a_trace_with_dear_has_its_updates_in_forward(tmp_path: Path, capsys: Any) -> None:
     """They are updates, and no part of forward. Forward's time is divided among the layers as in the trace."""
     content = synthetic_trace()
@@ -228,9 +238,14 @@ def test_a_trace_with_dear_has_its_updates_in_forward(tmp_path: Path, capsys: An
         {**forward, "cat": category, "name": name, "ts": at * 1e3, "dur": 1.2e3 * time, "tdur": 1e3 * time}
         for category, name, at, time in parts
     ]
+    exchange = {"cat": "exchange", "name": "exchange between nodes", "pid": 0, "tid": 2, "id": "0.1", "args": {}}
+    content["traceEvents"] += [{**exchange, "ph": kind, "ts": at} for kind, at in (("b", 20e3), ("e", 20.4e3))]
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps(content))
-    profile = planned("--trace", str(path), capsys=capsys)["profile"]
+    for overlap, latency in (("dear", 0.4e-3), ("backward", 0.2e-3)):  # an event is a half, or a whole exchange
+        content["otherData"]["overlap"] = overlap
+        path.write_text(json.dumps(content))
+        profile = planned("--trace", str(path), capsys=capsys)["profile"]
+        assert profile["latencySeconds"] == pytest.approx(latency)
     assert profile["forwardSeconds"] == pytest.approx(0.009)
     assert profile["updateSeconds"] == pytest.approx(0.003)
     assert from_trace(content).forward_seconds == pytest.approx((0.009 * 5 / 7, 0.009 * 2 / 7))

@@ -42,6 +42,7 @@ def start_trace(
         "algorithm": aggregation.algorithm,
         "density": aggregation.density,
         "wire": aggregation.wire,
+        "overlap": aggregation.overlap,
         "bucketBytes": aggregation.bucket_bytes,
     }
     trace.active = trace.Trace(Path(settings.trace_directory), world.rank, world.node, settings.trace_steps, facts)
