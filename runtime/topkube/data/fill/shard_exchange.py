@@ -32,9 +32,11 @@ from topkube.errors import TopKubeError
 if TYPE_CHECKING:
     from topkube.data.cache.shard_cache import ShardCache
 
-_IDLE_SECONDS = (0.002, 0.01)
-"""The shortest and the longest sleep between two tests of the requests. The shortest follows a test that found
-progress."""
+_IDLE_SECONDS = (0.002, 0.01, 0.1)
+"""The shortest, the longest and the resting sleep between two tests of the requests. The shortest follows a test that
+found progress. The thread rests if there has been no progress for _REST_AFTER_SECONDS, because training needs the
+processor; a request of this rank ends its sleep."""
+_REST_AFTER_SECONDS = 2.0
 
 
 class ShardExchange:
@@ -49,7 +51,7 @@ class ShardExchange:
         buffers = self._buffers = MessageBuffers()
         self._receiver = ShardReceiver(cache, self._comm, buffers)
         self._sender = ShardSender(cache, self._comm, buffers)
-        self._stopping = threading.Event()
+        self._stopping, self._wake = threading.Event(), threading.Event()
         self._dead: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="topkube-exchange", daemon=True)
         self._thread.start()
@@ -62,6 +64,7 @@ class ShardExchange:
                 with ShardWriter(file) as writer:  # nothing is written after its end, also after a timeout
                     pull = Pull(home, shard, writer)
                     self._new_pulls.put(pull)
+                    self._wake.set()
                     with contextlib.suppress(TopKubeError, TimeoutError, OSError):
                         expected = pull.done.result(self._cache.stall_seconds * 4 + shard.size / 1e6)
                         if writer.digest(shard.size) == expected:
@@ -73,14 +76,15 @@ class ShardExchange:
         return receive_shard
 
     def _run(self) -> None:
-        idle, longest = _IDLE_SECONDS
+        idle, moved = _IDLE_SECONDS[0], time.monotonic()
         try:
             while not self._stopping.is_set() or self._sender.pushes:
+                self._wake.clear()
                 if self._make_progress():
-                    idle = _IDLE_SECONDS[0]
+                    idle, moved = _IDLE_SECONDS[0], time.monotonic()
                     continue
-                time.sleep(idle)
-                idle = min(idle * 1.2, longest)
+                self._wake.wait(idle)
+                idle = _lengthen(idle, time.monotonic() - moved)
         except BaseException as error:  # from now on all shards come from the remote
             self._dead = error
             report(f"nodes no longer exchange shards ({type(error).__name__}: {error}); every node reads the remote")
@@ -126,6 +130,7 @@ class ShardExchange:
         if self._stopping.is_set():
             return
         self._stopping.set()
+        self._wake.set()
         self._thread.join(self._cache.stall_seconds)
         self._sender.close()
         if self._dead is None and not self._thread.is_alive():
@@ -133,3 +138,9 @@ class ShardExchange:
                 for rank in range(self._place.size):
                     if rank != self._place.rank:
                         self._comm.Isend(np.zeros(1, np.int64), rank, GOODBYE).Free()
+
+
+def _lengthen(idle: float, quiet_seconds: float) -> float:
+    """Return the sleep after a sleep of `idle` seconds, if there has been no progress for `quiet_seconds`."""
+    _, longest, resting = _IDLE_SECONDS
+    return min(idle * 1.2, longest if quiet_seconds < _REST_AFTER_SECONDS else resting)

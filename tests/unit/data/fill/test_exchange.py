@@ -17,7 +17,7 @@ from mpi4py import MPI
 from openers import wait_until
 
 from topkube.data.cache.shard_file import ArrivingShard, Received, ShardWriter
-from topkube.data.fill import shard_messages
+from topkube.data.fill import shard_exchange, shard_messages
 from topkube.data.fill.shard_exchange import ShardExchange
 from topkube.data.formats.shards import DataShard
 from topkube.errors import StoreError
@@ -299,6 +299,26 @@ def test_a_writer_knows_the_checksum_only_of_bytes_in_order() -> None:
         assert writer.digest(3) == writer.digest(5) == ""
         writer.write(2, b"xy")
         assert writer.digest(4) == ""
+
+
+def test_a_request_or_the_end_wakes_an_exchange_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_exchange, "_IDLE_SECONDS", (600.0, 600.0, 600.0))
+    bench = Bench()
+    bench.comm.open = False  # nothing arrives
+    with tempfile.TemporaryFile() as file:
+        receiving = threading.Thread(target=bench.receive_shard, args=(file.fileno(),))
+        receiving.start()
+        wait_until(lambda: bench.comm.words_sent)  # the receive of the header is posted
+        bench.exchange.close()
+        assert not bench.exchange._thread.is_alive()
+        receiving.join(60)
+        assert bench.from_remote == 1
+
+
+def test_an_exchange_rests_only_after_a_while_without_progress() -> None:
+    assert shard_exchange._lengthen(0.009, 1.0) == 0.01
+    assert 0.01 < shard_exchange._lengthen(0.01, 3.0) < 0.1
+    assert shard_exchange._lengthen(0.1, 3.0) == 0.1
 
 
 @pytest.mark.parametrize("request_of_rank", [(10, 16), (-1, 16), (5, 15), (5, 1 << 20), (1 << 40, 16)])
