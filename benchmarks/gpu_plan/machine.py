@@ -101,24 +101,35 @@ def absent(kind: str) -> list[str]:
 
 def unpack_wheels(folder: Path, site: Path) -> list[str]:
     """Install carried wheels of modules that are absent into `site`, without a network. Return the names of the
-    packages. A module that the machine has keeps its version."""
+    packages. A module that the machine has keeps its version. What an earlier call has installed stays untouched:
+    newer headers of nanobind would compile the extension again."""
     wanted = {canonical(PACKAGES[module]) for module in PACKAGES if importlib.util.find_spec(module) is None}
     carried = {canonical(wheel.name.split("-")[0]) for wheel in folder.glob("*.whl")}
     installed = []
     for name in sorted(wanted & carried):  # pip chooses the wheel of this Python: the folder may hold those of several
+        mark = site / f".installed-{name}"
+        versions = " ".join(sorted(wheel.name for wheel in folder.glob("*.whl") if _has_package(wheel, name)))
+        if mark.exists() and mark.read_text() == versions:
+            installed.append(name)
+            continue
         options = ["--quiet", "--no-index", "--find-links", str(folder), "--no-deps", "--no-compile", "--upgrade"]
         command = [sys.executable, "-m", "pip", "install", *options, "--target", str(site), name]
         site.mkdir(parents=True, exist_ok=True)
         if subprocess.run(command, check=False).returncode == 0:
             installed.append(name)
             _unpack_libraries(name, folder, site)
+            mark.write_text(versions)
     return installed
+
+
+def _has_package(wheel: Path, name: str) -> bool:
+    return canonical(wheel.name.split("-")[0]) == name
 
 
 def _unpack_libraries(name: str, folder: Path, site: Path) -> None:
     """Unpack the shared libraries of a wheel into site/lib: `pip install --target` leaves those of MPICH out."""
     for wheel in folder.glob("*.whl"):
-        if canonical(wheel.name.split("-")[0]) != name:
+        if not _has_package(wheel, name):
             continue
         with zipfile.ZipFile(wheel) as archive:
             for member in archive.infolist():

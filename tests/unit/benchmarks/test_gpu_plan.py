@@ -157,8 +157,12 @@ def test_wheels_are_installed_without_a_network_and_only_if_they_are_absent(
     )
     (tmp_path / "kept.whl").rename(other)  # the folder also holds the wheel of another Python
     assert machine.unpack_wheels(tmp_path, site) == ["topkube-absent"]
-    assert (site / "topkube_absent" / "__init__.py").exists()
+    module = site / "topkube_absent" / "__init__.py"
+    assert module.exists()
     assert not (site / "numpy").exists()
+    installed = module.stat()
+    assert machine.unpack_wheels(tmp_path, site) == ["topkube-absent"]
+    assert module.stat() == installed  # newer files would compile the extension again
 
 
 def test_libraries_of_a_carried_mpi_are_unpacked(tmp_path: Path) -> None:
