@@ -145,7 +145,7 @@ class Follower:
         self._backend = backend
         self._training: Training | None = None
 
-    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+    def run_order(self, order: dict[str, Any]) -> dict[str, Any]:
         if order["do"] == "start":
             if self._training is not None:
                 self._training.end()
@@ -161,7 +161,7 @@ class Follower:
 def main(library: str, path: str) -> None:
     torch.set_num_threads(1)
     backend = TopKube() if library == "mpich" else Ddp()
-    orders.follow(path, backend.rank, Follower(backend).obey)
+    orders.follow(path, backend.rank, Follower(backend).run_order)
 
 
 if __name__ == "__main__":

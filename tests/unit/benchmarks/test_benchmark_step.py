@@ -70,7 +70,7 @@ def test_only_missing_turns_are_measured_and_all_of_them_count(monkeypatch: pyte
     turns, measured = step.Turns(None, 5), list[str]()
     turns.add(sample(1.0), "2x1", "gpt", "1gbit", "dense")
     bench = step.StepBench("2x1", "gpt", Path(), Network(), turns)  # type: ignore[arg-type]
-    monkeypatch.setattr(bench, "_once", lambda contender, steps: (measured.append(contender), sample(3.0))[1])
+    monkeypatch.setattr(bench, "_run_once", lambda contender, steps: (measured.append(contender), sample(3.0))[1])
     rows = {row["contender"]: row for row in bench.measure("1gbit", ["dense", "ddp"], 2, 5)}
     assert measured == ["ddp", "ddp", "dense"]
     assert (rows["dense"]["ms"], rows["dense"]["steps"]) == (2000.0, 10)
