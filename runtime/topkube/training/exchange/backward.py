@@ -27,7 +27,7 @@ from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.backward_pass import backward_pass
 from topkube.training.exchange.bucket_exchange import BucketExchange
 from topkube.training.exchange.bucket_plan import BucketPlan
-from topkube.training.exchange.buckets import Bucket, Parameter
+from topkube.training.exchange.buckets import Bucket, Parameter, real_view
 from topkube.training.exchange.device_decisions import DeviceDecisions, StepDecision
 from topkube.training.exchange.devices import exchange_device
 from topkube.training.exchange.gradient_hooks import GradientHooks
@@ -40,6 +40,10 @@ from topkube.training.ranks.communication_thread import schedule
 from topkube.training.reporting.norms import Norms
 from topkube.training.reporting.step_trace import StepTrace
 from topkube.world import World
+
+_MANY_SKIPPED = 16
+"""Skipped steps in a row that are reported; then twice as many, and so on. A GradScaler that begins with its usual
+factor of 65,536 skips 16 at most before the factor is 1."""
 
 
 class Backward:
@@ -89,6 +93,7 @@ class Backward:
         self._futures: list[Future[bool]] = []
         self._left_out: list[Bucket] = []
         self._nonfinite = self._last_nonfinite = False
+        self._skipped_in_a_row = 0
         self._first_gradient = 0.0
         self._loss_scale: torch.Tensor | float = 1.0
         self._compares_weights, self._first_weights = False, True
@@ -467,7 +472,11 @@ class Backward:
             schedule().submit(self.exchange.gather_now).result()
         elif self.late is not None:
             self.late.hold(self.exchange.take_halved_parts())
+        was_nonfinite = self._nonfinite
         self._finish_step(nonfinite, answers[1] > 0)
+        count = self._skipped_in_a_row
+        if self._nonfinite and not was_nonfinite and count >= _MANY_SKIPPED and count & (count - 1) == 0:
+            self._report_skipped_steps()
         self._tune(answers[9] > 0)
         if compares:
             self._report_weights(weights, answers[4] == -answers[5], False)
@@ -539,11 +548,13 @@ class Backward:
         elif nonfinite:
             self.exchange.residuals.reject()
             self.skipped_steps += not self._nonfinite
+            self._skipped_in_a_row += not self._nonfinite
             self._nonfinite = True
             for parameter in trainable:  # the same on every rank, so that clipping and GradScaler decide the same
                 if parameter.tensor.grad is not None:
                     fill_with_nan(parameter.tensor.grad)
         else:
+            self._skipped_in_a_row = 0
             self.exchange.residuals.accept()
             if some_idle:
                 self._drop_unused(trainable)
@@ -582,6 +593,28 @@ class Backward:
             cause="a rank has loaded the state of its GradScaler, or created it with another factor",
             next_step="load the same state of the scaler on every rank",
         )
+
+    def _report_skipped_steps(self) -> None:
+        """Warn on rank 0 that training has stopped to make steps. Raise TrainingError on all ranks if the weights of
+        some ranks only are the cause: such a run never recovers. All ranks call this together."""
+        is_bad = not all(is_finite(real_view(parameter.tensor)) for parameter in self.parameters)
+        rows = self.turns.run_agreement(lambda agreement: agreement.gather([is_bad]))[:, 0]
+        bad = [rank for rank in range(self.world.size) if rows[rank]]
+        what = f"{self._skipped_in_a_row} steps in a row were skipped, because gradients were NaN or infinite"
+        if 0 < len(bad) < self.world.size:
+            raise TrainingError(
+                f"{what}: weights of {names_of(bad)} are NaN or infinite, and those of the other ranks are not",
+                cause="only some ranks changed their weights, or the memory of a machine is damaged",
+                next_step="resume from the last checkpoint, without that machine if it happens again",
+            )
+        if self.world.rank == 0:
+            print(
+                f"topkube: warning: {what}. {'The weights are too. ' if bad else ''}Likely cause: the learning rate or"
+                " the loss scale is too high, or batches contain NaN. Next: check the data; resume from the last"
+                " checkpoint with a lower learning rate.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _report_weights(self, digest: float, equal: bool, first: bool) -> None:
         self.weights.differing = 0

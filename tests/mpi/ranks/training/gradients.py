@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 
 import pytest
 import torch
@@ -310,3 +311,31 @@ def case_dense_gradients_of_16_bits_train(world: World) -> None:
     assert same_on_all_ranks(weights(model))
     assert_close(model, reference, tolerance=0.01)
     optimizer.unwrap()
+
+
+def case_steps_that_are_skipped_for_ever_are_reported(world: World) -> None:
+    model = network()
+    optimizer = distributed(model)
+    output = io.StringIO()
+
+    def train(steps: range, is_bad: bool) -> None:
+        for step in steps:
+            x, y = samples(4 * topkube.size(), step)
+            loss = loss_of(model, own_part(x), own_part(y))
+            (loss * torch.nan if is_bad and world.rank == 0 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with contextlib.redirect_stderr(output):
+        train(range(2), is_bad=True)
+        train(range(2, 3), is_bad=False)
+        train(range(3, 18), is_bad=True)
+        assert not output.getvalue()
+        train(range(18, 20), is_bad=True)
+    assert output.getvalue().count("16 steps in a row were skipped") == (world.rank == 0)
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan if world.rank == world.size - 1 else 1.0
+    with pytest.raises(TrainingError, match=rf"32 steps in a row .*: weights of rank {world.size - 1} are NaN"):
+        train(range(20, 40), is_bad=False)
+    assert optimizer.skipped_steps == 34
+    optimizer._backward.end()
