@@ -23,7 +23,7 @@ from topkube.world import World
 
 _SIZES = (32 << 10, 256 << 10, 1 << 20, 4 << 20)
 """Bytes that a node sends in one round of each measurement of its link. The last that was made counts."""
-_LEAST = 512
+_LEAST = 256
 """The fewest bytes that a rank sends to measure a rate."""
 _MOST_SECONDS = 0.2
 """A round that is expected to take longer on the slowest link is not made."""
