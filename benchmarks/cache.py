@@ -405,6 +405,7 @@ def add_rows(
     return {
         **stored,
         "command": "python benchmarks/cache.py",
+        "imports_are_timed": False,
         "date": time.strftime("%Y-%m-%d"),
         "problems": {name: described[name] for name in names if name in described},
         "first": sorted(stored.get("first", []) + first, key=place),

@@ -61,6 +61,7 @@ def filled(stored: dict[str, Any]) -> dict[str, str]:
             first,
         ),
         "CACHE_SECOND": table(["dataset", "contender", "MB/s", "min–max", "", "MB fetched"], second),
+        "CACHE_IMPORTS": "" if stored.get("imports_are_timed", True) else "; imports of Python modules are not",
         "CACHE_LINK": ", ".join(sorted({f"{rate:.0f}" for rate in stored["link_mb_per_s"].values()})),
         "CACHE_ENTRIES": (
             f"With a manifest of {entries['entries']:,} objects ({entries['shards']:,} shards), listing it and "

@@ -111,7 +111,7 @@ def test_the_companion_stops_fetching_for_ranks_that_read_samples(pod: Pod, remo
     ranks.node_state.count_fillers(+1)
     (pod.runs / "attempt-1").mkdir()
     with pod.companion((0, 2), plain_seconds=0.0):
-        ranks.open(3, ranks.from_store)
+        ranks.open(3, ranks.fetch_from_store)
         wait_until(lambda: pod.files())
         assert list(pod.files()) == ["003.tar"], "a shard that arrives is shown, and no other shard is fetched"
     ranks.close()

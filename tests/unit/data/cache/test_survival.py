@@ -186,13 +186,13 @@ def test_a_shard_stays_open_while_it_is_indexed(
     cache = open_dataset(remote.uri, prefetch=False).cache
     (path,) = open_dataset.cache.glob("datasets/*/shards/*/*.index")
     path.unlink()
-    index_of = cache._index_of
+    read_index = cache._read_index
 
     def while_another_thread_opens_it_too(shard: Any, file: int) -> Any:
         cache.open_shards.close_idle()
-        return index_of(shard, file)
+        return read_index(shard, file)
 
-    monkeypatch.setattr(cache, "_index_of", while_another_thread_opens_it_too)
+    monkeypatch.setattr(cache, "_read_index", while_another_thread_opens_it_too)
     assert len(cache.index(0)) == 5
 
 
