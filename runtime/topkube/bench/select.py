@@ -97,7 +97,8 @@ def measure(
 def _compress_run(
     x: Array, acc: Array, residual: Array, k: int, threads: int, bound: float
 ) -> tuple[str, Callable[[], object], Callable[[], object] | None, float]:
-    """Call compress_ as training does: the sum goes into the gradient's memory (float32), or into `acc` (16-bit)."""
+    """Return a call of compress_ as in training: the sum goes into the gradient's memory (float32), or into `acc`
+    (16-bit)."""
     if x.dtype == np.float32:
         gradient = np.empty_like(x)
         return (

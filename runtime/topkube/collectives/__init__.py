@@ -103,7 +103,8 @@ def _on_device(
     state = None
     if residual is not None and chosen.residual is not None:
         wanted = residual_length(chosen, world, x.numel())
-        if not is_tensor(residual) or residual.device != x.device or residual.numel() != wanted:
+        is_float32 = is_tensor(residual) and residual.element_size() == 4 and residual.is_floating_point()
+        if not is_float32 or residual.device != x.device or residual.numel() != wanted:
             raise ArgumentError(
                 f"residual is not a float32 tensor of {wanted} elements on {x.device}",
                 next_step=f"make it with torch.zeros({wanted}, device=array.device)",

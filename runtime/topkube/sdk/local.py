@@ -153,6 +153,7 @@ class LocalBackend:
         started = self._find(name)
         self._refuse_ended(started)
         if started.suspended:
+            _end(started.process, _END_SECONDS)  # if `suspend` ran out of time, the ranks still save their checkpoint
             (started.run_folder / PROGRESS_FILE).unlink(missing_ok=True)  # else readers would mix old and new records
             started.restart(_start(started.folder))
 

@@ -238,7 +238,7 @@ def merge(directory: Path, most: int | None = None) -> dict[str, Any]:
     if not files:
         raise TraceError(
             f"{directory} contains no trace of a rank",
-            cause=f"the script made at most {WARM_STEPS + 1} steps, or it does not use topkube.DistributedOptimizer",
+            cause=f"the script made at most {WARM_STEPS} steps, or it does not use topkube.DistributedOptimizer",
             next_step="train for more steps, or wrap the optimizer in topkube.DistributedOptimizer",
         )
     traces = [read(path) for path in files]

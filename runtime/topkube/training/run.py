@@ -57,14 +57,22 @@ def checkpointing(
 
     With `sampler`, a run can resume in the middle of an epoch. `more` holds further objects with `state_dict` and
     `load_state_dict`, by name: `scheduler=scheduler`. Raises CheckpointError, and TrainingError for a plain torch
-    optimizer.
+    optimizer, or if checkpoints are to be saved of an optimizer with its own `world=`.
     """
     if not isinstance(optimizer, DistributedOptimizer):
         raise TrainingError(
             f"checkpointing got a {type(optimizer).__name__}",
             next_step="wrap the optimizer first: topkube.DistributedOptimizer(optimizer, model.named_parameters())",
         )
-    return Run(model, optimizer, sampler, settings or Settings.from_environment(), more)
+    settings = settings or Settings.from_environment()
+    if settings.checkpoint_directory and optimizer.turns.world is not current():
+        raise TrainingError(
+            "checkpoints cannot be saved of an optimizer with its own world=",
+            cause="ranks outside that world would count other samples and stop after other steps",
+            next_step="save the state_dict() of model and optimizer on every rank, and unset spec.checkpoint"
+            " (TOPKUBE_CHECKPOINT_DIRECTORY)",
+        )
+    return Run(model, optimizer, sampler, settings, more)
 
 
 class Run:

@@ -19,6 +19,8 @@ import pytest
 from topkube import __version__, installation
 from topkube.cli.app import run_app
 from topkube.cli.doctor import command as doctor
+from topkube.cli.doctor import mpi as mpi_checks
+from topkube.cli.doctor import software
 from topkube.cli.doctor.check import Check
 from topkube.cli.doctor.mpi import start_two_ranks
 from topkube.cli.doctor.software import check_python
@@ -194,6 +196,28 @@ def test_doctor_notices_ranks_that_do_not_meet() -> None:
     assert check.state == "fail"
     assert "did not form one world" in check.message
     assert "one MPI" in check.next_step
+
+
+def test_the_doctor_does_not_wait_for_an_mpiexec_that_ignores_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deaf(Mpi):
+        def command(self, ranks: int, program: list[str]) -> list[str]:
+            return ["sh", "-c", "trap '' TERM; while :; do sleep 1; done"]
+
+    monkeypatch.setattr(mpi_checks, "HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(mpi_checks, "_END_SECONDS", 0.5)
+    check = start_two_ranks(Deaf("MPICH", "1", Path("mpiexec")))
+    assert (check.state, check.message) == ("fail", "no answer within 0.5 s")
+
+
+def test_the_doctor_does_not_wait_for_a_torch_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: list[str], *, timeout: float | None = None, **_: object) -> None:
+        assert timeout is not None, "it waits without end"
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(software.subprocess, "run", hang)
+    [check] = software.check_torch()
+    assert (check.name, check.state) == ("torch", "fail")
+    assert "does not load within" in check.message
 
 
 @pytest.mark.parametrize(

@@ -381,6 +381,24 @@ def test_suspend_waits_for_the_pods_and_names_the_last_checkpoint(
     assert calls.count("GET") >= 6, "the pods still saved their state"
 
 
+@pytest.mark.parametrize("answer", PASSING.values(), ids=PASSING)
+def test_suspend_outlives_a_restart_of_the_api_server(
+    server: Callable[[Answers], Path], answer: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def respond(method: str, path: str) -> Answer:
+        calls.append(method)
+        if "PATCH" in calls and calls[calls.index("PATCH") :].count("GET") == 1:
+            return answer
+        if "/pods" in path:
+            return 200, json.dumps({"items": []}).encode(), {}
+        return 200, json.dumps(a_job("Suspended" if "PATCH" in calls else "Running")).encode(), {}
+
+    assert run_app(["suspend", "j", "--kubeconfig", str(server(respond))]) == 0, capsys.readouterr().err
+    assert "trainingjob.topkube.dev/j suspended; its newest checkpoint" in capsys.readouterr().out
+
+
 def test_resume_names_the_step_and_changes_nothing_twice(
     server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

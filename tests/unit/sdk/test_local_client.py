@@ -13,6 +13,7 @@ import pytest
 from topkube import TrainingClient
 from topkube.errors import ClusterError, JobError, LaunchError, SourceError
 from topkube.job import TrainingJob
+from topkube.sdk import local
 
 PATIENCE = 300.0
 
@@ -153,6 +154,28 @@ def test_a_suspended_job_continues_from_its_checkpoint(
     assert job.status.progress is not None
     assert (job.status.progress.step, job.status.progress.percent) == (begun + 3, 100)
     assert f"step {begun + 3}/{begun + 3}" in capsys.readouterr().err
+
+
+def test_a_job_is_not_resumed_while_its_suspended_ranks_still_end(
+    client: TrainingClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(folder: Path) -> subprocess.Popen[bytes]:
+        """Start a process. The first ignores one SIGTERM, as ranks do that save a large checkpoint."""
+        assert all(process.poll() is not None for process in started), "two runs share a folder"
+        script = f"trap 'trap - TERM; touch {folder}/asked' TERM; touch {folder}/starts; while :; do sleep 0.1; done"
+        started.append(subprocess.Popen(["sleep", "60"] if started else ["sh", "-c", script]))
+        return started[-1]
+
+    monkeypatch.setattr(local, "_start", start)
+    name = client.train(add_up, arguments={"value": 1.0})
+    _wait_for((tmp_path / "runs" / name / "starts").exists, "the first run")
+    with pytest.raises(ClusterError, match="the ranks did not end within 0 s"):
+        client.suspend(name, 0)
+    _wait_for((tmp_path / "runs" / name / "asked").exists, "its first SIGTERM")
+    client.resume(name)
+    assert len(started) == 2
 
 
 def test_a_job_that_cannot_be_trained_is_refused_before_anything_is_created(

@@ -312,6 +312,17 @@ def test_a_plain_optimizer_cannot_be_checkpointed() -> None:
         topkube.checkpointing(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
 
 
+def test_checkpoints_of_an_optimizer_with_its_own_world_are_refused(tmp_path: Path) -> None:
+    """Its ranks would count the samples of a part of the ranks, and a resumed run would repeat data."""
+    topkube.init()
+    model = nn.Linear(2, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = topkube.DistributedOptimizer(sgd, model.named_parameters(), world=topkube.new_world([0]))
+    with pytest.raises(TrainingError, match="own world="):
+        topkube.checkpointing(model, optimizer, settings=Settings(checkpoint_directory=str(tmp_path)))
+    topkube.checkpointing(model, optimizer, settings=Settings())
+
+
 def test_passes_that_a_checkpoint_covers_are_passed_over(tmp_path: Path) -> None:
     """This holds for the script's own loop over epochs too; the sampler continues in the middle of an epoch."""
     data = torch.utils.data.TensorDataset(torch.arange(200.0).view(10, 20))

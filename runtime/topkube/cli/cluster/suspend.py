@@ -76,12 +76,18 @@ def _continuation(job: dict[str, Any], suspended: bool) -> str:
 def _wait_for_end_of_pods(api: Api, name: str, deadline: float, seconds: float) -> dict[str, Any]:
     """Wait until the suspended job has no pods: until then, ranks save their state. Return the job."""
     while True:
-        job = api.get(job_path(api, name))
-        if phase(job) in OVER or (phase(job) == "Suspended" and not pods_of(api, name, job["metadata"].get("uid"))):
-            return job
+        try:
+            job = api.get(job_path(api, name))
+            if phase(job) in OVER or (phase(job) == "Suspended" and not pods_of(api, name, job["metadata"].get("uid"))):
+                return job
+            state = f"{name} is {phase(job)} and still has pods"
+        except ClusterError as error:
+            if not error.passing:
+                raise
+            state = f"the state of {name} is unknown ({error.what})"
         if time.monotonic() >= deadline:
             raise ClusterError(
-                f"after {seconds:g} s, {name} is {phase(job)} and still has pods",
+                f"after {seconds:g} s, {state}",
                 cause="its ranks save a last checkpoint, no operator runs, or a lost node cannot report their end",
                 next_step=f"topkube status {name}; `topkube suspend --no-wait` does not wait",
             )

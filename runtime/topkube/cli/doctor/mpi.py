@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,8 @@ from topkube.launch.mpi import mpi_library
 from topkube.settings import process_environment
 
 HELLO_SECONDS = 60
+_END_SECONDS = 10
+"""The time that mpiexec has to end its ranks. Then all are killed."""
 _HELLO = "from mpi4py import MPI; c = MPI.COMM_WORLD; print(f'hello {c.allreduce(1)} {c.size}')"
 
 
@@ -48,8 +52,7 @@ def start_two_ranks(mpi: mpi_library.Mpi) -> Check:
     try:
         text, _ = process.communicate(timeout=HELLO_SECONDS)
     except subprocess.TimeoutExpired:
-        process.terminate()  # mpiexec then ends its ranks
-        process.communicate()
+        _end_ranks(process)
         next_step = f"run it by hand: {' '.join(command[:-1])} '{_HELLO}'; check if a firewall or VPN blocks loopback"
         return Check("two ranks", "fail", f"no answer within {HELLO_SECONDS} s", next_step)
     if text.count("hello 2 2") == 2:
@@ -61,3 +64,13 @@ def start_two_ranks(mpi: mpi_library.Mpi) -> Check:
         f"they did not form one world: {output}",
         "keep one MPI in this environment, and reinstall mpi4py",
     )
+
+
+def _end_ranks(process: subprocess.Popen[str]) -> None:
+    """End mpiexec, which then ends its ranks; kill its session if that takes too long."""
+    process.terminate()
+    try:
+        process.communicate(timeout=_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()  # not for the end of its output: a rank that has left the session may keep the pipe open

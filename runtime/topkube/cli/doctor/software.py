@@ -14,6 +14,8 @@ from topkube.cli.doctor.check import Check, ok
 from topkube.errors import TopKubeError
 from topkube.installation import install_command, reinstall_command
 
+_TORCH_SECONDS = 120
+
 
 def check_python() -> Iterator[Check]:
     """Report the versions of Python and of TopKube."""
@@ -85,7 +87,17 @@ def check_torch() -> Iterator[Check]:
             install_command("train"),
         )
         return
-    answer = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", "import torch"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        yield Check(
+            "torch",
+            "fail",
+            f"{version} does not load within {_TORCH_SECONDS} s",
+            "read the kernel log for errors of the GPU's driver or of the disk (dmesg)",
+        )
+        return
     if answer.returncode:
         reason = next(iter(reversed(answer.stderr.strip().splitlines())), f"exit code {answer.returncode}")
         yield Check(

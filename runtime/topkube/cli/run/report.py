@@ -35,7 +35,7 @@ def _write_trace(directory: Path, path: Path, console: Console) -> Path | None:
 
 
 def report_run(watch: Watch, failure: LaunchError | None) -> None:
-    """Print the summary as a table or JSON, draw the plot, and print where the files are."""
+    """Draw the plot, write the trace and summary.json, and print the results as a table or JSON."""
     options, job, history, console = watch.options, watch.job, watch.history, watch.console
     directory, nodes = watch.local.directory, job.spec.workers
     summary = summarize(history, nodes, job.ranks)

@@ -1,4 +1,4 @@
-"""The installed MPI and the command lines of its mpiexec: MPICH (Hydra) and Open MPI 5 (PRRTE)."""
+"""The installed MPI and the command lines of its mpiexec: MPICH (Hydra), Open MPI 4 (ORTE) and 5 (PRRTE)."""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ _END = object()
 
 
 class Turns:
-    """The batches of all ranks, in step. The agreement on a batch runs at the same time as forward."""
+    """The batches of all ranks of `world`, in step. The agreement on a batch runs at the same time as forward."""
 
     def __init__(self, world: World) -> None:
-        self.agree = agreement(world)
+        self.world, self.agree = world, agreement(world)
         self._size = world.size
         self.samples = 0
         self._sums: Future[Sums] | None = None

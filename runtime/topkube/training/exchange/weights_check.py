@@ -38,10 +38,8 @@ class WeightsCheck:
 
     def digest(self) -> float:
         """Return a digest of all weights, of 53 bits, which float64 represents exactly."""
-        digest = xxhash.xxh3_64()
-        for checksum in _checksums([real_view(parameter.tensor) for parameter in self._parameters]):
-            digest.update(checksum.to_bytes(8, "little"))
-        return float(digest.intdigest() >> 11)
+        checksums = _checksums([real_view(parameter.tensor) for parameter in self._parameters])
+        return _hash(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))
 
     def describe_difference(self, agreement: Agreement, digest: float, first: bool) -> str:
         """Return a sentence that names the ranks whose weights differ, and a parameter that differs. All ranks call
@@ -50,7 +48,7 @@ class WeightsCheck:
         ranks = differing_ranks(rows)
         self.differing = len(ranks)
         checksums = _checksums([real_view(parameter.tensor) for parameter in self._parameters])
-        values = [float(checksum >> 11) for checksum in checksums]
+        values = [_hash(checksum.to_bytes(8, "little")) for checksum in checksums]
         low, high = agreement.maximum([-value for value in values]), agreement.maximum(values)
         different = [p.name for p, least, most in zip(self._parameters, -low, high, strict=True) if least != most]
         named = (
@@ -88,13 +86,18 @@ def _checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [xxhash.xxh3_64_intdigest(_bytes(tensor)) for tensor in tensors]
 
 
+def _hash(data: bytes) -> float:
+    """Return a hash of 53 bits, which float64 represents exactly. All bits of `data` change it, also its lowest."""
+    return float(xxhash.xxh3_64_intdigest(data) >> 11)
+
+
 def _bytes(tensor: torch.Tensor) -> Any:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the tensor's bits as integers, twice: plain and with a weight per column, so that a swap of
-    two values shows."""
+    """Return the sum of the tensor's bits as integers, in up to 4,096 columns with a weight per column: a swap of two
+    values in different columns changes it. The values after the last whole row count without a weight."""
     width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.detach().contiguous().reshape(-1).view(width)
     if bits.numel() == 0:
