@@ -109,16 +109,16 @@ def seconds_to_target(steps: float, ms: float, dense_steps: int, dense_ms: float
 
 
 def compare(runs: list[Row], times: list[Row]) -> list[Row]:
-    """Return, for each optimizer, link, target and contender, the steps and the seconds to the target (means over the
-    seeds) and how many times faster the contender is than the fastest peer.
+    """Return, for each optimizer, length of the run, link, target and contender, the steps and the seconds to the
+    target (means over the seeds) and how many times faster the contender is than the fastest peer.
 
     A contender that misses the target with one of its seeds has no time. `against_best` is the mean over the seeds, by
     the medians of the turns; `range` holds the smallest and the largest value over all seeds and turns.
     """
     rows = []
     turns_of = {(row["optimizer"], row["rate"], row["contender"]): row["turns_ms"] for row in times}
-    for optimizer in OPTIMIZERS:
-        own = [run for run in runs if run["optimizer"] == optimizer]
+    for optimizer, length in _kinds_of(runs):
+        own = [run for run in runs if (run["optimizer"], run["steps"]) == (optimizer, length)]
         finals = {run["seed"]: run["evaluations"][-1][1] for run in own if run["contender"] == DDP}
         for margin in MARGINS:
             steps: dict[str, dict[int, float | None]] = {}
@@ -130,9 +130,13 @@ def compare(runs: list[Row], times: list[Row]) -> list[Row]:
             for rate in RATES:
                 turns = {name: turns_of[optimizer, rate, name] for name in steps if (optimizer, rate, name) in turns_of}
                 if DDP in turns:
-                    length = max(run["steps"] for run in own)
                     rows += _compare_on_link(optimizer, rate, margin, length, steps, turns)
     return rows
+
+
+def _kinds_of(runs: list[Row]) -> list[tuple[str, int]]:
+    """Return the optimizers and lengths of the runs."""
+    return sorted({(run["optimizer"], run["steps"]) for run in runs})
 
 
 def _compare_on_link(
@@ -166,6 +170,7 @@ def _compare_on_link(
         reached = [seed for seed in seeds if steps[name][seed] is not None]
         row: Row = {
             "optimizer": optimizer,
+            "length": length,
             "rate": rate,
             "margin_percent": margin,
             "contender": name,
@@ -190,26 +195,28 @@ def _compare_on_link(
 
 
 def compare_losses(runs: list[Row]) -> list[Row]:
-    """Return, for each optimizer and contender, the paired difference of the last held-out loss to plain DDP, in per
-    cent, with its 95% interval (Student's t; None with one seed)."""
+    """Return, for each optimizer, length of the run and contender, the paired difference of the last held-out loss to
+    plain DDP, in per cent, with its 95% interval (Student's t; None with one seed)."""
     from simulated_nodes import compute_interval
 
-    last = {(run["optimizer"], run["contender"], run["seed"]): run["evaluations"][-1][1] for run in runs}
     rows: list[Row] = []
-    for optimizer in OPTIMIZERS:
+    for optimizer, length in _kinds_of(runs):
+        own = [run for run in runs if (run["optimizer"], run["steps"]) == (optimizer, length)]
+        last = {(run["contender"], run["seed"]): run["evaluations"][-1][1] for run in own}
         for name in CONTENDERS:
-            seeds = [seed for o, n, seed in sorted(last) if (o, n) == (optimizer, name) and (o, DDP, seed) in last]
+            seeds = [seed for contender, seed in sorted(last) if contender == name and (DDP, seed) in last]
             if name == DDP or not seeds:
                 continue
-            pairs = [100 * (last[optimizer, name, seed] / last[optimizer, DDP, seed] - 1) for seed in seeds]
+            pairs = [100 * (last[name, seed] / last[DDP, seed] - 1) for seed in seeds]
             mean, interval = compute_interval(pairs)
             rows.append(
                 {
                     "optimizer": optimizer,
+                    "length": length,
                     "contender": name,
                     "seeds": len(seeds),
-                    "loss": fmean(last[optimizer, name, seed] for seed in seeds),
-                    "ddp_loss": fmean(last[optimizer, DDP, seed] for seed in seeds),
+                    "loss": fmean(last[name, seed] for seed in seeds),
+                    "ddp_loss": fmean(last[DDP, seed] for seed in seeds),
                     "difference_percent": mean,
                     "interval_percent": interval,
                     "each_seed": pairs,
@@ -359,6 +366,7 @@ def main() -> int:
     parser.add_argument("--rate", choices=RATES, action="append", help="only this link; may be repeated")
     parser.add_argument("--contender", choices=CONTENDERS, action="append", help="only this one; may be repeated")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender (%(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="length of a run (%(default)s)")
     parser.add_argument("--turns", type=int, default=5, help="turns of each contender on a link (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="40 steps, one seed, one turn at 1 Gbit/s; stores nothing")
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS})")
@@ -367,7 +375,7 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return 2
     target: Path | None = None if options.quick else options.json or RESULTS
-    seeds, steps, turns = (1, 40, 1) if options.quick else (options.seeds, STEPS, options.turns)
+    seeds, steps, turns = (1, 40, 1) if options.quick else (options.seeds, options.steps, options.turns)
     rates = ["1gbit"] if options.quick else options.rate or list(RATES)
     contenders = options.contender or list(CONTENDERS)
     optimizers = options.optimizer or list(OPTIMIZERS)

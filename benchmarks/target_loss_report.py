@@ -17,14 +17,12 @@ TITLES = {"adamw": "AdamW", "sgd": "SGD"}
 def section(stored: dict[str, Any]) -> dict[str, str]:
     """Return a table for each optimizer and link, and the facts of the runs."""
     tables = []
-    for optimizer in OPTIMIZERS:
-        for rate in RATES:
-            rows = [row for row in stored["compared"] if (row["optimizer"], row["rate"]) == (optimizer, rate)]
-            if rows:
-                times = [row for row in stored["times"] if (row["optimizer"], row["rate"]) == (optimizer, rate)]
-                measured = "; ".join(sorted({f"{row['date']}, load {row['load']:g}" for row in times}))
-                title = f"**{LINKS[rate]}, {TITLES[optimizer]}** (times: {measured})"
-                tables.append(f"{title}\n\n{_table(rows, times)}")
+    for optimizer, length, rate in sorted({_kind_of(row) for row in stored["compared"]}):
+        rows = [row for row in stored["compared"] if _kind_of(row) == (optimizer, length, rate)]
+        times = [row for row in stored["times"] if (row["optimizer"], LINKS[row["rate"]]) == (optimizer, rate)]
+        measured = "; ".join(sorted({f"{row['date']}, load {row['load']:g}" for row in times}))
+        title = f"**{rate}, {TITLES[optimizer]}, runs of {length:,} steps** (times: {measured})"
+        tables.append(f"{title}\n\n{_table(rows, times)}")
     facts = " · ".join(f"{name}: {value}" for name, value in stored["facts"].items())
     return {
         "TARGET_LOSS": "\n\n".join(tables),
@@ -33,13 +31,17 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def _kind_of(row: Row) -> tuple[str, int, str]:
+    return row["optimizer"], row["length"], LINKS[row["rate"]]
+
+
 def _table_of_losses(rows: list[Row]) -> str:
     cells = []
     for row in rows:
         interval = row["interval_percent"]
         cells.append(
             [
-                f"{TITLES[row['optimizer']]}, {_name_of(row['contender'])}",
+                f"{TITLES[row['optimizer']]}, {row['length']:,} steps, {_name_of(row['contender'])}",
                 str(row["seeds"]),
                 f"{row['ddp_loss']:.4f}",
                 f"{row['loss']:.4f}",
@@ -87,7 +89,7 @@ def _cells_of(row: Row) -> list[str]:
 
 
 def picture(stored: dict[str, Any], path: Path) -> None:
-    """Plot the held-out loss against the time over each link: AdamW, the first seed."""
+    """Plot the held-out loss against the time over each link: AdamW, the first seed, the longest runs."""
     from matplotlib import pyplot
 
     import plots
@@ -102,7 +104,9 @@ def picture(stored: dict[str, Any], path: Path) -> None:
         "fp16": (plots.PEER, "-"),
         "powersgd4": (plots.TOPK, "-"),
     }
-    runs = {run["contender"]: run for run in stored["runs"] if (run["optimizer"], run["seed"]) == (OPTIMIZERS[0], 0)}
+    first = [run for run in stored["runs"] if (run["optimizer"], run["seed"]) == (OPTIMIZERS[0], 0)]
+    length = max((run["steps"] for run in first), default=0)
+    runs = {run["contender"]: run for run in first if run["steps"] == length}
     times = {
         (row["contender"], row["rate"]): median(row["turns_ms"])
         for row in stored["times"]

@@ -94,7 +94,7 @@ def test_the_page_shows_who_misses_the_target() -> None:
     assert [line.split(" | ")[0] for line in lines[4:]] == ["| DDP, PowerSGD rank 4", "| **TopKube onebit**", "| DDP"]
     assert "not reached | – | –" in lines[4]
     assert "100 | 2 | 1.98 (1.98–1.98)" in lines[5]
-    assert "| AdamW, DDP, PowerSGD rank 4 | 1 | 2.0000 | 2.0500 | +2.50% | – |" in tables["LAST_LOSSES"]
+    assert "| AdamW, 100 steps, DDP, PowerSGD rank 4 | 1 | 2.0000 | 2.0500 | +2.50% | – |" in tables["LAST_LOSSES"]
 
 
 def test_last_losses_are_compared_with_ddp_of_the_same_seed() -> None:
@@ -104,3 +104,12 @@ def test_last_losses_are_compared_with_ddp_of_the_same_seed() -> None:
     assert onebit["each_seed"] == pytest.approx([1.0, 3.0])
     assert onebit["difference_percent"] == pytest.approx(2.0)
     assert onebit["interval_percent"] == pytest.approx([2 - 12.706, 2 + 12.706], abs=1e-3)
+
+
+def test_runs_of_another_length_are_compared_apart() -> None:
+    runs = [run("ddp", [[100, 2.0]]), run("onebit", [[100, 3.0]])]
+    longer = [{**run(name, [[200, 1.0]]), "steps": 200} for name in ("ddp", "onebit")]
+    rows = target_loss.compare(runs + longer, [times("ddp", 40.0), times("onebit", 20.0)])
+    reached = {row["length"]: row["reached"] for row in rows if row["contender"] == "onebit"}
+    assert reached == {100: 0, 200: 1}
+    assert [row["difference_percent"] for row in target_loss.compare_losses(runs + longer)] == pytest.approx([50, 0])
